@@ -20,44 +20,16 @@ from hf_speculate.tools.bench.methods import (
     threshold_methods,
 )
 from hf_speculate.tools.bench.report import write_html
+from hf_speculate.tools.bench.report.tables import CATEGORIES, DRIFT, LATENCIES, METHODS, make_table
+from hf_speculate.tools.bench.report.values import field
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
 from hf_speculate.tools.cli.loading import names_head
-from hf_speculate.tools.cli.measuring import field, show, shown
 from hf_speculate.tools.cli.options import Bench
 
 _LOSSY = "typical"
-# Cells by the head of the column.
-_METHODS = {
-    "method": field("name", ""),
-    "tokens/s": lambda one: shown(one["tokens_per_s"]["median"], ".0f"),
-    "speed-up": field("speedup"),
-    "length": field("mean_acceptance_length"),
-    "accepted": field("acceptance_rate", ".0%"),
-    "note": lambda one: "noise" if one["is_noise"] else "lossy" if one["is_lossy"] else "-",
-}
-_LATENCIES = {
-    "method": field("name", ""),
-    "first token (ms)": field("first_token_s", ".1f", 1000),
-    "ms per token": field("ms_per_token"),
-    "peak (GiB)": field("peak_bytes", scale=2**-30),
-}
-_CATEGORIES = {
-    "category": field("category", ""),
-    "method": field("method", ""),
-    "speed-up": field("speedup"),
-    "acceptance rate": field("acceptance_rate", ".0%"),
-    "prompts": field("num_prompts", "d"),
-}
-_DRIFT = {
-    "verifier": field("verifier", ""),
-    "threshold": field("posterior_threshold", "g"),
-    "tokens/s": field("tokens_per_s", ".0f"),
-    "speed-up": field("speedup"),
-    "log-likelihood": field("log_likelihood_per_token", ".3f"),
-    "agreement with greedy": field("agreement_with_greedy", ".1%"),
-}
+_HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
 
 
 def run(options: Bench) -> int:
@@ -106,15 +78,15 @@ def _show(result: dict[str, Any], log: Console) -> None:
         style="dim",
         soft_wrap=True,
     )
-    if result["methods"]:
-        show("speed", _METHODS, result["methods"])
-        for line in _remarks(result["methods"]):
-            answer(f"{line}\n")
-        show("latency", _LATENCIES, result["methods"])
-    if result["categories"]:
-        show("by category", _CATEGORIES, sorted(result["categories"], key=lambda entry: entry["category"]))
-    if result["drift"]:
-        show("drift of lossy verifiers", _DRIFT, result["drift"])
+    methods, name = result["methods"], {"method": field("name")}
+    columns = {head: cell for head, cell in (METHODS | name).items() if head not in _HIDDEN}
+    measuring.show(make_table("speed", "", columns, methods, 2))
+    for line in _remarks(methods):
+        answer(f"{line}\n")
+    measuring.show(make_table("latency", "", LATENCIES | name, methods, 1))
+    categories = sorted(result["categories"], key=lambda entry: str(entry["category"]))
+    measuring.show(make_table("by category", "", CATEGORIES, categories, 2))
+    measuring.show(make_table("drift of lossy verifiers", "", DRIFT, result["drift"], 1))
     for name, reason in settings["left_out"].items():
         log.print(f"left out: {name}: {reason}", style="bold", markup=False, soft_wrap=True)
 

@@ -2,20 +2,20 @@
 
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
+import rich.table
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from transformers.utils import logging
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Step
+from hf_speculate.tools.bench.report.tables import Table
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.saving import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding
@@ -25,8 +25,6 @@ from hf_speculate.tools.cli.options import Measurement
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import token_ids_of
 
-_NUMBER = re.compile(r"-?\d[\d.]*( \(|%?$)|-$")
-Cell = Callable[[dict[str, Any]], str]
 _PIPED_WIDTH = 160  # of tables without a terminal
 
 
@@ -94,35 +92,21 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
         yield on_step
 
 
-def show(title: str, columns: Mapping[str, Cell], entries: Sequence[dict[str, Any]]) -> None:
-    """Print a table without empty columns; columns of numbers are aligned on the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    cells = {head: [cell(entry) for entry in entries] for head, cell in columns.items()}
-    cells = {head: column for head, column in cells.items() if set(column) - {"-"}}
-    for index, (head, column) in enumerate(cells.items()):
-        justify: Literal["left", "right"] = "right" if all(map(_NUMBER.match, column)) else "left"
-        table.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*row)
+def show(table: Table | None) -> None:
+    """Print a table, if there is one; columns of numbers are aligned on the right."""
+    if table is None:
+        return
+    shown = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.title_justify, shown.title_style, shown.caption_justify = "left", "bold", "left"
+    for index, head in enumerate(table.head):
+        justify: Literal["left", "right"] = "left" if index < table.num_names else "right"
+        shown.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
+    for line in table.lines:
+        shown.add_row(*line)
     output = Console(highlight=False, markup=False)
     if not output.is_terminal:
         output.width = _PIPED_WIDTH
-    output.print(table)
-
-
-def field(name: str, form: str = ".2f", scale: float = 1) -> Cell:
-    """A function that returns an entry's field as text; see `shown`."""
-    return lambda entry: shown(entry[name], form, scale)
-
-
-def shown(value: Any, form: str = ".2f", scale: float = 1) -> str:
-    """A value as text, a spread with minimum and maximum, None as a dash."""
-    if value is None:
-        return "-"
-    if isinstance(value, dict):
-        low, middle, high = (f"{scale * value[name]:{form}}" for name in ("min", "median", "max"))
-        return f"{middle} ({low}-{high})"
-    return f"{value if scale == 1 else scale * value:{form}}"
+    output.print(shown)
 
 
 def finish(result: dict[str, Any], options: Measurement, log: Console) -> None:

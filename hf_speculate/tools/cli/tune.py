@@ -8,13 +8,14 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
+from hf_speculate.tools.bench.report.tables import make_table, tokens_per_s
+from hf_speculate.tools.bench.report.values import MISSING, field, share
 from hf_speculate.tools.bench.rules import Rule, parse_rule
 from hf_speculate.tools.bench.saving import settings_in, write_fields
 from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, tune
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
-from hf_speculate.tools.cli.measuring import field, show
 from hf_speculate.tools.cli.options import Tune
 
 
@@ -58,13 +59,13 @@ def run(options: Tune) -> int:
 
 def _show(result: dict[str, Any], rule: Rule) -> None:
     columns = {
-        "method": field("name", ""),
-        "prompts": field("num_prompts", "d"),
-        "tokens/s": field("tokens_per_s", ".0f"),
-        "speed-up": field("speedup"),
-        "acceptance rate": field("acceptance_rate", ".0%"),
+        "method": field("name"),
+        "prompts": field("num_prompts"),
+        "tokens/s": tokens_per_s,
+        "speed-up": field("speedup", 2),
+        "acceptance rate": share("acceptance_rate"),
+        "agreement": share("agreement_with_greedy"),
+        "drop": field("drop", 3),
+        "result": lambda one: one["out"] or ("best" if one["name"] == result["winner"] else MISSING),
     }
-    if not rule.is_exact:
-        columns |= {"agreement": field("agreement_with_greedy", ".1%"), "drop": field("drop", ".3f")}
-    columns["result"] = lambda one: one["out"] or ("best" if one["name"] == result["winner"] else "-")
-    show(f"methods tried with quality: {rule}", columns, result["tried"])
+    measuring.show(make_table(f"methods tried with quality: {rule}", "", columns, result["tried"], 1))

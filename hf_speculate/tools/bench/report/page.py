@@ -9,8 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import sections
-from hf_speculate.tools.bench.report.plots import Style
-from hf_speculate.tools.bench.report.sections import name_of
+from hf_speculate.tools.bench.report.tables import name_of
 from hf_speculate.tools.bench.report.values import Result, short, spread, text
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
@@ -33,14 +32,15 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
             "result must have at least one entry with a name under 'methods', got none; "
             "pass the JSON of hf-speculate bench"
         )
-    names, styles = {method["name"]: name_of(method) for method in methods}, method_styles(result)
     settings: Result = result.get("settings") or {}
     where: Result = result.get("environment") or {}
+    remarks = [f"{name_of(one)}: {text(reason)}" for one in methods for reason in one.get("fallbacks") or ()]
+    remarks += [f"{name}: left out, {text(reason)}" for name, reason in (settings.get("left_out") or {}).items()]
     found = [
-        sections.speed(methods, _remarks(methods, settings)),
+        sections.speed(methods, remarks),
         sections.latency(methods),
         sections.rounds(methods),
-        sections.categories(result, names, list(styles)),
+        sections.categories(result, methods),
         sections.drift(result),
     ]
     samples: dict[str, list[str]] = {}  # names of the methods that wrote a text
@@ -54,41 +54,34 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": short, "spread": spread, "name_of": name_of}
+    environment.filters |= {"short": short, "spread": spread, "name_of": name_of, "text": text}
     page = environment.get_template("page.html").render(
-        title=_title(where),
+        where=where,
         fastest=_fastest(methods),
-        doubts=[str(reason) for reason in (result.get("reliability") or {}).get("reasons") or ()],
-        environment=[(name, text(where[name])) for name in _TOP if where.get(name) is not None]
-        + [(name, text(value)) for name, value in where.items() if name not in _TOP],
+        doubts=(result.get("reliability") or {}).get("reasons") or (),
+        environment={name: where[name] for name in (*_TOP, *where) if where.get(name) is not None or name not in _TOP},
         command=str(settings.get("command") or ""),
         sections=[section for section in found if section.plots or section.table],
-        styles=styles,
+        styles=method_styles(result),
         prompt=str(result.get("prompt") or ""),
         samples=samples,
-        settings=[(str(name), text(value)) for name, value in settings.items() if name not in _ELSEWHERE],
+        settings={str(name): value for name, value in settings.items() if name not in _ELSEWHERE},
     )
     written = Path(path)
     written.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")  # names of files may hold lone surrogates
     return written
 
 
-def method_styles(result: Mapping[str, Any]) -> dict[str, Style]:
-    """Colour and marker of each method; a verifier under drift has those of its method."""
+def method_styles(result: Mapping[str, Any]) -> dict[str, int]:
+    """Number of the colour and marker of each method; a verifier under drift has that of its method."""
     methods: list[Result] = result["methods"]
-    styles = {name: Style.of(index) for index, name in enumerate(dict.fromkeys(map(name_of, methods)))}
+    styles = {name: index for index, name in enumerate(dict.fromkeys(map(name_of, methods)))}
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
-    for name in sections.drift_names(result):
+    for name in dict.fromkeys(row["verifier"] for row in result.get("drift") or ()):
         same = [name_of(one) for one in methods if name == (one.get("verifier") or one["name"])]
         exact = [one for one in same if label is not None and one.endswith(str(label))]
-        styles.setdefault(name, styles[(exact or same)[0]] if same else Style.of(len(styles)))
+        styles.setdefault(name, styles[(exact or same)[0]] if same else len(styles))
     return styles
-
-
-def _title(where: Result) -> str:
-    models = " with ".join(str(where[name]) for name in ("target", "draft") if where.get(name))
-    rest = [str(where[name]) for name in ("device", "date") if where.get(name)]
-    return ", ".join(filter(None, [models, *rest]))
 
 
 def _fastest(methods: list[Result]) -> Result | None:
@@ -100,10 +93,3 @@ def _fastest(methods: list[Result]) -> Result | None:
         if str(method["name"]).partition(",")[0] != _PLAIN and (speedup := spread(method.get("speedup"))) is not None
     ]
     return max(found, key=itemgetter(0), default=(0.0, None))[1]
-
-
-def _remarks(methods: list[Result], settings: Result) -> list[str]:
-    """What ran otherwise than requested, or was left out."""
-    remarks = [f"{name_of(method)}: {text(reason)}" for method in methods for reason in method.get("fallbacks") or ()]
-    left_out = settings.get("left_out") or {}
-    return remarks + [f"{name}: left out, {text(reason)}" for name, reason in left_out.items()]

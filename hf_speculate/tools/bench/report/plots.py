@@ -10,35 +10,12 @@ from typing import Any, NamedTuple
 from hf_speculate.tools.bench.report.scales import Axis, axis_of_counts, axis_of_values, rounded_axis
 from hf_speculate.tools.bench.report.values import TIMES, Spread
 
-NUM_HUES = 8  # classes c0, c1, ... of page.html
-_SHAPES = (  # paths around (0, 0): circle, square, triangle, diamond, plus, inverted triangle, pentagon, cross
-    "M5.5 0A5.5 5.5 0 1 1-5.5 0A5.5 5.5 0 1 1 5.5 0Z",
-    "M-5-5H5V5H-5Z",
-    "M0-6.5L6.5 5H-6.5Z",
-    "M0-7L7 0L0 7L-7 0Z",
-    "M-2-6.5H2V-2H6.5V2H2V6.5H-2V2H-6.5V-2H-2Z",
-    "M0 6.5L6.5-5H-6.5Z",
-    "M0-6.5L6.2-2L3.8 5.3H-3.8L-6.2-2Z",
-    "M-6-3.2L-3.2-6L0-2.8L3.2-6L6-3.2L2.8 0L6 3.2L3.2 6L0 2.8L-3.2 6L-6 3.2L-2.8 0Z",
-)
 _LABEL_HEIGHT = 18.0  # pixels, of a name beside a curve
 _MAX_POINTS = 160  # of a curve; more are averaged
 _LEFT, _RIGHT = 13.0, 95.0  # of a plot with numbers beside it
 _TOP, _BOTTOM = 8.0, 172.0
 _PLAIN = 1.0  # plain decoding's speed, in times itself
 _PERCENT = Axis(0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25)))
-
-
-class Style(NamedTuple):
-    """Colour and marker of a series, the same in all plots."""
-
-    hue: int
-    shape: str  # SVG path
-
-    @classmethod
-    def of(cls, index: int) -> "Style":
-        """Style of the series with an index; the first 64 differ in colour or marker."""
-        return cls(index % NUM_HUES, _SHAPES[(index + index // NUM_HUES) % len(_SHAPES)])
 
 
 class Key(NamedTuple):

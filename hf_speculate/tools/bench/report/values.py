@@ -1,6 +1,6 @@
 """Writes values of a result as text; each may be missing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Result = Mapping[str, Any]
@@ -15,7 +15,7 @@ class Spread(NamedTuple):
 
     def text(self, decimals: int, unit: str = "") -> str:
         """The median, with minimum and maximum if they differ."""
-        low, middle, high = (f"{value:,.{decimals}f}" for value in (self.low, self.middle, self.high))
+        low, middle, high = (f"{value:,.{decimals}f}" for value in self)
         return f"{middle}{unit}" if self.low == self.high else f"{middle}{unit} ({low} to {high})"
 
 
@@ -23,10 +23,8 @@ def spread(value: Any, factor: float = 1.0) -> Spread | None:
     """Minimum, median and maximum, or one number three times; None where there is no value."""
     if value is None:
         return None
-    low, middle, high = (
-        (value[name] for name in ("min", "median", "max")) if isinstance(value, Mapping) else [value] * 3
-    )
-    return Spread(factor * low, factor * middle, factor * high)
+    numbers = [value[name] for name in ("min", "median", "max")] if isinstance(value, Mapping) else [value] * 3
+    return Spread(*(factor * number for number in numbers))
 
 
 def short(value: float) -> str:
@@ -34,27 +32,31 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".removesuffix(".")
 
 
-def share(value: float | None) -> str:
-    """A share of one in percent."""
-    return MISSING if value is None else f"{100 * value:.1f} %"
-
-
-def fixed(value: Any, decimals: int = 2, factor: float = 1.0) -> str:
-    """A number, or the median of a spread with minimum and maximum, with a fixed number of decimals."""
-    read = spread(value, factor)
-    return MISSING if read is None else read.text(decimals)
-
-
 def text(value: Any) -> str:
     """Any plain value in a line."""
-    if value is None or value == "":
-        return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {text(inner)}" for name, inner in value.items()) or MISSING
+        value = [f"{name} {text(inner)}" for name, inner in value.items()]
     if isinstance(value, list | tuple):
-        return ", ".join(map(text, value)) or MISSING
-    return str(value)
+        value = ", ".join(map(text, value))
+    return MISSING if value is None or value == "" else str(value)
+
+
+def field(name: str, decimals: int | None = None, factor: float = 1.0, unit: str = "") -> Callable[[Result], str]:
+    """A function that shows an entry's field: any value as text, or with `decimals` a number or a spread of numbers."""
+
+    def shown(entry: Result) -> str:
+        if decimals is None:
+            return text(entry.get(name))
+        read = spread(entry.get(name), factor)
+        return MISSING if read is None else read.text(decimals, unit)
+
+    return shown
+
+
+def share(name: str) -> Callable[[Result], str]:
+    """A function that shows an entry's field, a share of one, in percent."""
+    return field(name, 1, 100.0, " %")
