@@ -1,5 +1,6 @@
 """Estimates an upper bound of the speed-up of a pair from the bytes that its models read per token."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -13,18 +14,14 @@ _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe
 
 
 class ModelSize(NamedTuple):
-    """Size of a model's parameters and of its KV cache.
-
-    `num_lookup_bytes` belong to an input embedding that is not the output embedding too: a token reads one row of it.
-    `num_expert_bytes` belong to routed experts, of which a token reads `num_chosen` out of `num_experts`.
-    """
+    """Size of a model's parameters and of its KV cache."""
 
     num_params: int
     num_bytes: int
-    num_lookup_bytes: int = 0
-    num_expert_bytes: int = 0
+    num_lookup_bytes: int = 0  # of an input embedding that is not the output embedding too: a token reads one row
+    num_expert_bytes: int = 0  # of routed experts
     num_experts: int = 1
-    num_chosen: int = 1
+    num_chosen: int = 1  # experts that a token reads
     kv_bytes_per_token: int = 0
 
     def num_read_bytes(self, num_tokens: int = 1) -> float:
@@ -33,15 +30,13 @@ class ModelSize(NamedTuple):
         return self.num_bytes - self.num_lookup_bytes - self.num_expert_bytes * (1 - share)
 
 
-class Gain(NamedTuple):
-    """The best draft length and its speed-up over plain decoding for one acceptance probability.
-
-    `num_draft_tokens` is 0 and `speedup` is 1.0 if no draft length is faster than plain decoding.
-    """
+@dataclass(frozen=True)
+class Gain:
+    """The best draft length and its speed-up over plain decoding for one acceptance probability."""
 
     acceptance_probability: float
-    num_draft_tokens: int
-    speedup: float
+    num_draft_tokens: int  # 0 if no draft length is faster than plain decoding
+    speedup: float  # 1.0 then
 
 
 def size_of(
@@ -80,15 +75,13 @@ def estimate_gains(target: ModelSize, draft: ModelSize) -> tuple[Gain, ...]:
     """The best draft length for each of `ACCEPTANCE_PROBABILITIES`, for one row and a short context."""
     plain_bytes = target.num_read_bytes()
     draft_cost = draft.num_read_bytes() / plain_bytes
-    gains = []
-    for probability in ACCEPTANCE_PROBABILITIES:
-        speedups = [
-            expected_speedup(probability, num, draft_cost, target.num_read_bytes(num + 1) / plain_bytes)
-            for num in range(DEFAULT_MAX_ASSISTANT_TOKENS + 1)
-        ]
-        best = speedups.index(max(speedups))
-        gains.append(Gain(probability, best, speedups[best]))
-    return tuple(gains)
+    costs = [(num, target.num_read_bytes(num + 1) / plain_bytes) for num in range(DEFAULT_MAX_ASSISTANT_TOKENS + 1)]
+
+    def best(probability: float) -> Gain:
+        speedups = [expected_speedup(probability, num, draft_cost, cost) for num, cost in costs]
+        return Gain(probability, speedups.index(max(speedups)), max(speedups))
+
+    return tuple(map(best, ACCEPTANCE_PROBABILITIES))
 
 
 def _lookup_table(model: nn.Module) -> nn.Parameter | None:

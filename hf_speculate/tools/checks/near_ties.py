@@ -28,32 +28,19 @@ _SOURCES = ("drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 @dataclass(frozen=True)
 class ParityRow:
-    """Comparison of one prompt's two outputs; all but `index` and `verdict` describe the first difference, if any.
+    """Comparison of one prompt's two outputs; all but `index` and `verdict` describe the first difference, if any."""
 
-    Args:
-        index: of the prompt, over all calls.
-        verdict: "equal", "tie" or "bug".
-        position: number of new tokens before the difference.
-        plain_id, speculative_id: the two tokens.
-        top_gap: the target's largest logit minus the second largest, in its own dtype.
-        exact_top_gap: the same in float64, if it was computed.
-        gap: score of the plain token minus that of the speculative one, after all logits processors.
-        noise: change of the two logits between forwards over one row and the batch, one token and K+1.
-        bound: the largest gap that rounding explains.
-        reason: of the verdict.
-    """
-
-    index: int = 0
-    verdict: str = "equal"
-    position: int | None = None
+    index: int = 0  # of the prompt, over all calls
+    verdict: str = "equal"  # or "tie" or "bug"
+    position: int | None = None  # number of new tokens before the difference
     plain_id: int | None = None
     speculative_id: int | None = None
-    top_gap: float | None = None
-    exact_top_gap: float | None = None
-    gap: float | None = None
-    noise: float | None = None
-    bound: float | None = None
-    reason: str = ""
+    top_gap: float | None = None  # the target's largest logit minus the second largest, in its own dtype
+    exact_top_gap: float | None = None  # the same in float64, if it was computed
+    gap: float | None = None  # score of the plain token minus the other's, after all logits processors
+    noise: float | None = None  # change of the two logits between forwards over one row and several, one token and K+1
+    bound: float | None = None  # the largest gap that rounding explains
+    reason: str = ""  # of the verdict
 
 
 class LogitNoise(NamedTuple):

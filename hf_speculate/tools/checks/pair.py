@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
+from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.compat import stateful_names
@@ -22,7 +23,8 @@ from hf_speculate.tools.checks.sources import Described, ModelReader, ModelSourc
 LEVELS = ("ok", "warning", "does not fit", "not supported")
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """A fact about a pair.
 
     `level` is one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if hf_speculate
@@ -36,16 +38,14 @@ class Finding(NamedTuple):
 _warning = partial(Finding, "warning")
 
 
-class Overlap(NamedTuple):
-    """Overlap of two tokenizers' vocabularies.
+@dataclass(frozen=True)
+class Overlap:
+    """Overlap of two tokenizers' vocabularies."""
 
-    Of the target's `num_target` tokens, the draft spells `num_shared` the same, `num_same_id` of them under one id.
-    """
-
-    num_target: int
+    num_target: int  # tokens of the target
     num_draft: int
-    num_shared: int
-    num_same_id: int
+    num_shared: int  # tokens of the target that the draft spells the same
+    num_same_id: int  # those of them that have one id
 
     @property
     def share(self) -> float:
@@ -58,12 +58,19 @@ class Overlap(NamedTuple):
         return self.num_target == self.num_draft == self.num_same_id
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """Estimate of a model's memory in bytes: weights in `dtype`, and the KV cache per token of each row."""
 
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+
+    def __str__(self) -> str:
+        text = f"{decimal(self.weight_bytes)} in {self.dtype}"
+        if not self.kv_bytes_per_token:
+            return text
+        return f"{text},\n    KV cache {decimal(1024 * self.kv_bytes_per_token)} per row of 1,024 tokens"
 
 
 @dataclass(frozen=True)
@@ -100,16 +107,13 @@ class PairReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as values that JSON can hold."""
-        fields = asdict(self)
-        fields["findings"] = [finding._asdict() for finding in self.findings]
-        fields["gains"] = [gain._asdict() for gain in self.gains]
-        fields["overlap"] = None if self.overlap is None else {**self.overlap._asdict(), "share": self.overlap.share}
-        return fields | {name: getattr(self, name)._asdict() for name in ("target_memory", "draft_memory")}
+        overlap = None if self.overlap is None else {**asdict(self.overlap), "share": self.overlap.share}
+        return asdict(self) | {"overlap": overlap}
 
     def __str__(self) -> str:
         models = [("target", self.target_params, self.target_memory), ("draft", self.draft_params, self.draft_memory)]
         lines = [f"{self.level}: {self.draft} as a draft for {self.target}"]
-        lines += [f"  {role}: {_count(num)} parameters, {_memory_text(memory)}" for role, num, memory in models]
+        lines += [f"  {role}: {num / 1e6:,.2f} M parameters, {memory}" for role, num, memory in models]
         lines.append(f"  a draft step reads {self.size_ratio:.3f} of the bytes that a target step reads")
         if self.overlap is not None:
             lines.append(f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens")
@@ -133,8 +137,8 @@ def check_pair(
 ) -> PairReport:
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
 
-    Only configs and tokenizers are read, a few kilobytes to megabytes; weights never are. Models that are not passed
-    as objects are created on the meta device. `generate(assistant_model=draft)` raises the same errors.
+    Only configs and tokenizers are read, never weights. Models that are not passed as objects are created on the meta
+    device. `generate(assistant_model=draft)` raises the same errors.
 
     Args:
         target: a model, a config, or the name or path of a model.
@@ -152,20 +156,24 @@ def check_pair(
         UnsupportedModelError: transformers has no language model for a config.
     """
     draft_options = {name: value for name, value in options.items() if name != "revision"}
-    pair = (
+    models = (
         ModelReader(options, dtype).describe("target", target, target_tokenizer),
         ModelReader(draft_options, dtype).describe("draft", draft, draft_tokenizer),
     )
-    overlap = None
-    if pair[0].tokenizer is not None and pair[1].tokenizer is not None:
-        overlap = vocabulary_overlap(pair[0].tokenizer, pair[1].tokenizer)
-    found = (model_findings(*pair), vocabulary_findings(*pair, overlap), text_findings(*pair), size_findings(*pair))
+    tokenizers = [one.tokenizer for one in models if one.tokenizer is not None]
+    overlap = vocabulary_overlap(*tokenizers) if len(tokenizers) == 2 else None
+    found = (
+        model_findings(*models),
+        vocabulary_findings(*models, overlap),
+        text_findings(*models),
+        size_findings(*models),
+    )
     findings = tuple(dict.fromkeys(chain.from_iterable(found)))  # both models may have the same one
-    sizes = [one.size for one in pair]
-    memory = [Memory(one.dtype, one.size.num_bytes, one.size.kv_bytes_per_token) for one in pair]
+    sizes = [one.size for one in models]
+    memory = [Memory(one.dtype, one.size.num_bytes, one.size.kv_bytes_per_token) for one in models]
     return PairReport(
-        target=pair[0].name,
-        draft=pair[1].name,
+        target=models[0].name,
+        draft=models[1].name,
         level=max((finding.level for finding in findings), key=LEVELS.index, default="ok"),
         findings=findings,
         overlap=overlap,
@@ -188,9 +196,9 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Models that `generate()` does not support, always or for long sequences."""
-    unsupported = [text for one in (target, draft) if (text := _unsupported([one.model]))]
-    yield from (Finding("not supported", text) for text in unsupported)
-    if not unsupported and (text := _unsupported([target.model, draft.model])):
+    alone = [_unsupported(one.model) for one in (target, draft)]
+    yield from (Finding("not supported", text) for text in alone if text)
+    if not any(alone) and (text := _unsupported(target.model, draft.model)):
         yield Finding("does not fit", text)
     if not draft.model.can_generate():
         yield Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
@@ -213,7 +221,7 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
         )
 
 
-def _unsupported(models: list[PreTrainedModel]) -> str:
+def _unsupported(*models: PreTrainedModel) -> str:
     try:
         check_models(models, stateful_names(models), ASSISTED)
     except UnsupportedModelError as error:
@@ -276,18 +284,3 @@ def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
         most = max(ACCEPTANCE_PROBABILITIES)
         yield _warning(f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted")
-
-
-def _count(num_params: int) -> str:
-    return f"{num_params / 1e9:.2f} B" if num_params >= 1e9 else f"{num_params / 1e6:.2f} M"
-
-
-def _memory_text(memory: Memory) -> str:
-    text = f"{_bytes(memory.weight_bytes)} in {memory.dtype}"
-    if not memory.kv_bytes_per_token:
-        return text
-    return f"{text},\n    KV cache {_bytes(1024 * memory.kv_bytes_per_token)} per row of 1,024 tokens"
-
-
-def _bytes(num: int) -> str:
-    return f"{num / 2**30:.2f} GiB" if num >= 2**30 else f"{num / 2**20:.1f} MiB"

@@ -48,6 +48,7 @@ class Described:
 
     @property
     def config(self) -> PreTrainedConfig:
+        """The decoder's."""
         config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
         return config
 
@@ -75,6 +76,8 @@ class ModelReader:
             dtype = self._dtype(config)
             bytes_per_param = _bytes_per_param(config, dtype)
         decoder_config = config.get_text_config(decoder=True)
+        eos = getattr(generation_config, "eos_token_id", None)  # `generate()` reads it first
+        eos = getattr(decoder_config, "eos_token_id", None) if eos is None else eos
         return Described(
             role,
             name,
@@ -83,7 +86,7 @@ class ModelReader:
             str(dtype).removeprefix("torch."),
             str(_quantisation(config).get("quant_method", "")),
             tokenizer if tokenizer is not None else self._found(AutoTokenizer, name),
-            _eos_token_ids(generation_config, decoder_config),
+            frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
         )
 
     def config(self, role: str, source: object) -> PreTrainedConfig:
@@ -135,15 +138,6 @@ def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool =
     with torch.device("meta"):  # eager attention needs no package that may be missing
         model: PreTrainedModel = classes[0].from_config(copy.deepcopy(config), attn_implementation="eager", **options)
     return model
-
-
-def _eos_token_ids(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> frozenset[int]:
-    """Those of the generation config, which `generate()` reads, else those of the config."""
-    for holder in (generation_config, config):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list | tuple) else [ids])
-    return frozenset()
 
 
 def _quantisation(config: PreTrainedConfig) -> dict[str, Any]:
