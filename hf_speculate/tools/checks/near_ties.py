@@ -42,6 +42,13 @@ class ParityRow:
     bound: float | None = None  # the largest gap that rounding explains
     reason: str = ""  # of the verdict
 
+    def __str__(self) -> str:
+        numbers = {"gap": self.gap, "bound": self.bound, "noise": self.noise, "top gap": self.top_gap}
+        numbers["top gap in float64"] = self.exact_top_gap
+        found = "".join(f", {name} {value:.3g}" for name, value in numbers.items() if value is not None)
+        ids = f"plain {self.plain_id}, speculative {self.speculative_id}"
+        return f"row {self.index}, position {self.position}: {self.verdict}, {ids}{found}; {self.reason}"
+
 
 class LogitNoise(NamedTuple):
     """Measurement of the target's logits at a difference, in one dtype; see `ParityRow`."""
@@ -68,7 +75,7 @@ class TextDifference(NamedTuple):
         single = _last_logits(model, ids, 1)  # [V]
         rows = ids.expand(self.num_rows, -1)  # [B, T]
         others = torch.stack([_last_logits(model, rows, num) for num in (1, self.block_len)])  # [2, V]
-        return noise_between(single, others, (self.plain_id, self.speculative_id))
+        return _noise_between(single, others, (self.plain_id, self.speculative_id))
 
 
 def classify(
@@ -121,25 +128,21 @@ class GapRecorder(LogitsProcessor):
 
     def __init__(self, token_ids: Tensor):
         self.token_ids = token_ids
-        self.prompt_len = 0  # of the decoder
         self.best_ids: list[Tensor] = []  # of [B]
         self.gaps: list[Tensor] = []  # of [B] float64
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        column = input_ids.shape[1]
-        if not self.gaps:
-            self.prompt_len = column
         best = scores.max(-1)  # of [B, V]
         self.best_ids.append(best.indices)
+        column = input_ids.shape[1]
+        gaps = torch.full_like(best.values, torch.inf, dtype=torch.float64)
         if column < self.token_ids.shape[1]:
-            other = scores.gather(-1, self.token_ids[:, column, None])[:, 0]
-            self.gaps.append(best.values.double() - other.double())
-        else:
-            self.gaps.append(torch.full_like(best.values, torch.inf, dtype=torch.float64))
+            gaps = best.values.double() - scores.gather(-1, self.token_ids[:, column, None])[:, 0].double()
+        self.gaps.append(gaps)
         return scores
 
 
-def noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
+def _noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
     """Compare the logits that forwards of several shapes gave for one position, at the two tokens of the difference.
 
     `single` [V] float64 follows a forward over one token of one row, `others` [N, V] float64 the other forwards.
@@ -188,7 +191,7 @@ class ReplayedDifference(NamedTuple):
         speculation |= {"num_assistant_tokens": max(self.block_len - 1, 1)}
         options |= {"max_new_tokens": self.position + self.block_len}
         other = self._logits(model, options | speculation)
-        return noise_between(single, other[None], (self.plain_id, self.speculative_id))
+        return _noise_between(single, other[None], (self.plain_id, self.speculative_id))
 
     def _logits(self, model: PreTrainedModel, options: Mapping[str, Any]) -> Tensor:
         output: Any = generate(model, **options)

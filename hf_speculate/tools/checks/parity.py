@@ -37,17 +37,11 @@ _REFUSED = [
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Result of `check_parity`.
+    """Result of `check_parity`, which prints as text."""
 
-    Args:
-        rows: one per prompt.
-        dtype: of the target, without "torch.".
-        num_drafted: drafted tokens that were verified, over all rows.
-    """
-
-    rows: tuple[ParityRow, ...]
-    dtype: str
-    num_drafted: int
+    rows: tuple[ParityRow, ...]  # one per prompt
+    dtype: str  # of the target, without "torch."
+    num_drafted: int  # drafted tokens that were verified, over all rows
 
     @property
     def ok(self) -> bool:
@@ -60,16 +54,7 @@ class ParityReport:
         lines = [f"{line}, {counts['tie']} differ at a near-tie, {counts['bug']} by a bug"]
         if self.num_drafted == 0:
             lines.append("nothing was drafted, so nothing was compared: set num_assistant_tokens")
-        if counts["equal"] < len(self.rows):
-            names = ("row", "position", "plain", "ours", "verdict", "gap", "bound", "noise", "top gap", "in float64")
-            lines.append("".join(f"{name:>11}" for name in names))
-        for row in self.rows:
-            if row.verdict != "equal":
-                ids = (row.index, row.position, row.plain_id, row.speculative_id, row.verdict)
-                numbers = (row.gap, row.bound, row.noise, row.top_gap, row.exact_top_gap)
-                cells = [*("-" if one is None else str(one) for one in ids)]
-                cells += ["-" if one is None else f"{one:.3g}" for one in numbers]
-                lines.append("".join(f"{cell:>11}" for cell in cells) + f"  {row.reason}")
+        lines += [f"  {row}" for row in self.rows if row.verdict != "equal"]
         return "\n".join(lines)
 
 
@@ -86,16 +71,15 @@ def check_parity(
 
     At a difference the target is run again on the common prefix, token by token and as a verification would, in its
     own dtype and, if a copy takes less than 2 GiB, in float64. The row is a "tie" if the gap between the two tokens is
-    within the noise between these forwards: rounding decided. Otherwise it is a "bug" of this library, the verifier
-    or the model. A wrong token with a logit that close counts as a tie. Tokens after the first difference are not
-    compared. For a target with an encoder, or one that reads images, the whole call is repeated instead.
+    within the noise between these forwards, so a wrong token with a logit that close counts as one. Otherwise it is a
+    "bug" of this library, the verifier or the model. Tokens after the first difference are not compared.
 
     Args:
         model: the target, enabled or not; it and the assistant are not changed.
         assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
         prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of tensors with
-            `input_ids` and other model inputs such as `attention_mask`, `pixel_values`, `decoder_input_ids`. Batches
-            of a decoder are left-padded. Strings need the tokenizer and form one batch.
+            `input_ids` and other model inputs. Batches of a decoder are left-padded. Strings need the tokenizer and
+            form one batch.
         tokenizer: encodes strings; without a padding token each string is decoded alone.
         max_new_tokens: tokens of each row at most.
         **generate_kwargs: other arguments of both `generate()` calls, and fields of `SpeculationConfig`. Without
@@ -160,21 +144,17 @@ def _calls(
         for batch in [texts] if tokenizer.pad_token is not None else [[text] for text in texts]:
             yield dict(tokenizer(batch, return_tensors="pt", padding=len(batch) > 1, padding_side="left").to(device))
     for prompt in several:
-        if isinstance(prompt, Tensor):
-            yield {"input_ids": (prompt if prompt.ndim == 2 else prompt[None]).to(device)}
-        elif isinstance(prompt, Mapping):
-            if "input_ids" not in prompt or not all(isinstance(value, Tensor) for value in prompt.values()):
-                kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in prompt.items())
-                raise ConfigError(
-                    f"a prompt that is a mapping must hold input_ids, and tensors only, got {kinds}; "
-                    'tokenise with return_tensors="pt"'
-                )
-            yield {name: value.to(device) for name, value in prompt.items()}
-        elif not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            continue
+        inputs: Any = {"input_ids": torch.atleast_2d(prompt)} if isinstance(prompt, Tensor) else prompt
+        values = inputs if isinstance(inputs, Mapping) else {}
+        if "input_ids" not in values or not all(isinstance(value, Tensor) for value in values.values()):
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in values.items())
             raise ConfigError(
-                "prompts must be strings, tensors of token ids or mappings with input_ids, got "
-                f"{type(prompt).__name__}; wrap lists of ids in torch.tensor"
+                "a prompt must be a string, or must hold input_ids as a tensor or in a mapping of tensors, got "
+                f'{kinds or type(prompt).__name__}; wrap ids in torch.tensor, or tokenise with return_tensors="pt"'
             )
+        yield {name: value.to(device) for name, value in values.items()}
 
 
 def _compared(
@@ -192,7 +172,7 @@ def _compared(
     plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
-    prompt_len, block_len = recorder.prompt_len, max(stats.rounds_by_draft_len, default=0) + 1
+    prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
     num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
     for row in range(len(ours)):
         plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
