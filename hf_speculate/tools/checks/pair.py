@@ -75,30 +75,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class PairReport:
-    """Result of `check_pair`.
+    """Result of `check_pair`, which prints as text."""
 
-    Args:
-        target, draft: names of the two models.
-        level: "ok", "warning", "does not fit" or "not supported", the worst of the findings.
-        findings: facts about the pair.
-        overlap: of the tokenizers; None if one was not found.
-        target_params, draft_params: numbers of parameters.
-        size_ratio: bytes that a draft step reads over those that a target step reads.
-        gains: upper bounds of the speed-up by acceptance probability.
-        target_memory, draft_memory: estimates for loading and running the models.
-    """
-
-    target: str
-    draft: str
-    level: str
-    findings: tuple[Finding, ...]
-    overlap: Overlap | None
-    target_params: int
-    draft_params: int
-    size_ratio: float
-    gains: tuple[Gain, ...]
-    target_memory: Memory
-    draft_memory: Memory
+    target: str  #: name of the target
+    draft: str  #: name of the draft
+    level: str  #: "ok", "warning", "does not fit" or "not supported", the worst of the findings
+    findings: tuple[Finding, ...]  #: facts about the pair
+    overlap: Overlap | None  #: of the tokenizers; None if one was not found
+    target_params: int  #: number of the target's parameters
+    draft_params: int  #: number of the draft's parameters
+    size_ratio: float  #: bytes that a draft step reads over those that a target step reads
+    gains: tuple[Gain, ...]  #: upper bounds of the speed-up by acceptance probability
+    target_memory: Memory  #: estimate for loading and running the target
+    draft_memory: Memory  #: the same of the draft
 
     @property
     def ok(self) -> bool:

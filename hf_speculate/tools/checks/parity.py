@@ -39,9 +39,9 @@ _REFUSED = [
 class ParityReport:
     """Result of `check_parity`, which prints as text."""
 
-    rows: tuple[ParityRow, ...]  # one per prompt
-    dtype: str  # of the target, without "torch."
-    num_drafted: int  # drafted tokens that were verified, over all rows
+    rows: tuple[ParityRow, ...]  #: one per prompt
+    dtype: str  #: of the target, without "torch."
+    num_drafted: int  #: drafted tokens that were verified, over all rows
 
     @property
     def ok(self) -> bool:

@@ -15,11 +15,10 @@ _REPAIR = "repair or remove that line, or choose another output"
 
 def append_json(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per value and flush them to the disk."""
-    append_lines(path, "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in values).encode())
+    _append(path, "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in values).encode())
 
 
-def append_lines(path: Path, lines: bytes) -> None:
-    """Append whole lines and flush them to the disk."""
+def _append(path: Path, lines: bytes) -> None:
     is_new = not path.exists()
     with path.open("ab") as file:
         file.write(lines)
@@ -38,9 +37,7 @@ def cut_torn_line(path: Path) -> int:
         file.seek(end)
         torn = file.read()
         if not _BEGIN.startswith(torn[: len(_BEGIN)]):
-            raise ConfigError(
-                f"each line of the output must be a result, got another one at the end of {path}; {_REPAIR}"
-            )
+            raise ConfigError(f"each line must be a result, got another one at the end of {path}; {_REPAIR}")
         if torn:
             file.truncate(end)
             os.fsync(file.fileno())
@@ -54,14 +51,13 @@ def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            source = f"{path.name}:{number}"
             try:
                 key = str(json.loads(line)["id"])
             except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"each line of the output must be a result, got another one at {path.name}:{number}; {_REPAIR}"
-                ) from None
+                raise ConfigError(f"each line must be a result, got another one at {source}; {_REPAIR}") from None
             if key in seen:
-                raise ConfigError(f"ids must be unique, got {key!r} again at {path.name}:{number}; remove that line")
+                raise ConfigError(f"ids must be unique, got {key!r} again at {source}; remove that line")
             seen.add(key)
             yield key, line
 
@@ -74,7 +70,7 @@ def move_results(part: Path, whole: Path) -> None:
     """Move the results of one file to the end of another; may be killed at any time and repeated."""
     cut_torn_line(part)
     known = ids_in(whole)
-    append_lines(whole, b"".join(line for key, line in read_results(part) if key not in known))
+    _append(whole, b"".join(line for key, line in read_results(part) if key not in known))
     part.unlink()
 
 

@@ -10,46 +10,33 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_speculate.errors import ConfigError
-from hf_speculate.tools.dataset.files import append_json, ids_in, put_in_order
+from hf_speculate.tools.dataset.files import append_json, ids_in
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.dataset.run_folder import Job, RunFolder
+from hf_speculate.tools.dataset.run_folder import Job
 
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
+# Decodes batches with a seed, and calls a function with rows before they are decoded.
 Engine = Callable[[Sequence[Sequence[Row]], int, Callable[[Sequence[Row]], None]], Iterator[Decoded]]
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Progress of a data set.
+    """Progress of a data set."""
 
-    Attributes:
-        path: of the output.
-        num_rows: rows of the data set; during a run of several ranks, this rank's unfinished rows.
-        num_resumed: rows that were finished before this run.
-        num_finished: rows that are finished now.
-        num_tokens, num_drafted, num_accepted: new, drafted and accepted tokens of this run.
-        num_rounds: rounds of this run, summed over rows.
-        num_failed: rows of this run that ended with an error.
-        num_in_flight: rows that are being decoded, if rows are refilled.
-        fallback: why rows were decoded in static batches though they were to be refilled, or an empty string.
-        seconds: since the first batch, loading included.
-    """
-
-    path: Path
-    num_rows: int
-    num_resumed: int = 0
-    num_finished: int = 0
-    num_tokens: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_rounds: int = 0
-    num_failed: int = 0
-    num_in_flight: int = 0
-    fallback: str = ""
-    seconds: float = 0.0
+    path: Path  #: of the output
+    num_rows: int  #: rows of the data set; during a run of several ranks, this rank's unfinished rows
+    num_resumed: int = 0  #: rows that were finished before this run
+    num_finished: int = 0  #: rows that are finished now
+    num_tokens: int = 0  #: new tokens of this run
+    num_drafted: int = 0  #: drafted tokens of this run
+    num_accepted: int = 0  #: accepted tokens of this run
+    num_rounds: int = 0  #: rounds of this run, summed over rows
+    num_failed: int = 0  #: rows of this run that ended with an error
+    num_in_flight: int = 0  #: rows that are being decoded, if rows are refilled
+    fallback: str = ""  #: why rows were decoded in static batches though they were to be refilled, or an empty string
+    seconds: float = 0.0  #: since the first batch, loading included
 
     @property
     def acceptance_rate(self) -> float:
@@ -65,16 +52,6 @@ class DatasetReport:
     def tokens_per_s(self) -> float:
         """New tokens per second of this run; 0 before the first batch."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
-
-    def _after(self, decoded: Decoded, seconds: float) -> "DatasetReport":
-        return replace(
-            self,
-            num_finished=self.num_finished + len(decoded.results),
-            num_in_flight=decoded.num_in_flight,
-            fallback=decoded.fallback,
-            seconds=seconds,
-            **{name: getattr(self, name) + getattr(decoded, name) for name in _COUNTS},
-        )
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Lines of the output, in its order."""
@@ -117,43 +94,33 @@ def run(
 
     Results are on the disk before further rows start: a killed process loses the rows in flight.
     """
-    folder = RunFolder(job)
-    with folder.locked() if ranks.is_main else nullcontext():
+    with job.locked() if ranks.is_main else nullcontext():
         if ranks.is_main:
-            folder.begin()
+            job.begin()
         ranks.wait()
-        seed, finished = folder.seed(), ids_in(job.output)
+        seed, finished = job.begun_seed(), ids_in(job.output)
         left = [row for row in job.rows if row.key not in finished]
         batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
-        num_resumed = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
-        num_rows = num_resumed + sum(map(len, batches))
-        report = DatasetReport(job.output, num_rows, num_resumed, num_finished=num_resumed)
-        path = job.output if ranks.num == 1 else folder.part(ranks.index)
+        num_before = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
+        report = DatasetReport(job.output, num_before + sum(map(len, batches)), num_before, num_finished=num_before)
+        path = job.output if ranks.num == 1 else job.part(ranks.index)
         begin = time.perf_counter()
-        for decoded in engine(batches, seed, partial(folder.record_begun, ranks.index)) if batches else ():
+        for decoded in engine(batches, seed, partial(job.record_begun, ranks.index)) if batches else ():
             append_json(path, decoded.results)
-            report = report._after(decoded, time.perf_counter() - begin)
+            report = replace(
+                report,
+                num_finished=report.num_finished + len(decoded.results),
+                num_in_flight=decoded.num_in_flight,
+                fallback=decoded.fallback,
+                seconds=time.perf_counter() - begin,
+                **{name: getattr(report, name) + getattr(decoded, name) for name in _COUNTS},
+            )
             if on_batch is not None:
                 on_batch(report)
         sums: dict[str, Any] = dict(zip(_COUNTS, ranks.sums([getattr(report, name) for name in _COUNTS]), strict=True))
         ranks.wait()
         if ranks.is_main:
-            _complete(job, folder)
+            job.complete()
         ranks.wait()
-    num, num_before = len(job.rows), len(finished)
-    return replace(report, num_rows=num, num_resumed=num_before, num_finished=num, num_in_flight=0, **sums)
-
-
-def _complete(job: Job, folder: RunFolder) -> None:
-    """Collect the results of all ranks."""
-    folder.gather_parts()
-    keys = [row.key for row in job.rows]
-    found = ids_in(job.output)
-    missing = [key for key in keys if key not in found]
-    if missing:
-        raise ConfigError(
-            f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
-            "output on a file system that all ranks share"
-        )
-    if job.is_ordered:
-        put_in_order(job.output, keys)
+    num = len(job.rows)
+    return replace(report, num_rows=num, num_resumed=len(finished), num_finished=num, num_in_flight=0, **sums)

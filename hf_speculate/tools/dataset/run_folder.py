@@ -1,4 +1,4 @@
-"""Run folder: keeps prompts digest, settings and seed of a run beside its output."""
+"""The job of decoding a data set, and the folder beside its output from which a later run resumes."""
 
 import json
 import secrets
@@ -13,7 +13,7 @@ import filelock
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import Check, is_int, one_of
 from hf_speculate.tools.atomic_file import replace_file
-from hf_speculate.tools.dataset.files import append_json, cut_torn_line, ids_in, move_results
+from hf_speculate.tools.dataset.files import append_json, cut_torn_line, ids_in, move_results, put_in_order
 from hf_speculate.tools.dataset.rows import Row, digest_of
 
 _IF_CHANGED = one_of("keep", "refuse", "restart")
@@ -23,6 +23,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Job:
+    """Rows to decode into an output, and the folder `<output>.run`.
+
+    `manifest.json` holds a digest of the prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N
+    that are not yet in the output. `begun-N.jsonl` lists the ids of each batch that rank N started; after a crash its
+    last line is the batch that was running.
+    """
+
     rows: Sequence[Row]  # in the order of the prompts
     output: Path  # file for the results, one line each
     settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
@@ -34,19 +41,17 @@ class Job:
         _SEED("seed", self.seed)
         _IF_CHANGED("if_changed", self.if_changed)
 
+    @property
+    def folder(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.run")
 
-class RunFolder:
-    """The folder `<output>.run`, from which a later run resumes.
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "manifest.json"
 
-    `manifest.json` holds a digest of the prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N
-    that are not yet in the output. `begun-N.jsonl` lists the ids of each batch that rank N started; after a crash its
-    last line is the batch that was running.
-    """
-
-    def __init__(self, job: Job):
-        self.job, self.output = job, job.output
-        self.folder = self.output.with_name(f"{self.output.name}.run")
-        self.manifest = self.folder / "manifest.json"
+    def part(self, rank: int) -> Path:
+        """File of a rank's results."""
+        return self.folder / f"rank-{rank}.jsonl"
 
     def locked(self) -> AbstractContextManager[Any]:
         """Lock the output against other runs; the lock of a killed process is released."""
@@ -55,38 +60,37 @@ class RunFolder:
             return filelock.FileLock(self.folder / "lock").acquire(timeout=0)
         except filelock.Timeout:
             raise ConfigError(
-                f"an output must have one run at a time, got another one for {self.output}; wait for it, or choose "
-                "another output"
+                f"{self.output} must have one run at a time, got another one; wait for it, or choose another output"
             ) from None
 
     def begin(self) -> None:
         """Repair files of a killed run, and check that it had the same prompts and settings."""
-        job, before = self.job, self._read_manifest()
+        before = self._read_manifest()
         if before is None and self.output.exists():
             raise ConfigError(
                 f"the output must be new or written by an earlier run, got {self.output} without {self.manifest}; "
                 "choose another output, or remove it"
             )
-        seed = job.seed
+        seed = self.seed
         if seed is None:
             seed = secrets.randbits(62) if before is None else before["seed"]
-        settings = json.loads(json.dumps(dict(job.settings)))
-        wanted = {"format": _FORMAT, "prompts": digest_of(job.rows), "settings": settings, "seed": seed}
+        settings = json.loads(json.dumps(dict(self.settings)))
+        wanted = {"format": _FORMAT, "prompts": digest_of(self.rows), "settings": settings, "seed": seed}
         changes = [] if before is None else _changes(before, wanted)
         begun = sorted(self.folder.glob("begun-*.jsonl"))
         for path in (self.output, *begun):
             cut_torn_line(path)
-        self.gather_parts()
-        if changes and job.if_changed == "restart":
+        self._gather_parts()
+        if changes and self.if_changed == "restart":
             for path in (*begun, self.output):
                 path.unlink(missing_ok=True)
         finished = ids_in(self.output)
-        if changes and finished and job.if_changed == "refuse":
+        if changes and finished and self.if_changed == "refuse":
             raise ConfigError(
                 f"{self.output} must be resumed with the same prompts and settings, got other {', '.join(changes)}; "
                 "choose another output, or set --if-changed (if_changed in Python) to keep or to restart"
             )
-        unknown = sorted(finished - {row.key for row in job.rows})
+        unknown = sorted(finished - {row.key for row in self.rows})
         if unknown:
             raise ConfigError(
                 f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; choose another "
@@ -94,7 +98,7 @@ class RunFolder:
             )
         replace_file(self.manifest, [json.dumps(wanted, indent=2, ensure_ascii=False).encode(), b"\n"])
 
-    def seed(self) -> int:
+    def begun_seed(self) -> int:
         """Seed of the data set, after `begin`."""
         manifest = self._read_manifest()
         if manifest is None:
@@ -104,13 +108,23 @@ class RunFolder:
             )
         return int(manifest["seed"])
 
-    def part(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.jsonl"
-
     def record_begun(self, rank: int, rows: Sequence[Row]) -> None:
         append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])
 
-    def gather_parts(self) -> None:
+    def complete(self) -> None:
+        """Collect the results of all ranks."""
+        self._gather_parts()
+        found = ids_in(self.output)
+        missing = [row.key for row in self.rows if row.key not in found]
+        if missing:
+            raise ConfigError(
+                f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
+                "output on a file system that all ranks share"
+            )
+        if self.is_ordered:
+            put_in_order(self.output, [row.key for row in self.rows])
+
+    def _gather_parts(self) -> None:
         for part in sorted(self.folder.glob("rank-*.jsonl")):
             move_results(part, self.output)
 
@@ -122,9 +136,7 @@ class RunFolder:
         except json.JSONDecodeError:
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-            raise ConfigError(
-                f"the manifest must have format {_FORMAT}, got another one in {self.manifest}; choose another output"
-            )
+            raise ConfigError(f"{self.manifest} must have format {_FORMAT}, got another one; choose another output")
         return manifest
 
 
