@@ -1,17 +1,16 @@
 """Drift of lossy outputs: how likely the target finds them, and how often it agrees with them."""
 
-import inspect
 import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from hf_speculate.tools.bench.measuring import Run
-
-_CHUNK = 64  # positions whose log-probabilities are in memory at once
+from hf_speculate.tools.checks.near_ties import keep_logits
 
 
 class Drift(NamedTuple):
@@ -39,18 +38,12 @@ class Drift(NamedTuple):
 def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]) -> Drift:
     """Drift of one output of N >= 1 ids; the prompt [T] int64 is unpadded."""
     text = torch.tensor(new_ids, device=prompt_ids.device)  # [N]
-    num = len(new_ids)
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": num + 1} if keeps else {}
     ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
-    logits = model(input_ids=ids, use_cache=False, **options).logits[0, -num - 1 : -1]  # [N, V]
-    log_likelihood, num_best = 0.0, 0
-    for chunk, chosen in zip(logits.split(_CHUNK), text.to(logits.device).split(_CHUNK), strict=True):
-        wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
-        log_probs = wide.log_softmax(-1).gather(-1, chosen[:, None])  # [n, 1]
-        log_likelihood += float(log_probs.double().sum())
-        num_best += int((wide.argmax(-1) == chosen).sum())
-    return Drift(log_likelihood, num_best, num)
+    num = len(new_ids)
+    logits = model(input_ids=ids, use_cache=False, **keep_logits(model, num + 1)).logits[0, -num - 1 : -1]  # [N, V]
+    wide, text = logits.to(torch.promote_types(logits.dtype, torch.float32)), text.to(logits.device)
+    log_likelihood = -float(cross_entropy(wide, text, reduction="none").double().sum())
+    return Drift(log_likelihood, int((wide.argmax(-1) == text).sum()), num)
 
 
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:

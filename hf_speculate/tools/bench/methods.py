@@ -78,15 +78,12 @@ def parse_draft_lens(text: str) -> list[DraftLen]:
 
 def parse_thresholds(text: str) -> list[float]:
     """Parse values of `posterior_threshold` separated by commas."""
-    thresholds = []
-    for word in split(text):
-        try:
-            thresholds.append(float(word))
-        except ValueError:
-            raise ConfigError(
-                f"--thresholds must be numbers in (0, 1) separated by commas, got {word!r}; write 0.05,0.2"
-            ) from None
-        SpeculationConfig(posterior_threshold=thresholds[-1])
+    try:
+        thresholds = [float(word) for word in split(text)]
+    except ValueError as error:
+        raise ConfigError(f"--thresholds must be numbers in (0, 1), got {text!r} ({error}); write 0.05,0.2") from None
+    for threshold in thresholds:
+        SpeculationConfig(posterior_threshold=threshold)
     return thresholds
 
 
@@ -141,8 +138,8 @@ def threshold_methods(
 ) -> list[Method]:
     """Each lossy verifier with each `posterior_threshold` and each draft length.
 
-    Unless `fields` set `posterior_alpha`, it is the square root of the threshold, as in the default pair of 0.09 and
-    0.3; with one alpha for all, a threshold above it would have no effect.
+    Unless `fields` set `posterior_alpha`, it is the square root of the threshold, as in the defaults: a threshold above
+    it would have no effect.
     """
     found = []
     for verifier, threshold in itertools.product(verifiers, thresholds):

@@ -88,10 +88,10 @@ def method_entry(
         "ms_per_token": spread(run.ms_per_token for run in runs),
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
         "num_tokens": sum(run.num_tokens for run in runs),
-        "mean_acceptance_length": None if stats is None else stats.mean_acceptance_length,
-        "acceptance_rate": None if stats is None else stats.acceptance_rate,
-        "acceptance_rate_per_position": [] if stats is None else stats.acceptance_rate_per_position,
-        "seconds": None if stats is None else stats.seconds_by_stage,
+        "mean_acceptance_length": getattr(stats, "mean_acceptance_length", None),
+        "acceptance_rate": getattr(stats, "acceptance_rate", None),
+        "acceptance_rate_per_position": getattr(stats, "acceptance_rate_per_position", []),
+        "seconds": getattr(stats, "seconds_by_stage", None),
         "checked": checked,
     }
     if first is not None and first.draft_lens:
@@ -105,20 +105,18 @@ def method_entry(
 
 def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) -> list[dict[str, Any]]:
     """Entries of one method by category of prompts; empty if prompts have no category."""
-    entries = []
-    for category in sorted({run.batch.category for run in runs} - {""}):
-        of_it = [run for run in runs if run.batch.category == category]
-        stats = total_stats(of_it)
-        entries.append(
-            {
-                "category": category,
-                "method": method.name,
-                "speedup": median(ratios(of_it, plain)),
-                "acceptance_rate": None if stats is None else stats.acceptance_rate,
-                "num_prompts": sum(len(run.texts) for run in of_it if run.repeat == 0),
-            }
-        )
-    return entries
+    categories = {run.batch.category: [one for one in runs if one.batch.category == run.batch.category] for run in runs}
+    return [
+        {
+            "category": category,
+            "method": method.name,
+            "speedup": median(ratios(of_it, plain)),
+            "acceptance_rate": getattr(total_stats(of_it), "acceptance_rate", None),
+            "num_prompts": sum(len(run.texts) for run in of_it if run.repeat == 0),
+        }
+        for category, of_it in sorted(categories.items())
+        if category
+    ]
 
 
 def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift: Drift) -> dict[str, Any]:
@@ -139,9 +137,10 @@ def doubts(plain: Sequence[Run], repeats: int, num_prompts: int) -> list[str]:
     """Reasons why a benchmark is not reliable, in words; empty if there are none."""
     found = []
     if len(plain) < MIN_CALLS:
-        found.append(
-            f"{_count(num_prompts, 'prompt')}, {_count(repeats, 'repeat')}: not reliable; use more prompts or repeats"
+        counts = ", ".join(
+            f"{num} {noun}{'s' * (num != 1)}" for num, noun in ((num_prompts, "prompt"), (repeats, "repeat"))
         )
+        found.append(f"{counts}: not reliable; use more prompts or repeats")
     times = [time for run in plain if (time := run.ms_per_token) is not None]
     if times and max(times) > MAX_SPREAD * min(times):
         found.append(
@@ -170,7 +169,3 @@ def _own_version() -> str:
         return version("hf-speculate")
     except PackageNotFoundError:  # run from a clone
         return "not installed"
-
-
-def _count(num: int, noun: str) -> str:
-    return f"{num} {noun}{'s' * (num != 1)}"

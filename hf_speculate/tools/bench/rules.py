@@ -4,10 +4,13 @@ import math
 from typing import NamedTuple
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import real
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.methods import split
 
 _EXACT = "exact"
+_AGREEMENT = real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example")
+_DROP = real("at least 0 nats per token and finite", lambda drop: 0 <= drop < math.inf, "write drop=0.05, for example")
 _NAMES = {"agreement": "agreement", "agreement>": "agreement", "drop": "drop", "drop<": "drop"}  # by what precedes "="
 
 
@@ -52,24 +55,16 @@ def parse_rule(text: str) -> Rule:
     if words == [_EXACT]:
         return Rule()
     bounds: dict[str, float] = {}
-    for word in words:
-        name, _, bound = word.partition("=")
+    for word in words or [text]:
+        name, _, bound = word.replace(" ", "").partition("=")
         try:
-            bounds[_NAMES[name.replace(" ", "")]] = float(bound)
+            bounds[_NAMES[name]] = float(bound)
         except (KeyError, ValueError):
-            raise _unknown(word) from None
-    if not bounds:
-        raise _unknown(text)
-    agreement, drop = bounds.get("agreement"), bounds.get("drop")
-    if agreement is not None and not 0 <= agreement <= 1:
-        raise ConfigError(f"agreement must be in [0, 1], got {agreement:g}; write agreement=0.95, for example")
-    if drop is not None and not 0 <= drop < math.inf:
-        raise ConfigError(f"drop must be >= 0 nats per token and finite, got {drop:g}; write drop=0.05, for example")
-    return Rule(agreement, drop)
-
-
-def _unknown(word: str) -> ConfigError:
-    return ConfigError(
-        f"--quality must be exact, or bounds such as agreement>=0.95,drop<=0.05, got {word!r}; "
-        "quote > and <, or write agreement=0.95"
-    )
+            raise ConfigError(
+                f"--quality must be exact, or bounds such as agreement>=0.95,drop<=0.05, got {word!r}; "
+                "quote > and <, or write agreement=0.95"
+            ) from None
+    for name, check in (("agreement", _AGREEMENT), ("drop", _DROP)):
+        if name in bounds:
+            check(name, bounds[name])
+    return Rule(bounds.get("agreement"), bounds.get("drop"))

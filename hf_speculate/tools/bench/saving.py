@@ -9,37 +9,28 @@ from transformers import AutoConfig, GenerationConfig
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
+from hf_speculate.tools.bench.methods import DraftLen
 
 FILE = "generation_config.json"
 # Fields that tuning sets. Old values of these are removed.
-TUNED_NAMES = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "posterior_alpha",
-    "posterior_threshold",
-    "verifier",
-)
+TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
 _FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
     """Entries of a folder's generation config, or those that transformers derives from its model config."""
     path = folder / FILE
-    if path.is_file():
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} must be a JSON object, got none ({error}); repair the file") from error
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; repair the file")
-        return settings
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"the folder of --write must hold a generation_config.json or a model's config.json, got {folder}; "
-            "name the target's folder, or leave --write out to print the fields only"
-        )
-    settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict()
-    return dict(settings)
+    if not path.is_file():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"the folder of --write must hold a generation_config.json or a model's config.json, got {folder}; "
+                "name the target's folder, or leave --write out to print the fields only"
+            )
+        return dict(GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict())
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} must be a JSON object, got another content ({error}); repair the file") from error
 
 
 def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:

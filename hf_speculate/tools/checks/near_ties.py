@@ -157,13 +157,17 @@ def _noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
     """[V] float64, the first row's last logits of `token_ids` [B, T], whose last `block_len` are one cached forward."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    options = {"past_key_values": cache, "use_cache": True} | keep_logits(model, 1)
     num_before = max(token_ids.shape[1] - block_len, 0)
     if num_before:
-        model(input_ids=token_ids[:, :num_before], past_key_values=cache, use_cache=True, **options)
-    output = model(input_ids=token_ids[:, num_before:], past_key_values=cache, use_cache=True, **options)
-    logits: Tensor = output.logits[0, -1].double()
+        model(input_ids=token_ids[:, :num_before], **options)
+    logits: Tensor = model(input_ids=token_ids[:, num_before:], **options).logits[0, -1].double()
     return logits
+
+
+def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
+    """Arguments of a forward that computes the last `num` logits, if the model can leave out the others."""
+    return {"logits_to_keep": num} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 class ReplayedDifference(NamedTuple):

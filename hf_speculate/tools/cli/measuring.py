@@ -30,7 +30,7 @@ _PIPED_WIDTH = 160  # of tables without a terminal
 
 def shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
     """Fields of all methods of ours: those of `--set` and `--lookup`."""
-    varied = sorted(set(decoding.fields) & set(TUNED_NAMES) - {"posterior_alpha"})
+    varied = sorted(set(decoding.fields) & TUNED_NAMES - {"posterior_alpha"})
     if varied:
         raise ConfigError(
             f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; "
