@@ -1,15 +1,21 @@
 """Tuning: finds the fastest fields for given prompts under a quality rule."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from transformers import AutoConfig, GenerationConfig
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.drift import Drift
+from hf_speculate.tools.bench.drift import Drift, Rule, drop_of
 from hf_speculate.tools.bench.equality import Compared
 from hf_speculate.tools.bench.measuring import Run, Step, measure, ratios
 from hf_speculate.tools.bench.methods import (
@@ -22,7 +28,6 @@ from hf_speculate.tools.bench.methods import (
     threshold_methods,
 )
 from hf_speculate.tools.bench.results import doubts, finite, spread, total_stats
-from hf_speculate.tools.bench.rules import Rule, drop_of
 
 EXACT_VERIFIERS = {False: ("greedy",), True: ("rejection", "block", "coupled")}  # by do_sample
 LOSSY_VERIFIERS = ("typical",)
@@ -200,3 +205,36 @@ def _complaint(
         compared = instruments.check(trial.method, new, plain_runs)
         return "" if compared.ok else f"differs from plain decoding: {compared}"
     return ""
+
+
+FILE = "generation_config.json"
+# Fields that tuning sets. Old values of these are removed.
+TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
+_FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """Entries of a folder's generation config, or those that transformers derives from its model config."""
+    path = folder / FILE
+    if not path.is_file():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"the folder of --write must hold a generation_config.json or config.json, got {folder}; leave it out"
+            )
+        return dict(GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict())
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} must be a JSON object, got another content ({error}); repair the file") from error
+
+
+def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
+    """Write fields of `SpeculationConfig` into the folder's generation config and return the file.
+
+    Other entries are kept. The file is replaced atomically.
+    """
+    settings = {name: value for name, value in settings_in(folder).items() if name not in TUNED_NAMES}
+    settings.pop(_FROM_MODEL, None)
+    path = folder / FILE
+    replace_file(path, [json.dumps(settings | dict(fields), indent=2, sort_keys=True).encode(), b"\n"])
+    return path

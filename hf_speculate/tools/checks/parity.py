@@ -113,21 +113,16 @@ def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[
         )
     if assistant is None and all(kwargs.get(name) is None for name in ("prompt_lookup_num_tokens", "drafter")):
         raise ConfigError(
-            "assistant must be a model if neither prompt_lookup_num_tokens nor drafter is set, got None; pass one of "
-            "the three, or nothing is drafted"
+            "assistant must be a model if neither prompt_lookup_num_tokens nor drafter is set, got None; pass one"
         )
     for config in (kwargs.get("generation_config"), model.generation_config):
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:
             raise ConfigError(
-                "prompt_lookup_num_tokens must be a keyword here, got it in a generation config, which plain decoding "
-                "reads too; unset it there"
+                "prompt_lookup_num_tokens must be a keyword here, got it in a generation config; unset it there"
             )
     refused = [name for name in _REFUSED if kwargs.get(name) not in (None, False)]
     if refused:
-        raise ConfigError(
-            f"arguments of check_parity must not include {', '.join(_REFUSED)}, got {', '.join(refused)}; "
-            "leave them out: it compares whole greedy calls"
-        )
+        raise ConfigError(f"arguments must leave out {', '.join(_REFUSED)}, got {', '.join(refused)}; leave them out")
     verifier = kwargs.get("verifier")
     if verifier is not None and not is_lossless(SpeculationConfig(verifier=verifier)):
         raise ConfigError(f"verifier must be lossless, got {verifier!r}; leave it out")

@@ -94,8 +94,7 @@ class ModelReader:
             return source
         if not isinstance(source, str | Path):
             raise ConfigError(
-                f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; "
-                "pass what from_pretrained returned"
+                f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; pass one of these"
             )
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(source, **self.options)
@@ -131,8 +130,7 @@ def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool =
         classes = [AutoModelForCausalLM]
     if not classes:
         raise UnsupportedModelError(
-            f"{role} must have a language modelling head in transformers, got a {type(config).__name__}; "
-            "name a model of AutoModelForCausalLM"
+            f"{role} must have a language modelling head, got a {type(config).__name__}; name a causal language model"
         )
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     with torch.device("meta"):  # eager attention needs no package that may be missing

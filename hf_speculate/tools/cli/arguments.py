@@ -1,8 +1,10 @@
-"""Turns command-line options into arguments of `generate()`, and checks them before a model is loaded."""
+"""Turns options into prompts and arguments of `generate()`, and checks them before a model is loaded."""
 
 import json
+import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from transformers import GenerationConfig
 
@@ -10,7 +12,7 @@ from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.methods import parse_draft_len
 from hf_speculate.tools.cli.options import Drafting, Generation, Speculation
-from hf_speculate.tools.dataset.rows import ROW_SETTINGS
+from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, read_json_lines, read_rows
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = {"max_new_tokens", "repetition_penalty", "temperature", "top_k", "top_p"}
@@ -90,3 +92,23 @@ def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any
 
 def _option(name: str) -> str:
     return "--sample" if name == "do_sample" else "--" + name.replace("_", "-")
+
+
+def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt") -> list[Row]:
+    """Read the prompts of a file: JSON lines if it is `.jsonl` or `-` (the standard input), else text.
+
+    Text is one prompt, or "lines", each of which is one if it is not blank; with None all files hold JSON lines.
+    """
+    if str(path) == "-":
+        return read_rows([value for _, value, _ in read_json_lines(sys.stdin.buffer, "standard input")])
+    if path.suffix == ".jsonl" or text_as is None:
+        return read_rows(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts must be UTF-8, got other bytes in {path} ({error}); save it as UTF-8") from error
+    texts = enumerate(content.split("\n") if text_as == "lines" else [content], 1)
+    found = [Row.of(text, number, f"{path.name}:{number}") for number, text in texts if text.strip()]
+    if not found:
+        raise ConfigError(f"the file of prompts must hold at least one, got none in {path}; write one prompt per line")
+    return found

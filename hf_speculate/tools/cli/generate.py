@@ -11,13 +11,11 @@ from transformers import TextStreamer
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.cli.arguments import arguments_of
+from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
 from hf_speculate.tools.cli.options import ChatInTerminal, Generate
-from hf_speculate.tools.cli.prompts import read_prompts
-from hf_speculate.tools.dataset.encoding import token_ids_of
-from hf_speculate.tools.dataset.rows import Row
+from hf_speculate.tools.dataset.rows import Row, token_ids_of
 
 
 class _Printer(TextStreamer):

@@ -17,13 +17,12 @@ from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Step
 from hf_speculate.tools.bench.report.tables import Table
 from hf_speculate.tools.bench.results import environment
-from hf_speculate.tools.bench.saving import TUNED_NAMES
-from hf_speculate.tools.cli.arguments import Decoding
+from hf_speculate.tools.bench.tuning import TUNED_NAMES
+from hf_speculate.tools.cli.arguments import Decoding, read_prompts
 from hf_speculate.tools.cli.console import ProgressNotes, answer, write_json
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Measurement
-from hf_speculate.tools.cli.prompts import read_prompts
-from hf_speculate.tools.dataset.encoding import token_ids_of
+from hf_speculate.tools.dataset.rows import token_ids_of
 
 _PIPED_WIDTH = 160  # of tables without a terminal
 
@@ -32,10 +31,8 @@ def shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
     """Fields of all methods of ours: those of `--set` and `--lookup`."""
     varied = sorted(set(decoding.fields) & TUNED_NAMES - {"posterior_alpha"})
     if varied:
-        raise ConfigError(
-            f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; "
-            "use --verifiers, --num-assistant-tokens and --thresholds"
-        )
+        hint = "use --verifiers, --num-assistant-tokens and --thresholds"
+        raise ConfigError(f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; {hint}")
     fields = decoding.fields | ({} if options.lookup is None else {"prompt_lookup_num_tokens": options.lookup})
     if options.draft is None and fields.get("prompt_lookup_num_tokens") is None:
         raise ConfigError("there must be --draft or --lookup, got neither; name a draft model, or add --lookup 10")

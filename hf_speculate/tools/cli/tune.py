@@ -5,14 +5,12 @@ from functools import partial
 from typing import Any
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.drift import drift_of_runs
+from hf_speculate.tools.bench.drift import Rule, drift_of_runs, parse_rule
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.report.tables import make_table, tokens_per_s
 from hf_speculate.tools.bench.report.values import MISSING, field, share
-from hf_speculate.tools.bench.rules import Rule, parse_rule
-from hf_speculate.tools.bench.saving import settings_in, write_fields
-from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, tune
+from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, settings_in, tune, write_fields
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
@@ -26,8 +24,7 @@ def run(options: Tune) -> int:
     methods = candidates(rule, lens, thresholds, sample, fields, options.verifiers or "")
     if not methods:
         raise ConfigError(
-            f"--verifiers must name one that --quality {rule} allows, got {options.verifiers}; "
-            "leave it out, or set bounds such as agreement=0.95"
+            f"--verifiers must name one that --quality {rule} allows, got {options.verifiers}; leave it out"
         )
     if write is not None:
         settings_in(write)

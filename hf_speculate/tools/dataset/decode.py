@@ -11,10 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_speculate.engine.distributed import synced_ranks
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.field_checks import integer
-from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
-from hf_speculate.tools.dataset.rows import read_rows
+from hf_speculate.tools.dataset.rows import batches_of, read_rows
 from hf_speculate.tools.dataset.run import DatasetReport, in_this_process, run
 from hf_speculate.tools.dataset.run_folder import Job
 
@@ -46,10 +45,8 @@ def decode_dataset(
     "typical_p", "repetition_penalty" or "no_repeat_ngram_size" count for its row, in place of the arguments.
 
     If rows cannot be refilled, because the model needs the dynamic cache for example, static batches of prompts of
-    similar length are decoded, and `DatasetReport.fallback` says why.
-
-    If `accelerate launch` or `torchrun` started several processes, each decodes its share with its own model. All must
-    call this function with the same arguments and share the folder of the output.
+    similar length are decoded. If `accelerate launch` or `torchrun` started several processes, each decodes its share
+    with its own model; all must call this function with the same arguments and share the folder of the output.
 
     Args:
         model: the target, enabled or not.
@@ -92,20 +89,19 @@ def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
         return
     if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
         raise UnsupportedModelError(
-            f"each of {ranks.num} ranks must hold a whole model to decode a share of the rows, got one that is "
-            "distributed over them; call generate() on all ranks instead"
+            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call generate()"
         )
 
 
 def _described(value: Any) -> Any:
     """Description of an argument in the manifest."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _described(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_described(inner) for inner in value]
-    if isinstance(value, GenerationConfig):
-        return value.to_diff_dict()
-    config = getattr(value, "config", None)
-    return getattr(config, "name_or_path", None) or type(value).__name__
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            return {str(name): _described(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_described(inner) for inner in value]
+        case GenerationConfig():
+            return value.to_diff_dict()
+    return getattr(getattr(value, "config", None), "name_or_path", None) or type(value).__name__

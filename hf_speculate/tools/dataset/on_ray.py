@@ -5,7 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -76,11 +76,14 @@ def _counter(ray: Any) -> Any:
     return ray.remote(num_cpus=0)(Attempts).remote()
 
 
+@dataclass
 class _Worker:
     """Models of one actor. Errors that a user can fix are returned as text; others are raised in Ray."""
 
-    def __init__(self, make_decoder: Callable[[], RowDecoder], seed: int, attempts: Any, num_attempts: int):
-        self.make_decoder, self.seed, self.attempts, self.num_attempts = make_decoder, seed, attempts, num_attempts
+    make_decoder: Callable[[], RowDecoder]
+    seed: int
+    attempts: Any  # see `_counter`
+    num_attempts: int
 
     @cached_property
     def decoder(self) -> RowDecoder:

@@ -5,11 +5,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import MaxTimeCriteria, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of, read_config
@@ -17,13 +28,69 @@ from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, Row
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.dataset.encoding import token_ids_of
-from hf_speculate.tools.dataset.row_ends import RowEnds
-from hf_speculate.tools.dataset.rows import Row
+from hf_speculate.tools.dataset.rows import Row, token_ids_of
+
+
+class RowEnds:
+    """Finds, after a batch was decoded, at which token the stopping criteria ended each row.
+
+    Rows without an EOS token go on until the last row has stopped, so the output does not show it. Criteria that are
+    known to be row-wise run again on the finished sequences. Calls of the others are recorded during decoding.
+    """
+
+    def __init__(
+        self, eos_token_ids: Iterable[int], stop_strings: StopStringCriteria | None, criteria: Iterable[Any] | None
+    ):
+        ids = sorted(eos_token_ids)
+        asked: list[Any] = [EosTokenCriteria(ids)] if ids else []
+        asked += [] if stop_strings is None else [stop_strings]
+        self._watched: list[_Watched] = []
+        self.criteria = StoppingCriteriaList()
+        """The criteria to pass to `generate()`."""
+        for one in criteria or ():
+            if BlockStoppingCriteria([one]).is_row_wise:
+                asked += [] if isinstance(one, MaxTimeCriteria) else [one]
+                self.criteria.append(one)
+            else:
+                self._watched.append(_Watched(one))
+                self.criteria.append(self._watched[-1])
+        self._asked = BlockStoppingCriteria(asked)
+
+    def find(self, token_ids: Tensor, prompt_len: int) -> list[int | None]:
+        """[B] new tokens of each row up to its end, that token included; None for a row that no criterion ended."""
+        on_host = token_ids.cpu()
+        verdict = self._asked(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
+        found = zip(verdict.num_emitted, verdict.is_done, strict=True)
+        ends: list[int | None] = [num if is_done else None for num, is_done in found]
+        for watched in self._watched:
+            for row, length in watched.first_lens.items():
+                num, known = length - prompt_len, ends[row]
+                ends[row] = num if known is None else min(known, num)
+        return ends
+
+
+class _Watched(StoppingCriteria):
+    """A user's criterion, with the length at which it first ended each row."""
+
+    def __init__(self, criterion: Any):
+        self._criterion = criterion
+        self.first_lens: dict[int, int] = {}
+        if hasattr(criterion, "eos_token_id"):
+            self.eos_token_id = criterion.eos_token_id  # plain generate() then pads the rows that have ended
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        answer = self._criterion(input_ids, scores, **kwargs)
+        flags = as_flags(answer if isinstance(answer, Tensor) else torch.tensor(answer, device="cpu"))
+        flags = flags.expand(input_ids.shape[0])
+        for row in flags.nonzero().flatten().tolist():
+            self.first_lens.setdefault(row, input_ids.shape[1])
+        return answer
+
 
 # Arguments that the data set sets, or that would make a row's text depend on its batch.
-RESERVED_ARGUMENTS = (
+RESERVED_ARGUMENTS = [
     "attention_mask",
     "generator",
     "input_ids",
@@ -36,7 +103,7 @@ RESERVED_ARGUMENTS = (
     "seed",
     "speculation_stats",
     "streamer",
-)
+]
 
 
 class Decoded(NamedTuple):
@@ -68,12 +135,8 @@ class RowDecoder:
     is_chat: bool = False  # whether texts also pass through the chat template
 
     def __post_init__(self) -> None:
-        taken = sorted(set(self.arguments) & set(RESERVED_ARGUMENTS))
-        if taken:
-            raise ConfigError(
-                f"arguments must not include {', '.join(RESERVED_ARGUMENTS)}, which the data set controls, got "
-                f"{taken[0]}; leave it out"
-            )
+        if taken := [name for name in RESERVED_ARGUMENTS if name in self.arguments]:
+            raise ConfigError(f"arguments must leave out {', '.join(RESERVED_ARGUMENTS)}, got {taken[0]}; leave it out")
         self._verifier()
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
@@ -96,9 +159,10 @@ class RowDecoder:
         )
         prompts = (RowPrompt(self._token_ids(row), _seed_of(row, seed), row.settings, key=row) for row in rows)
         first = next(prompts)
-        return decoder.obstacle(first) or self._refilled(decoder, _Source(chain([first], prompts)), num_rows)
+        return decoder.obstacle(first) or self._refilled(decoder, chain([first], prompts), num_rows)
 
-    def _refilled(self, decoder: ContinuousDecoder, source: "_Source", num_rows: int) -> Iterator[Decoded]:
+    def _refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt], num_rows: int) -> Iterator[Decoded]:
+        source: Any = SimpleNamespace(next=partial(next, prompts, None))  # a `RowSource`
         try:
             for results in decoder.decode(source):
                 yield Decoded(
@@ -206,19 +270,9 @@ class RowDecoder:
             return {}
         if config.verifier is not None:
             raise ConfigError(
-                f"verifier must be 'coupled' for sampling without a draft source, got {config.verifier!r}; leave it out"
+                f"verifier must be 'coupled' if nothing is drafted, got {config.verifier!r}; leave it out"
             )
         return {"verifier": "coupled"}
-
-
-class _Source:
-    """A `RowSource` of prompts."""
-
-    def __init__(self, prompts: Iterator[RowPrompt]):
-        self._prompts = prompts
-
-    def next(self) -> RowPrompt | None:
-        return next(self._prompts, None)
 
 
 def _out_of_memory(num_rows: int, what: str) -> ConfigError:

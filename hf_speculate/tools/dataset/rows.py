@@ -1,4 +1,4 @@
-"""Reads rows of a data set: prompts with ids."""
+"""Reads rows of a data set: prompts with ids; encodes them as token ids, and groups them by length."""
 
 import hashlib
 import json
@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import Check, integer, is_list, real
@@ -94,10 +97,8 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
     for number, entry, source in entries:
         row = _row_of(entry, number, source)
         if row.key in rows:
-            raise ConfigError(
-                f"ids must be unique, got {row.key!r} at {rows[row.key].source} and at {source}; give each prompt its "
-                "own id, or none of them"
-            )
+            where = f"{rows[row.key].source} and at {source}"
+            raise ConfigError(f"ids must be unique, got {row.key!r} at {where}; give each prompt its own id, or none")
         rows[row.key] = row
     if not rows:
         raise ConfigError("there must be at least one prompt, got none; write one JSON object per line")
@@ -144,8 +145,7 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
     if not isinstance(content, str) and not is_chat:
         got = ", ".join(sorted({**fields, **contents})) or repr(entry)[:40]
         raise ConfigError(
-            f"each line must hold one of {', '.join(PROMPT_NAMES)}, got {got} at {source}; "
-            'write {"prompt": "..."}, for example'
+            f'each line must hold one of {", ".join(PROMPT_NAMES)}, got {got} at {source}; write {{"prompt": "..."}}'
         )
     id_name = next((name for name in ID_NAMES if name in fields), "id")
     row_id = fields.pop(id_name, number)
@@ -155,10 +155,8 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
         )
     taken = sorted(set(fields) & set(RESULT_NAMES))
     if taken:
-        raise ConfigError(
-            f"extra fields must not have a name of the result ({', '.join(RESULT_NAMES)}), got {taken[0]} at "
-            f"{source}; rename it"
-        )
+        names = ", ".join(RESULT_NAMES)
+        raise ConfigError(f"extra fields must not be names of results ({names}), got {taken[0]} at {source}; rename it")
     for name, check in ROW_SETTINGS.items():
         if fields.get(name) is not None:
             check(name, fields[name], f" at {source}")
@@ -168,3 +166,44 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
     except (UnicodeEncodeError, TypeError) as error:  # an unpaired surrogate, or an object of Python
         raise ConfigError(f"each line must be JSON in UTF-8, got {error} at {source}; repair it") from None
     return row
+
+
+# Errors of chat templates, also of missing ones, for messages that they do not support.
+_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def token_ids_of(row: Row, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:
+    """Token ids of a row.
+
+    Messages, and with `is_chat` also texts, pass through the chat template, which adds its own special tokens.
+    """
+    encoded: Any
+    if isinstance(row.content, str) and not is_chat:
+        encoded = tokenizer(row.content)
+    else:
+        messages = [{"role": "user", "content": row.content}] if isinstance(row.content, str) else row.content
+        try:
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except _TEMPLATE_ERRORS as error:
+            raise ConfigError(
+                "the tokenizer must have a chat template that fits the messages, got "
+                f"{type(error).__name__} ({error}) at {row.source}; check their roles, or give prompts as plain text"
+            ) from error
+    if not encoded["input_ids"]:
+        raise ConfigError(f"each prompt must have at least one token, got none at {row.source}; leave the row out")
+    return list(encoded["input_ids"])
+
+
+def batches_of(
+    rows: Sequence[Row], batch_size: int, tokenizer: PreTrainedTokenizerBase, is_chat: bool
+) -> list[list[Row]]:
+    """Group rows of equal settings by length, longest first: a batch that does not fit into memory fails at once."""
+    batches: list[list[Row]] = []
+    filling: dict[str, list[Row]] = {}  # the batch with room, by settings
+    for row in sorted(rows, key=lambda row: -len(token_ids_of(row, tokenizer, is_chat))):
+        batch = filling.get(repr(row.settings))
+        if batch is None or len(batch) == batch_size:
+            batch = filling[repr(row.settings)] = []
+            batches.append(batch)
+        batch.append(row)
+    return batches

@@ -93,8 +93,7 @@ class Job:
         unknown = sorted(finished - {row.key for row in self.rows})
         if unknown:
             raise ConfigError(
-                f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; choose another "
-                "output, or remove those lines"
+                f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; remove those lines"
             )
         replace_file(self.manifest, [json.dumps(wanted, indent=2, ensure_ascii=False).encode(), b"\n"])
 
@@ -103,8 +102,7 @@ class Job:
         manifest = self._read_manifest()
         if manifest is None:
             raise ConfigError(
-                f"all ranks must share the folder of the output, got no {self.manifest} on one of them; choose an "
-                "output on a shared file system"
+                f"all ranks must share the folder of the output, got no {self.manifest}; use a shared file system"
             )
         return int(manifest["seed"])
 

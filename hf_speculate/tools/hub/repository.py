@@ -29,13 +29,12 @@ def save_config(
 ) -> Path:
     """Write a folder with speculative settings, in the layout of the Hub.
 
-    `generation_config.json` holds the model's generation settings and the fields; `from_pretrained` followed by
-    `enable` uses them if the folder also holds weights. An existing file is replaced. `custom_generate/` holds a
-    function for models that are not enabled. A model card is written unless the folder has one of the user's own,
-    which is neither changed nor uploaded. The model is not changed.
+    `generation_config.json` holds the model's generation settings and the fields, for `from_pretrained` and `enable`;
+    an existing file is replaced. `custom_generate/` holds a function for models that are not enabled. A model card is
+    written unless the folder has one of the user's own, which is neither changed nor uploaded.
 
     Args:
-        model: whose generation settings are included; None for none.
+        model: whose generation settings are included; None for none. It is not changed.
         folder: created if it does not exist.
         push_to_hub: whether to upload the written files.
         repo_id: name of the repository on the Hub; None for the folder's name.
@@ -47,8 +46,7 @@ def save_config(
         The folder.
 
     Raises:
-        ConfigError: a field is unknown, has a wrong value or cannot be written as JSON, or the verifier is not one of
-            this library's.
+        ConfigError: a field is unknown, has a wrong value or cannot be saved.
     """
     saved = {} if model is None else fields_of(model.generation_config)
     saved |= {name: value for name, value in fields.items() if value is not None}
@@ -81,16 +79,12 @@ def function_source(fields: dict[str, Any]) -> str:
 def _check(fields: dict[str, Any]) -> None:
     unknown = sorted(set(fields) - set(FIELD_NAMES))
     if unknown:
-        raise ConfigError(
-            f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; "
-            "set fields of transformers in model.generation_config"
-        )
+        hint = "set fields of transformers in model.generation_config"
+        raise ConfigError(f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; {hint}")
     for name, value in sorted(fields.items()):
         if not isinstance(value, str | int | float | list | tuple):
-            raise ConfigError(
-                f"{name} must be a string, a number or a list to be saved, got {type(value).__name__}; pass it to "
-                "generate()"
-            )
+            kind = type(value).__name__
+            raise ConfigError(f"{name} must be text, a number or a list to be saved, got {kind}; pass it to generate()")
     SpeculationConfig(**fields)
     verifier = fields.get("verifier")
     if verifier is not None and verifier not in ABOUT:

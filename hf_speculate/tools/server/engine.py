@@ -1,23 +1,28 @@
-"""Engine: a queue of requests in front of one decoder, which runs in a thread of its own."""
+"""Engine: a queue of requests in front of a decoder, which runs in a thread of its own."""
 
 import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import BadLogitsError, SpeculateError
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
-from hf_speculate.tools.server.one_by_one import OneByOneDecoder
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, RowSource
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.text_stream import TextStream
 
 LOGGER = logging.getLogger("hf_speculate")
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
+# Errors of a row that is decoded alone; one of another class ends all requests.
+_ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class RequestError(Exception):
@@ -118,7 +123,7 @@ class Engine:
         with self._lock:
             return self._waiting.popleft().prompt if self._waiting else None
 
-    def _make_decoder(self) -> ContinuousDecoder | OneByOneDecoder:
+    def _make_decoder(self) -> "ContinuousDecoder | OneByOneDecoder":
         return self._refilling() if self.num_rows > 1 else OneByOneDecoder(self.target, self.options, _add_tokens)
 
     def _refilling(self) -> ContinuousDecoder:
@@ -217,3 +222,54 @@ def request_error(error: BaseException) -> RequestError:
         return RequestError(str(error))
     LOGGER.error("a request failed", exc_info=error)
     return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
+@dataclass(frozen=True)
+class OneByOneDecoder:
+    """Decodes prompts of a source one after the other, for models and drafters whose rows cannot be refilled."""
+
+    model: PreTrainedModel  # enabled
+    arguments: Mapping[str, Any]  # of `generate()` for all prompts
+    on_tokens: Callable[[RowPrompt, Sequence[int]], bool]  # as in `ContinuousDecoder`
+
+    def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
+        """Decode until the source has no prompt; each result."""
+        while (prompt := source.next()) is not None:
+            yield [self._decode(prompt)]
+
+    def _decode(self, prompt: RowPrompt) -> RowResult:
+        stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
+        input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
+        arguments = {**self.arguments, **prompt.arguments} | ({} if prompt.seed is None else {"seed": prompt.seed})
+        own: dict[str, Any] = {"streamer": streamer, "speculation_stats": stats}
+        error: Exception | None = None
+        try:
+            self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments, **own)  # type: ignore[operator]
+        except _CancelledError:
+            pass
+        except _ROW_ERRORS as raised:
+            error = raised
+        return RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)
+
+
+class _CancelledError(Exception):
+    """The prompt's text is no longer wanted."""
+
+
+class _Streamer(BaseStreamer):
+    """Hands on the tokens so far after each round."""
+
+    def __init__(self, prompt: RowPrompt, on_tokens: Callable[[RowPrompt, Sequence[int]], bool]):
+        self.ids: list[int] = []
+        self._prompt, self._on_tokens, self._is_prompt = prompt, on_tokens, True
+
+    def put(self, value: Tensor) -> None:
+        """Add new tokens; the first call has the prompt."""
+        if not self._is_prompt:
+            self.ids += value.flatten().tolist()
+        self._is_prompt = False
+        if not self._on_tokens(self._prompt, self.ids):
+            raise _CancelledError
+
+    def end(self) -> None:
+        """Does nothing: the result has all tokens."""

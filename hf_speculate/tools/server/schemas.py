@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.continuous import RowPrompt
-from hf_speculate.tools.dataset.encoding import token_ids_of
-from hf_speculate.tools.dataset.rows import Row
+from hf_speculate.tools.dataset.rows import Row, token_ids_of
 from hf_speculate.tools.server.engine import Engine, RequestError
 
 _DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number

@@ -7,10 +7,9 @@ import pytest
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import on_ray, resources_of
 from hf_speculate.tools.dataset.ranks import Ranks
-from hf_speculate.tools.dataset.rows import read_rows
+from hf_speculate.tools.dataset.rows import batches_of, read_rows
 from hf_speculate.tools.dataset.run import run
 from hf_speculate.tools.dataset.run_folder import Job
 from tests.tiny_tokenizers import letters_tokenizer

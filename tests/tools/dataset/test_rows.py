@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.cli.prompts import read_prompts
+from hf_speculate.tools.cli.arguments import read_prompts
 from hf_speculate.tools.dataset import files
 from hf_speculate.tools.dataset.rows import read_rows
 

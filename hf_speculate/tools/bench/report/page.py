@@ -8,7 +8,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.report import sections
+from hf_speculate.stats import STAGES
+from hf_speculate.tools.bench.report import plots, tables
+from hf_speculate.tools.bench.report.plots import Bar
 from hf_speculate.tools.bench.report.tables import name_of
 from hf_speculate.tools.bench.report.values import Result, short, spread, text
 
@@ -28,21 +30,12 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
     """
     methods: list[Result] = result.get("methods") or []
     if not methods:
-        raise ConfigError(
-            "result must have at least one entry with a name under 'methods', got none; "
-            "pass the JSON of hf-speculate bench"
-        )
+        raise ConfigError("result must have entries under 'methods', got none; pass the JSON of hf-speculate bench")
     settings: Result = result.get("settings") or {}
     where: Result = result.get("environment") or {}
+    names = {method["name"]: name_of(method) for method in methods}
     remarks = [f"{name_of(one)}: {text(reason)}" for one in methods for reason in one.get("fallbacks") or ()]
     remarks += [f"{name}: left out, {text(reason)}" for name, reason in (settings.get("left_out") or {}).items()]
-    found = [
-        sections.speed(methods, remarks),
-        sections.latency(methods),
-        sections.rounds(methods),
-        sections.categories(result, methods),
-        sections.drift(result),
-    ]
     samples: dict[str, list[str]] = {}  # names of the methods that wrote a text
     for method in methods:
         if method.get("sample"):
@@ -56,12 +49,22 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
     )
     environment.filters |= {"short": short, "spread": spread, "name_of": name_of, "text": text}
     page = environment.get_template("page.html").render(
+        plots=plots,
+        tables=tables,
+        bars=_bars,
+        curves_of=_drift_curves,
+        methods=methods,
+        names=list(names.values()),
+        **_series(methods),
+        categories=[{**one, "method": names[one["method"]]} for one in result.get("categories") or []],
+        drift=result.get("drift") or [],
+        drift_len=settings.get("drift_num_assistant_tokens"),
+        remarks=remarks,
         where=where,
         fastest=_fastest(methods),
         doubts=(result.get("reliability") or {}).get("reasons") or (),
         environment={name: where[name] for name in (*_TOP, *where) if where.get(name) is not None or name not in _TOP},
         command=str(settings.get("command") or ""),
-        sections=[section for section in found if section.plots or section.table],
         styles=method_styles(result),
         prompt=str(result.get("prompt") or ""),
         samples=samples,
@@ -93,3 +96,40 @@ def _fastest(methods: list[Result]) -> Result | None:
         if str(method["name"]).partition(",")[0] != _PLAIN and (speedup := spread(method.get("speedup"))) is not None
     ]
     return max(found, key=itemgetter(0), default=(0.0, None))[1]
+
+
+def _bars(methods: list[Result], field: str, factor: float = 1.0) -> list[Bar]:
+    """Bars of the methods that have a value."""
+    bars = []
+    for method in methods:
+        value, name, is_lossy = spread(method.get(field), factor), name_of(method), bool(method.get("is_lossy"))
+        if value is not None:
+            bars.append(Bar(f"{name}, lossy" if is_lossy else name, name, value, is_lossy))
+    return bars
+
+
+def _series(methods: list[Result]) -> dict[str, Any]:
+    """Acceptance by position, draft lengths of adaptive schedules and seconds by stage, by name of the method."""
+    positions, lens, seconds = {}, {}, {}
+    for method in methods:
+        name, drafted, taken = name_of(method), method.get("draft_lens") or [], method.get("seconds") or {}
+        if method.get("acceptance_rate_per_position"):
+            positions[name] = method["acceptance_rate_per_position"]
+        if method.get("num_assistant_tokens") is None and len(set(drafted)) > 1:
+            lens[name] = drafted
+        if any(taken.values()):
+            seconds[name] = [taken[stage] for stage in STAGES]
+    return {"positions": positions, "lens": lens, "seconds": seconds, "stages": STAGES}
+
+
+def _drift_curves(found: list[Result], field: str) -> tuple[dict[str, list[tuple[float, float]]], dict[str, float]]:
+    """(threshold, value) of each verifier, and the values of those without a threshold."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    references: dict[str, float] = {}
+    for row in found:
+        name, threshold, value = row["verifier"], row.get("posterior_threshold"), spread(row.get(field))
+        if value is not None and threshold is not None:
+            curves.setdefault(name, []).append((threshold, value.middle))
+        elif value is not None:
+            references[name] = value.middle
+    return curves, references

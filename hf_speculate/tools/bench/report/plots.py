@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_speculate.tools.bench.report.scales import Axis, axis_of_counts, axis_of_values, rounded_axis
-from hf_speculate.tools.bench.report.values import TIMES, Spread
+from hf_speculate.tools.bench.report.values import TIMES, Result, Spread, spread, text
 
 _LABEL_HEIGHT = 18.0  # pixels, of a name beside a curve
 _MAX_POINTS = 160  # of a curve; more are averaged
@@ -34,7 +34,7 @@ class Bar(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """Values of one kind of plot with their axes.
+    """Values of one kind of plot with their axes; `page.html` makes none without values.
 
     `values` is a list of `Bar` for "bars", seconds of each part by name for "stacks", (method, value) by group for
     "dots" and (x, y) by method for "curves". `references` are values of lines across, by method.
@@ -68,8 +68,14 @@ def plot_stacks(title: str, note: str, parts: Sequence[str], seconds: Mapping[st
     return Plot("stacks", title, note, seconds, _PERCENT, unit=" %", parts=parts)
 
 
-def plot_dots(title: str, note: str, groups: Mapping[str, Sequence[tuple[str, float]]], methods: Sequence[str]) -> Plot:
-    """Speed-ups by group."""
+def plot_dots(title: str, note: str, categories: Sequence[Result], methods: Sequence[str]) -> Plot:
+    """Speed-ups by category of prompts; none if no category has any."""
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for one in categories:
+        num, value = one.get("num_prompts"), spread(one.get("speedup"))
+        of_them = "" if num is None else f" ({num} {'prompt' if num == 1 else 'prompts'})"
+        if value is not None:
+            groups.setdefault(text(one.get("category")) + of_them, []).append((one["method"], value.middle))
     dots = [dot for group in groups.values() for dot in group]
     used = {method for method, _ in dots}
     axis = rounded_axis([_PLAIN, *(value for _, value in dots)], 6.0, 94.0)
@@ -79,17 +85,18 @@ def plot_dots(title: str, note: str, groups: Mapping[str, Sequence[tuple[str, fl
 def plot_counts(title: str, note: str, curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: int = 4) -> Plot:
     """Values by position or round, counted from 1; many are averaged over neighbours."""
     points = {name: _thinned(values) for name, values in curves.items()}
-    x = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
+    x = axis_of_counts(max(map(len, curves.values()), default=1), _LEFT, _RIGHT)
     known = [0.0, 1.0, *(value for values in curves.values() for value in values)]
     return _curves(title, note, points, x, rounded_axis(known, _BOTTOM, _TOP, num_ticks), x_label)
 
 
-def plot_thresholds(title: str, note: str, curves: Points, references: Mapping[str, float], x_label: str) -> Plot:
+def plot_thresholds(title: str, note: str, curves: Points, references: Mapping[str, float]) -> Plot:
     """Values over a threshold, with lines across for methods without one."""
     points = {name: sorted(pairs) for name, pairs in curves.items()}
-    x = axis_of_values([x for pairs in points.values() for x, _ in pairs], _LEFT, _RIGHT)
-    y = rounded_axis([*(y for pairs in points.values() for _, y in pairs), *references.values()], _BOTTOM, _TOP)
-    return _curves(title, note, points, x, y, x_label, references)
+    known = [pair for pairs in points.values() for pair in pairs] or [(0.0, 0.0)]
+    x = axis_of_values([x for x, _ in known], _LEFT, _RIGHT)
+    y = rounded_axis([*(y for _, y in known), *references.values()], _BOTTOM, _TOP)
+    return _curves(title, note, points, x, y, "posterior_threshold", references)
 
 
 def _curves(
