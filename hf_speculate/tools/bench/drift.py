@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -15,6 +14,11 @@ from hf_speculate.field_checks import real
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import split
 from hf_speculate.tools.checks.near_ties import keep_logits
+
+_EXACT = "exact"
+_AGREEMENT = real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example")
+_DROP = real("at least 0 nats per token and finite", lambda drop: 0 <= drop < math.inf, "write drop=0.05, for example")
+_NAMES = {"agreement": "agreement", "agreement>": "agreement", "drop": "drop", "drop<": "drop"}  # by what precedes "="
 
 
 class Drift(NamedTuple):
@@ -39,26 +43,17 @@ class Drift(NamedTuple):
 
 
 @torch.no_grad()
-def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]) -> Drift:
-    """Drift of one output of N >= 1 ids; the prompt [T] int64 is unpadded."""
-    text = torch.tensor(new_ids, device=prompt_ids.device)  # [N]
-    ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
-    num = len(new_ids)
-    logits = model(input_ids=ids, use_cache=False, **keep_logits(model, num + 1)).logits[0, -num - 1 : -1]  # [N, V]
-    wide, text = logits.to(torch.promote_types(logits.dtype, torch.float32)), text.to(logits.device)
-    log_likelihood = -float(cross_entropy(wide, text, reduction="none").double().sum())
-    return Drift(log_likelihood, int((wide.argmax(-1) == text).sum()), num)
-
-
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
-    texts = (pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True))
-    return sum((drift_of_text(model, *pair) for pair in texts), Drift())
-
-
-_EXACT = "exact"
-_AGREEMENT = real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example")
-_DROP = real("at least 0 nats per token and finite", lambda drop: 0 <= drop < math.inf, "write drop=0.05, for example")
-_NAMES = {"agreement": "agreement", "agreement>": "agreement", "drop": "drop", "drop<": "drop"}  # by what precedes "="
+    """Drift of all outputs, each of which has at least one token."""
+    total = Drift()
+    for prompt_ids, new_ids in (pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True)):
+        text, num = torch.tensor(new_ids, device=prompt_ids.device), len(new_ids)  # [N]
+        ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
+        logits = model(input_ids=ids, use_cache=False, **keep_logits(model, num + 1)).logits[0, -num - 1 : -1]  # [N, V]
+        wide, text = logits.to(torch.promote_types(logits.dtype, torch.float32)), text.to(logits.device)
+        log_likelihood = -float(cross_entropy(wide, text, reduction="none").double().sum())
+        total += Drift(log_likelihood, int((wide.argmax(-1) == text).sum()), num)
+    return total
 
 
 class Rule(NamedTuple):

@@ -91,7 +91,7 @@ def measure(
         except _ASSISTED_ERRORS as error:
             if method.engine != TRANSFORMERS:
                 raise
-            first_line = next(iter(str(error).splitlines()), "")
+            first_line = str(error).partition("\n")[0]
             left_out[method.name] = f"{type(error).__name__}: {first_line}"
             order.remove(method)
             del runs[method.name]

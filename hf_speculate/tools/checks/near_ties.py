@@ -185,7 +185,10 @@ class ReplayedDifference(NamedTuple):
 
     def measured_on(self, model: PreTrainedModel) -> LogitNoise:
         """See `TextDifference`: the plain sequence is decoded again, token by token and with drafts."""
-        options = {name: _in_dtype(value, model.dtype) for name, value in self.options.items()}
+        options = dict(self.options)
+        if model.dtype == torch.float64:  # pixels and the like
+            reals = {name: one for name, one in options.items() if isinstance(one, Tensor) and one.is_floating_point()}
+            options |= {name: one.double() for name, one in reals.items()}
         processors = [*(options.get("logits_processor") or []), _ForcedTokens(self.token_ids)]
         options |= {"logits_processor": LogitsProcessorList(processors), "return_dict_in_generate": True}
         options |= {"output_logits": True, "max_new_tokens": self.position + 1}
@@ -214,9 +217,3 @@ class _ForcedTokens(LogitsProcessor):
         if column >= self.token_ids.shape[1]:
             return scores  # [B, V]
         return torch.full_like(scores, -torch.inf).scatter(1, self.token_ids[:, column, None], 0.0)
-
-
-def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Pixels and the like in float64 if the model is; any other value unchanged."""
-    is_real = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_real and dtype == torch.float64 else value

@@ -169,6 +169,8 @@ def _compared(
     plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
     prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
     num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
+    passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
+    is_text = not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
     for row in range(len(ours)):
         plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
         pairs = enumerate(zip_longest(plain_ids, our_ids, fillvalue=pad))
@@ -182,7 +184,7 @@ def _compared(
             continue
         gap = float(recorder.gaps[position][row])
         difference: TextDifference | ReplayedDifference
-        if _reads_only_token_ids(model, inputs, options):
+        if is_text:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
             before = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
             difference = TextDifference(before, *tokens, gap, block_len, len(ours))
@@ -191,12 +193,6 @@ def _compared(
             fields = {**options, "assistant_model": assistant}
             difference = ReplayedDifference(plain_options, fields, before, row, position, *tokens, gap, block_len)
         yield replace(classify(model, exact(), difference), position=position)
-
-
-def _reads_only_token_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> bool:
-    """Whether the call passes no encoder inputs, images or positions."""
-    passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
-    return not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:

@@ -108,7 +108,7 @@ def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "pr
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts must be UTF-8, got other bytes in {path} ({error}); save it as UTF-8") from error
     texts = enumerate(content.split("\n") if text_as == "lines" else [content], 1)
-    found = [Row.of(text, number, f"{path.name}:{number}") for number, text in texts if text.strip()]
+    found = [Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()]
     if not found:
         raise ConfigError(f"the file of prompts must hold at least one, got none in {path}; write one prompt per line")
     return found

@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.comparison import Comparison
 from hf_speculate.tools.bench.methods import (
     OURS,
     assisted_methods,
@@ -20,8 +19,8 @@ from hf_speculate.tools.bench.methods import (
     threshold_methods,
 )
 from hf_speculate.tools.bench.report import write_html
-from hf_speculate.tools.bench.report.tables import CATEGORIES, DRIFT, LATENCIES, METHODS, make_table
-from hf_speculate.tools.bench.report.values import field
+from hf_speculate.tools.bench.report.values import CATEGORIES, DRIFT, LATENCIES, METHODS, field, make_table
+from hf_speculate.tools.bench.results import Comparison
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes

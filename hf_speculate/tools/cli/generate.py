@@ -69,7 +69,7 @@ def run_chat(options: ChatInTerminal) -> int:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": line})
-        token_ids = token_ids_of(Row.of(messages, source="the chat"), pair.tokenizer, is_chat=True)
+        token_ids = token_ids_of(Row(1, messages, source="the chat"), pair.tokenizer, is_chat=True)
         printer = _Printer(pair.tokenizer)
         try:
             _, speed = _decode(pair, token_ids, arguments, printer)
@@ -98,7 +98,7 @@ def _prompts(options: Generate) -> list[Row]:
         prompt = "" if prompt is None and sys.stdin.isatty() else sys.stdin.read()
     if not prompt:
         raise ConfigError("there must be a prompt, got none; write one, pipe it in, or name a --file")
-    return [Row.of(prompt)]
+    return [Row(1, prompt)]
 
 
 def _decode(

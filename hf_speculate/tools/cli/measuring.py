@@ -15,7 +15,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Step
-from hf_speculate.tools.bench.report.tables import Table
+from hf_speculate.tools.bench.report.values import Table
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.tuning import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding, read_prompts

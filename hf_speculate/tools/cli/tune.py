@@ -8,8 +8,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.drift import Rule, drift_of_runs, parse_rule
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
-from hf_speculate.tools.bench.report.tables import make_table, tokens_per_s
-from hf_speculate.tools.bench.report.values import MISSING, field, share
+from hf_speculate.tools.bench.report.values import MISSING, field, make_table, share, tokens_per_s
 from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, settings_in, tune, write_fields
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import decoding_of

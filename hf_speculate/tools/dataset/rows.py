@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,9 @@ ROW_SETTINGS: dict[str, Check] = {
 class Row:
     id: str | int  # as given, else the line's number
     content: str | list[dict[str, Any]]  # text, or chat messages
-    extras: dict[str, Any]  # fields that are copied to the result
-    source: str  # file and line, for error messages
+    extras: dict[str, Any] = field(default_factory=dict)  # fields that are copied to the result
+    source: str = "the prompt"  # file and line, for error messages
     num_turns: int = 1  # number of turns in the data set; `content` is the first
-
-    @classmethod
-    def of(cls, content: str | list[dict[str, Any]], number: int = 1, source: str = "the prompt") -> "Row":
-        """A row with a number as its id."""
-        return cls(number, content, {}, source)
 
     @property
     def key(self) -> str:

@@ -1,20 +1,62 @@
 """Writes a repository with a `generation_config.json` and a `custom_generate` function that decode speculatively."""
 
+import inspect
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of
-from hf_speculate.tools.hub.card import ABOUT, CARD_MARK, DEFAULT, model_card, render
+from hf_speculate.verify.base import is_lossless
 
+# A line of every card written here: it tells a card that may be replaced from one that a user wrote.
+CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your changes. -->"
+TITLES = {  # by verifier
+    "greedy": "greedy verification",
+    "rejection": "rejection sampling",
+    "block": "block verification",
+    "coupled": "coupled sampling",
+    "typical": "typical acceptance",
+}
+DEFAULT = "rejection"  # described if no verifier is set
 _CARD = "README.md"
 _CONFIG = "generation_config.json"
 _FUNCTION = "custom_generate/generate.py"
 _REQUIREMENTS = "custom_generate/requirements.txt"
+
+
+def model_card(fields: Mapping[str, Any], name: str) -> str:
+    verifier = fields.get("verifier") or DEFAULT
+    values = {"verifier": verifier, "title": TITLES[verifier], "mark": CARD_MARK, "meanings": _meanings()}
+    keeps = is_lossless(SpeculationConfig(verifier=verifier))
+    return render("card.md.jinja", **values, name=name, fields=sorted(fields.items()), is_lossless=keeps)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in a template of this package."""
+    environment = Environment(
+        loader=PackageLoader("hf_speculate.tools.hub", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"json": json.dumps, "repr": repr}
+    return environment.get_template(template).render(values)
+
+
+def _meanings() -> dict[str, str]:
+    """First sentence on each field in the docstring of `SpeculationConfig`."""
+    arguments = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M)
+    return {name: " ".join(text.split()).split(". ")[0].removesuffix(".") for name, text in entries}
 
 
 def save_config(
@@ -71,9 +113,8 @@ def save_config(
 
 def function_source(fields: dict[str, Any]) -> str:
     """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
-    return render(
-        "generate.py.jinja", title=ABOUT[fields.get("verifier") or DEFAULT].title, fields=sorted(fields.items())
-    )
+    title = TITLES[fields.get("verifier") or DEFAULT]
+    return render("generate.py.jinja", title=title, fields=sorted(fields.items()))
 
 
 def _check(fields: dict[str, Any]) -> None:
@@ -83,13 +124,14 @@ def _check(fields: dict[str, Any]) -> None:
         raise ConfigError(f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; {hint}")
     for name, value in sorted(fields.items()):
         if not isinstance(value, str | int | float | list | tuple):
-            kind = type(value).__name__
-            raise ConfigError(f"{name} must be text, a number or a list to be saved, got {kind}; pass it to generate()")
+            raise ConfigError(
+                f"{name} must be a string, a number or a list to be saved, got {type(value).__name__}; leave it out"
+            )
     SpeculationConfig(**fields)
     verifier = fields.get("verifier")
-    if verifier is not None and verifier not in ABOUT:
+    if verifier is not None and verifier not in TITLES:
         raise ConfigError(
-            f"verifier must be one of {', '.join(sorted(ABOUT))} to be saved, got {verifier!r}; "
+            f"verifier must be one of {', '.join(sorted(TITLES))} to be saved, got {verifier!r}; "
             "see examples/hub/top_k for a repository that registers a verifier of its own"
         )
 

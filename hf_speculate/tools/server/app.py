@@ -16,13 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from hf_speculate.tools.server.engine import DecodeResult, Engine, RequestError, request_error
-from hf_speculate.tools.server.schemas import (
-    NEUTRAL,
-    ChatRequest,
-    CompletionRequest,
-    check_model,
-    row_prompt,
-)
+from hf_speculate.tools.server.schemas import NEUTRAL, ChatRequest, CompletionRequest, check_model, row_prompt
 
 Answer = AsyncGenerator[str | DecodeResult, None]
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
@@ -160,19 +154,15 @@ def _error_body(error: RequestError) -> dict[str, Any]:
 async def _error_response(_: Request, error: Exception) -> JSONResponse:
     """Answer an error in OpenAI's form."""
     if isinstance(error, RequestValidationError):
-        found = _validation_error(error.errors()[0])
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"][1:]))
+        message = f"{param}: {first['msg']}"
+        if first["type"] == "extra_forbidden" and param in NEUTRAL:
+            values = " or ".join(map(json.dumps, NEUTRAL[param]))
+            message = f"{param} must be {values}, got {json.dumps(first['input'])}; other values are not supported"
+        error = RequestError(message, param or None)
     elif isinstance(error, HTTPException):
-        found = RequestError(str(error.detail), status=error.status_code)
-    else:
-        found = error if isinstance(error, RequestError) else request_error(error)
+        error = RequestError(str(error.detail), status=error.status_code)
+    found = error if isinstance(error, RequestError) else request_error(error)
     headers = {"Retry-After": "1"} if found.status == 429 else None
     return JSONResponse(_error_body(found), found.status, headers)
-
-
-def _validation_error(first: dict[str, Any]) -> RequestError:
-    param = ".".join(str(part) for part in first["loc"][1:])
-    message = f"{param}: {first['msg']}"
-    if first["type"] == "extra_forbidden" and param in NEUTRAL:
-        values = " or ".join(map(json.dumps, NEUTRAL[param]))
-        message = f"{param} must be {values}, got {json.dumps(first['input'])}; other values are not supported"
-    return RequestError(message, param or None)

@@ -170,6 +170,6 @@ def check_model(name: str, engine: Engine) -> None:
 
 def _encoded(content: str | list[dict[str, str]], param: str, engine: Engine) -> list[int]:
     try:
-        return token_ids_of(Row.of(content, source=param), engine.tokenizer, is_chat=param == "messages")
+        return token_ids_of(Row(1, content, source=param), engine.tokenizer, is_chat=param == "messages")
     except ConfigError as error:
         raise RequestError(str(error), param) from error

@@ -13,8 +13,7 @@ from transformers import GenerationConfig
 
 import hf_speculate
 from hf_speculate.config import PLAIN_NAMES
-from hf_speculate.tools.hub.card import CARD_MARK, model_card
-from hf_speculate.tools.hub.repository import function_source, save_config
+from hf_speculate.tools.hub.repository import CARD_MARK, function_source, model_card, save_config
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "hub"

@@ -9,10 +9,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import STAGES
-from hf_speculate.tools.bench.report import plots, tables
+from hf_speculate.tools.bench.report import plots, values
 from hf_speculate.tools.bench.report.plots import Bar
-from hf_speculate.tools.bench.report.tables import name_of
-from hf_speculate.tools.bench.report.values import Result, short, spread, text
+from hf_speculate.tools.bench.report.values import Result, name_of, short, spread, text
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
@@ -50,7 +49,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
     environment.filters |= {"short": short, "spread": spread, "name_of": name_of, "text": text}
     page = environment.get_template("page.html").render(
         plots=plots,
-        tables=tables,
+        tables=values,
         bars=_bars,
         curves_of=_drift_curves,
         methods=methods,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import write_html
-from hf_speculate.tools.bench.report.plots import Bar, plot_bars
-from hf_speculate.tools.bench.report.scales import axis_of_counts, axis_of_values, rounded_axis
+from hf_speculate.tools.bench.report.plots import Bar, axis_of_counts, axis_of_values, plot_bars, rounded_axis
 from hf_speculate.tools.bench.report.values import Spread
 from tests.tools.bench.report.results import FALLBACK, make_result, method
 
