@@ -33,6 +33,10 @@ EXACT_VERIFIERS = {False: ("greedy",), True: ("rejection", "block", "coupled")} 
 LOSSY_VERIFIERS = ("typical",)
 _FIRST_BATCHES = 2
 _MIN_LEFT = 2  # methods that decode all batches
+FILE = "generation_config.json"
+# Fields that tuning sets. Old values of these are removed.
+TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
+_FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
 
 
 class Instruments(NamedTuple):
@@ -149,7 +153,7 @@ def tune(
     plain_drift: Drift | None = None
     ranked = [Trial(method) for method in methods]
     out: list[Trial] = []  # the last one dropped first
-    used, is_interrupted = 0, False
+    used, is_interrupted, winner = 0, False, None
     for number, (num_methods, size) in enumerate(rungs(len(methods), len(batches))):
         for trial in ranked[num_methods:]:
             trial.complaint = "slower"
@@ -176,41 +180,21 @@ def tune(
         if not rule.is_exact:
             plain_drift = (plain_drift or Drift()) + instruments.read(new_plain)
         for trial in ranked:
-            new = measured.runs[trial.method.name]
-            trial.complaint = _complaint(trial, new, new_plain, rule, instruments, plain_drift)
+            method, new = trial.method, measured.runs[trial.method.name]
+            if method.is_lossy and plain_drift is not None:
+                trial.drift = (trial.drift or Drift()) + instruments.read(new)
+                trial.complaint = rule.complaint(trial.drift, plain_drift, do_sample)
+            elif not do_sample:
+                compared = instruments.check(method, new, new_plain)
+                trial.complaint = "" if compared.ok else f"differs from plain decoding: {compared}"
         unfit = [trial for trial in ranked if trial.complaint]
         ranked = [trial for trial in ranked if not trial.complaint]
         ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)
         out = unfit + out
     trials = [trial for trial in ranked + out if trial.runs]
-    winner = None
     if ranked and not is_interrupted and median(ratios(ranked[0].runs, plain_runs)) > 1:
         winner = ranked[0].method
     return Tuned(winner, trials, plain_runs, plain_drift, do_sample, is_interrupted)
-
-
-def _complaint(
-    trial: Trial,
-    new: Sequence[Run],
-    plain_runs: Sequence[Run],
-    rule: Rule,
-    instruments: Instruments,
-    plain_drift: Drift | None,
-) -> str:
-    """Why a trial is dropped after a rung's calls, whose drift is added; empty if it stays."""
-    if trial.method.is_lossy and plain_drift is not None:
-        trial.drift = (trial.drift or Drift()) + instruments.read(new)
-        return rule.complaint(trial.drift, plain_drift, trial.method.do_sample)
-    if not trial.method.do_sample:
-        compared = instruments.check(trial.method, new, plain_runs)
-        return "" if compared.ok else f"differs from plain decoding: {compared}"
-    return ""
-
-
-FILE = "generation_config.json"
-# Fields that tuning sets. Old values of these are removed.
-TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
-_FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
 
 
 def settings_in(folder: Path) -> dict[str, Any]:

@@ -69,13 +69,6 @@ class Request(BaseModel):
             if name in cls.model_fields or not (value is None or name in _IGNORED or value in NEUTRAL.get(name, ()))
         }
 
-    @property
-    def num_tokens(self) -> int | None:
-        return self.max_tokens
-
-    def token_ids(self, engine: Engine) -> list[int]:
-        raise NotImplementedError
-
 
 class Part(BaseModel):
     """A part of a message; only text is supported."""
@@ -99,10 +92,6 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def num_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
 
     def token_ids(self, engine: Engine) -> list[int]:
         return _encoded([message.as_dict() for message in self.messages], "messages", engine)
@@ -129,7 +118,7 @@ class CompletionRequest(Request):
         return list(prompt)
 
 
-def row_prompt(request: Request, engine: Engine) -> RowPrompt:
+def row_prompt(request: ChatRequest | CompletionRequest, engine: Engine) -> RowPrompt:
     """Translate a request, or raise `RequestError` if it is not supported."""
     if request.model is not None:
         check_model(request.model, engine)
@@ -137,7 +126,8 @@ def row_prompt(request: Request, engine: Engine) -> RowPrompt:
     if not all(stops) or len(stops) > _MAX_STOPS:
         raise RequestError(f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {stops}", "stop")
     token_ids = request.token_ids(engine)
-    num, room = request.num_tokens, _DEFAULT_NUM_TOKENS
+    num: int | None = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    room = _DEFAULT_NUM_TOKENS
     if engine.max_length is not None:
         room = engine.max_length - len(token_ids)
         if room < (num or 1):
