@@ -34,9 +34,9 @@ class ModelSize(NamedTuple):
 class Gain:
     """The best draft length and its speed-up over plain decoding for one acceptance probability."""
 
-    acceptance_probability: float
-    num_draft_tokens: int  # 0 if no draft length is faster than plain decoding
-    speedup: float  # 1.0 then
+    acceptance_probability: float  #: of each drafted token
+    num_draft_tokens: int  #: 0 if no draft length is faster than plain decoding
+    speedup: float  #: 1.0 then
 
 
 def size_of(

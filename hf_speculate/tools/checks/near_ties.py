@@ -30,17 +30,17 @@ _SOURCES = ("drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 class ParityRow:
     """Comparison of one prompt's two outputs; all but `index` and `verdict` describe the first difference, if any."""
 
-    index: int = 0  # of the prompt, over all calls
-    verdict: str = "equal"  # or "tie" or "bug"
-    position: int | None = None  # number of new tokens before the difference
-    plain_id: int | None = None
-    speculative_id: int | None = None
-    top_gap: float | None = None  # the target's largest logit minus the second largest, in its own dtype
-    exact_top_gap: float | None = None  # the same in float64, if it was computed
-    gap: float | None = None  # score of the plain token minus the other's, after all logits processors
-    noise: float | None = None  # change of the two logits between forwards over one row and several, one token and K+1
-    bound: float | None = None  # the largest gap that rounding explains
-    reason: str = ""  # of the verdict
+    index: int = 0  #: of the prompt, over all calls
+    verdict: str = "equal"  #: or "tie" or "bug"
+    position: int | None = None  #: number of new tokens before the difference
+    plain_id: int | None = None  #: plain decoding's token
+    speculative_id: int | None = None  #: speculative decoding's token
+    top_gap: float | None = None  #: the target's largest logit minus the second largest, in its own dtype
+    exact_top_gap: float | None = None  #: the same in float64, if it was computed
+    gap: float | None = None  #: score of the plain token minus the other's, after all logits processors
+    noise: float | None = None  #: change of the two logits between forwards over one row and several, one token and K+1
+    bound: float | None = None  #: the largest gap that rounding explains
+    reason: str = ""  #: of the verdict
 
     def __str__(self) -> str:
         numbers = {"gap": self.gap, "bound": self.bound, "noise": self.noise, "top gap": self.top_gap}

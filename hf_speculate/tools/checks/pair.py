@@ -25,14 +25,12 @@ LEVELS = ("ok", "warning", "does not fit", "not supported")
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about a pair.
+    """A fact about a pair."""
 
-    `level` is one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if hf_speculate
-    supports one of the two models with no other model.
-    """
-
+    #: one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if hf_speculate supports one
+    #: of the two models with no other model
     level: str
-    text: str
+    text: str  #: the fact in words
 
 
 _warning = partial(Finding, "warning")
@@ -42,10 +40,10 @@ _warning = partial(Finding, "warning")
 class Overlap:
     """Overlap of two tokenizers' vocabularies."""
 
-    num_target: int  # tokens of the target
-    num_draft: int
-    num_shared: int  # tokens of the target that the draft spells the same
-    num_same_id: int  # those of them that have one id
+    num_target: int  #: tokens of the target
+    num_draft: int  #: tokens of the draft
+    num_shared: int  #: tokens of the target that the draft spells the same
+    num_same_id: int  #: those of them that have one id
 
     @property
     def share(self) -> float:
@@ -60,11 +58,11 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimate of a model's memory in bytes: weights in `dtype`, and the KV cache per token of each row."""
+    """Estimate of a model's memory."""
 
-    dtype: str
-    weight_bytes: int
-    kv_bytes_per_token: int
+    dtype: str  #: of the weights, without "torch."
+    weight_bytes: int  #: of all weights
+    kv_bytes_per_token: int  #: of the KV cache, per token of each row
 
     def __str__(self) -> str:
         text = f"{decimal(self.weight_bytes)} in {self.dtype}"
