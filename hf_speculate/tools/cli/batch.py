@@ -11,13 +11,13 @@ from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Batch, Models, Ray
+from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of
 from hf_speculate.tools.dataset.run import DatasetReport, in_this_process
 from hf_speculate.tools.dataset.run import run as run_job
-from hf_speculate.tools.dataset.run_folder import Job
 
 _LINE_EVERY_S = 60.0
 

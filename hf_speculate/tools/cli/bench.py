@@ -43,11 +43,11 @@ def run(options: Bench) -> int:
     methods += our_methods(names, lens, sample, fields)
     drift_methods = threshold_methods(names, parse_thresholds(options.thresholds), [drift_len(lens)], sample, fields)
     log = notes()
-    setup = measuring.load(options, decoding, log)
+    setup = measuring.load(options, decoding, fields, log)
     comparison = Comparison(methods, drift_methods, setup.batches, sample, options.repeats, seed)
     with measuring.progress(log, comparison.num_steps) as on_step:
         found = comparison.run(setup.decoder, on_step=on_step)
-    settings = measuring.settings_of(decoding, options, fields) | {
+    settings = setup.settings | {
         "num_prompts": sum(len(batch.input_ids) for batch in setup.batches),
         "repeats": options.repeats,
         "seed": seed,
@@ -73,12 +73,13 @@ def _show(result: dict[str, Any], log: Console) -> None:
     kind = "sampling" if settings["do_sample"] else "greedy"
     log.print(
         f"{where['device']}, {where['threads']} threads, {where['dtype']}, {settings['num_prompts']} prompts in "
-        f"batches of {settings['batch_size']}, {kind}; medians (minimum-maximum) over batches",
+        f"batches of {settings['batch_size']}, {kind}; medians (minimum to maximum) over batches",
         style="dim",
         soft_wrap=True,
     )
     methods, name = result["methods"], {"method": field("name")}
     columns = {head: cell for head, cell in (METHODS | name).items() if head not in _HIDDEN}
+    columns["tokens/s"] = lambda one: f"{one['tokens_per_s']['median']:.0f}"  # short, for narrow terminals
     measuring.show(make_table("speed", "", columns, methods, 2))
     for line in _remarks(methods):
         answer(f"{line}\n")

@@ -41,11 +41,12 @@ def shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
 
 class Setup(NamedTuple):
     environment: dict[str, Any]  # versions, device, models and dtype, for JSON
+    settings: dict[str, Any]  # arguments of `generate()` and the prompts, for JSON
     batches: list[Batch]  # of prompts, on the target's device
     decoder: Decoder
 
 
-def load(options: Measurement, decoding: Decoding, log: Console) -> Setup:
+def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any], log: Console) -> Setup:
     """Read the prompts, then load the models."""
     prompts = read_prompts(options.prompts, text_as="lines")
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
@@ -61,12 +62,8 @@ def load(options: Measurement, decoding: Decoding, log: Console) -> Setup:
     logging.set_verbosity_error()  # warnings would break the progress bar
     num, sampling, others = decoding.max_new_tokens, decoding.sampling, decoding.options
     decoder = Decoder(target, draft_arguments, max_new_tokens=num, sampling=sampling, options=others)
-    return Setup(where, batches, decoder)
-
-
-def settings_of(decoding: Decoding, options: Measurement, fields: Mapping[str, Any]) -> dict[str, Any]:
     given = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": dict(fields)}
-    return decoding.plain | given
+    return Setup(where, decoding.plain | given, batches, decoder)
 
 
 @contextmanager

@@ -28,12 +28,12 @@ def run(options: Tune) -> int:
     if write is not None:
         settings_in(write)
     log = notes()
-    setup = measuring.load(options, decoding, log)
+    setup = measuring.load(options, decoding, fields, log)
     decoder, batches = setup.decoder, setup.batches
     with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
         instruments = Instruments(decoder, TextCheck(decoder), partial(drift_of_runs, decoder.target), on_step=on_step)
         tuned = tune(methods, batches, rule, instruments, do_sample=sample, seed=options.seed or 0)
-    settings = measuring.settings_of(decoding, options, fields) | {"quality": str(rule)}
+    settings = setup.settings | {"quality": str(rule)}
     result = {"environment": setup.environment, "settings": settings, **tuned.as_dict()}
     if not options.as_json:
         _show(result, rule)

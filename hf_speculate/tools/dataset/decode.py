@@ -11,11 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_speculate.engine.distributed import synced_ranks
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.field_checks import integer
+from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
 from hf_speculate.tools.dataset.rows import batches_of, read_rows
 from hf_speculate.tools.dataset.run import DatasetReport, in_this_process, run
-from hf_speculate.tools.dataset.run_folder import Job
 
 
 def decode_dataset(

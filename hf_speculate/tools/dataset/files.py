@@ -1,16 +1,26 @@
-"""Append-only files of results, which survive a kill of the process."""
+"""Files of a data set's run: results that survive a kill of the process, and what a later run needs to resume."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import Check, is_int, one_of
 from hf_speculate.tools.atomic_file import replace_file, sync_folder
+from hf_speculate.tools.dataset.rows import Row, digest_of
 
 _BEGIN = b'{"id'  # of every line
 _REPAIR = "repair or remove that line, or choose another output"
+_IF_CHANGED = one_of("keep", "refuse", "restart")
+_SEED = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
+_FORMAT = 1
 
 
 def append_json(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
@@ -80,3 +90,128 @@ def put_in_order(path: Path, keys: Iterable[str]) -> None:
     order = [key for key in keys if key in lines]
     if order != list(lines):
         replace_file(path, [lines[key] for key in order])
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows to decode into an output, and the folder `<output>.run`.
+
+    `manifest.json` holds a digest of the prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N
+    that are not yet in the output. `begun-N.jsonl` lists the ids of each batch that rank N started; after a crash its
+    last line is the batch that was running.
+    """
+
+    rows: Sequence[Row]  # in the order of the prompts
+    output: Path  # file for the results, one line each
+    settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
+    seed: int | None = None  # of the data set; None to draw one and keep it for later runs
+    is_ordered: bool = False  # whether to sort the finished output like the prompts
+    if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
+
+    def __post_init__(self) -> None:
+        _SEED("seed", self.seed)
+        _IF_CHANGED("if_changed", self.if_changed)
+
+    @property
+    def folder(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.run")
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "manifest.json"
+
+    def part(self, rank: int) -> Path:
+        """File of a rank's results."""
+        return self.folder / f"rank-{rank}.jsonl"
+
+    def locked(self) -> AbstractContextManager[Any]:
+        """Lock the output against other runs; the lock of a killed process is released."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return filelock.FileLock(self.folder / "lock").acquire(timeout=0)
+        except filelock.Timeout:
+            raise ConfigError(
+                f"{self.output} must have one run at a time, got another one; wait for it, or choose another output"
+            ) from None
+
+    def begin(self) -> None:
+        """Repair files of a killed run, and check that it had the same prompts and settings."""
+        before = self._read_manifest()
+        if before is None and self.output.exists():
+            raise ConfigError(
+                f"the output must be new or written by an earlier run, got {self.output} without {self.manifest}; "
+                "choose another output, or remove it"
+            )
+        seed = self.seed
+        if seed is None:
+            seed = secrets.randbits(62) if before is None else before["seed"]
+        settings = json.loads(json.dumps(dict(self.settings)))
+        wanted = {"format": _FORMAT, "prompts": digest_of(self.rows), "settings": settings, "seed": seed}
+        changes = [] if before is None else _changes(before, wanted)
+        begun = sorted(self.folder.glob("begun-*.jsonl"))
+        for path in (self.output, *begun):
+            cut_torn_line(path)
+        self._gather_parts()
+        if changes and self.if_changed == "restart":
+            for path in (*begun, self.output):
+                path.unlink(missing_ok=True)
+        finished = ids_in(self.output)
+        if changes and finished and self.if_changed == "refuse":
+            raise ConfigError(
+                f"{self.output} must be resumed with the same prompts and settings, got other {', '.join(changes)}; "
+                "choose another output, or set --if-changed (if_changed in Python) to keep or to restart"
+            )
+        unknown = sorted(finished - {row.key for row in self.rows})
+        if unknown:
+            raise ConfigError(
+                f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; remove those lines"
+            )
+        replace_file(self.manifest, [json.dumps(wanted, indent=2, ensure_ascii=False).encode(), b"\n"])
+
+    def begun_seed(self) -> int:
+        """Seed of the data set, after `begin`."""
+        manifest = self._read_manifest()
+        if manifest is None:
+            raise ConfigError(
+                f"all ranks must share the folder of the output, got no {self.manifest}; use a shared file system"
+            )
+        return int(manifest["seed"])
+
+    def record_begun(self, rank: int, rows: Sequence[Row]) -> None:
+        append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])
+
+    def complete(self) -> None:
+        """Collect the results of all ranks."""
+        self._gather_parts()
+        found = ids_in(self.output)
+        missing = [row.key for row in self.rows if row.key not in found]
+        if missing:
+            raise ConfigError(
+                f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
+                "output on a file system that all ranks share"
+            )
+        if self.is_ordered:
+            put_in_order(self.output, [row.key for row in self.rows])
+
+    def _gather_parts(self) -> None:
+        for part in sorted(self.folder.glob("rank-*.jsonl")):
+            move_results(part, self.output)
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        if not self.manifest.exists():
+            return None
+        try:
+            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            manifest = None
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise ConfigError(f"{self.manifest} must have format {_FORMAT}, got another one; choose another output")
+        return manifest
+
+
+def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Names of what differs, with both values."""
+    changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
+    old, new = ({"seed": one["seed"], **one["settings"]} for one in (before, wanted))
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    return changes + [f"{name} ({new.get(name)!r}, was {old.get(name)!r})" for name in names]

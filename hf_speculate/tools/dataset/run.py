@@ -10,11 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_speculate.tools.dataset.files import append_json, ids_in
+from hf_speculate.tools.dataset.files import Job, append_json, ids_in
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.dataset.run_folder import Job
 
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 # Decodes batches with a seed, and calls a function with rows before they are decoded.

@@ -15,11 +15,10 @@ from hf_speculate.errors import ConfigError, MissingExtraError, UnsupportedModel
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset import ranks
 from hf_speculate.tools.dataset.decode import check_model
-from hf_speculate.tools.dataset.files import cut_torn_line
+from hf_speculate.tools.dataset.files import Job, cut_torn_line
 from hf_speculate.tools.dataset.row_decoder import Decoded
 from hf_speculate.tools.dataset.rows import read_rows
 from hf_speculate.tools.dataset.run import run
-from hf_speculate.tools.dataset.run_folder import Job
 from tests.tools.dataset.common import batch_words, begun_in, prompts, texts_in, write_prompts
 
 ROOT = Path(__file__).parents[3]
