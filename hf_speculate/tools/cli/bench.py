@@ -77,13 +77,13 @@ def _show(result: dict[str, Any], log: Console) -> None:
         style="dim",
         soft_wrap=True,
     )
-    methods, name = result["methods"], {"method": field("name")}
-    columns = {head: cell for head, cell in (METHODS | name).items() if head not in _HIDDEN}
+    methods, own = result["methods"], {"method": field("name")}
+    columns = {head: cell for head, cell in (METHODS | own).items() if head not in _HIDDEN}
     columns["tokens/s"] = lambda one: f"{one['tokens_per_s']['median']:.0f}"  # short, for narrow terminals
     measuring.show(make_table("speed", "", columns, methods, 2))
     for line in _remarks(methods):
         answer(f"{line}\n")
-    measuring.show(make_table("latency", "", LATENCIES | name, methods, 1))
+    measuring.show(make_table("latency", "", LATENCIES | own, methods, 1))
     categories = sorted(result["categories"], key=lambda entry: str(entry["category"]))
     measuring.show(make_table("by category", "", CATEGORIES, categories, 2))
     measuring.show(make_table("drift of lossy verifiers", "", DRIFT, result["drift"], 1))
