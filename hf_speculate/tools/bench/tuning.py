@@ -67,12 +67,8 @@ class Tuned:
     @property
     def fields(self) -> dict[str, Any]:
         """Fields for a generation config, without the verifier if it is the default one."""
-        if self.winner is None:
-            return {}
-        fields = dict(self.winner.fields)
-        if fields["verifier"] == default_verifier(self.do_sample):
-            del fields["verifier"]  # sampling and greedy decoding have different defaults
-        return fields
+        default = ("verifier", default_verifier(self.do_sample))  # sampling and greedy decoding have different ones
+        return {} if self.winner is None else dict(item for item in self.winner.fields.items() if item != default)
 
     def as_dict(self) -> dict[str, Any]:
         reasons = doubts(self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs))
@@ -86,14 +82,13 @@ class Tuned:
         }
 
     def _entry(self, trial: Trial) -> dict[str, Any]:
-        stats = total_stats(trial.runs)
         entry: dict[str, Any] = {
             "name": trial.method.name,
             "fields": dict(trial.method.fields),
             "num_prompts": sum(len(run.texts) for run in trial.runs),
             "tokens_per_s": spread(run.tokens_per_s for run in trial.runs),
             "speedup": spread(ratios(trial.runs, self.plain_runs)),
-            "acceptance_rate": None if stats is None else stats.acceptance_rate,
+            "acceptance_rate": getattr(total_stats(trial.runs), "acceptance_rate", None),
             "agreement_with_greedy": None,
             "drop": None,
             "out": trial.complaint or None,

@@ -95,13 +95,12 @@ def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
 
 def _described(value: Any) -> Any:
     """Description of an argument in the manifest."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Mapping():
-            return {str(name): _described(inner) for name, inner in value.items()}
-        case list() | tuple():
-            return [_described(inner) for inner in value]
-        case GenerationConfig():
-            return value.to_diff_dict()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _described(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(inner) for inner in value]
+    if isinstance(value, GenerationConfig):
+        return value.to_diff_dict()
     return getattr(getattr(value, "config", None), "name_or_path", None) or type(value).__name__
