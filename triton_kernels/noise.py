@@ -111,7 +111,7 @@ def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor
     x.mul_(factors[0])
     shifted = torch.bitwise_right_shift(x, shifts[0])
     x.bitwise_xor_(shifted.bitwise_and_(masks[0]))
-    x.mul_(factors[1]).add_((state >> 32).to(torch.int32))
+    torch.add((state >> 32).to(torch.int32), x, alpha=WORD_FACTORS[1], out=x)
     torch.bitwise_right_shift(x, shifts[1], out=shifted)
     x.bitwise_xor_(shifted.bitwise_and_(masks[1]))
     x.mul_(factors[2])

@@ -134,13 +134,14 @@ MUTANTS = (
         "processors/test_processors.py",
         {
             "processors: top-p drops one token too few": Fault(
-                "1 - processor.top_p, dtype", "1 - processor.top_p - 1e-3, dtype"
+                "np.float32(1 - processor.top_p)", "np.float32(1 - processor.top_p - 1e-3)"
             ),
             "processors: top-p drops all that tie at the border": Fault(
-                "if is_split is not None and bool(is_split.any()):", "if False:"
+                "if is_split is not None and is_split.any():", "if False:"
             ),
             "processors: top-k keeps one token more": Fault(
-                "rank = width - min(processor.top_k, width)", "rank = max(width - min(processor.top_k, width) - 1, 0)"
+                "scores.shape[-1] - min(processor.top_k, scores.shape[-1])",
+                "max(scores.shape[-1] - processor.top_k - 1, 0)",
             ),
         },
     ),

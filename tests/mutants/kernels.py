@@ -44,7 +44,7 @@ MUTANTS = (
                 "chain.token_ids.device).unsqueeze(0) * 0\n    return uniforms",
             ),
             "rejection: the residual is not clamped": Fault(
-                "residual.add_(scaled).clamp_(min=0.0)", "residual.add_(scaled).abs_()"
+                "out=draft_probs).clamp_(min=0.0)", "out=draft_probs).abs_()"
             ),
             "rejection: the correction is drawn from p": Fault(
                 "residual_rows = end.rejected\n", "residual_rows = end.rejected & False\n"

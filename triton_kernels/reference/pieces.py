@@ -54,6 +54,11 @@ class Pieces(NamedTuple):
         scattered[self.indices] = values
         return scattered
 
+    def row_max(self, entries: Tensor) -> Tensor:
+        """The largest of the entries [P, S] of every row, [...]; 0 at least if the row is not full."""
+        tops = entries.amax(-1)
+        return tops.view(self.shape[:-1]) if self.indices is None else self.scatter(tops).amax(-1)
+
     def token_ids(self, device: torch.device) -> Tensor:
         """Token ids of the entries, [P, S] or [S] int32."""
         inside = torch.arange(self.size, dtype=torch.int32, device=device)

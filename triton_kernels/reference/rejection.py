@@ -94,24 +94,25 @@ def final_distribution(
     pieces = target.pieces.select(here)
     logsumexp = target.logsumexp.gather(1, here.unsqueeze(-1)).squeeze(-1)
     probs = piece_masses(pieces, pieces.gather_at(target.logits, here), warp_at(target.warp, here), logsumexp)  # [P, S]
-    status = row_status(logsumexp)
     if chain.token_ids.shape[1] == 0:
-        return FinalDistribution(probs, pieces, status)
+        return FinalDistribution(probs, pieces, row_status(logsumexp))
     residual_rows = end.rejected
     last = end.last.unsqueeze(-1)
     if draft is None:
+        status = row_status(logsumexp)
         last_ids = pieces.expand(chain.token_ids.gather(1, last).squeeze(-1)).to(torch.int32).unsqueeze(-1)
         residual = torch.ne(pieces.token_ids(probs.device), last_ids, out=torch.empty_like(probs)).mul_(probs)
     else:
         draft_logsumexp = draft.logsumexp.gather(1, last).squeeze(-1)
-        draft_status = torch.where(residual_rows, row_status(draft_logsumexp), 0)
+        status, draft_status = row_status(torch.stack((logsumexp, draft_logsumexp))).unbind()
+        draft_status = draft_status * residual_rows
         residual_rows = residual_rows & (draft_status == 0)
         status = status | draft_status
-        residual = piece_masses(pieces, pieces.gather_at(draft.logits, end.last), PLAIN, draft_logsumexp).neg_()
+        draft_probs = piece_masses(pieces, pieces.gather_at(draft.logits, end.last), PLAIN, draft_logsumexp)
         scaled = probs if ratios is None else probs * pieces.expand(ratios).unsqueeze(-1)
-        residual = residual.add_(scaled).clamp_(min=0.0)
-    empty = residual_rows & (pieces.scatter(residual.amax(-1)).amax(-1) <= 0)
-    torch.where(pieces.expand(residual_rows & ~empty).unsqueeze(-1), residual, probs, out=probs)
+        residual = torch.sub(scaled, draft_probs, out=draft_probs).clamp_(min=0.0)
+    empty = residual_rows & (pieces.row_max(residual) <= 0)
+    torch.where(pieces.expand(residual_rows ^ empty).unsqueeze(-1), residual, probs, out=probs)
     return FinalDistribution(probs, pieces, torch.add(status, empty, alpha=EMPTY_RESIDUAL))
 
 
