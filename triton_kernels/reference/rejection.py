@@ -135,11 +135,12 @@ def _reject(
     chain: Chain, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
 ) -> tuple[Verdict, Tensor]:
     """The verdict, and the acceptance test of every position by itself, [B, K] bool."""
-    draft = None if proposal is None else make_draft(proposal)
-    # Only log-sum-exps are kept. Computing the final row again is cheaper than writing the probabilities of all rows.
-    target = Target(round_.target_logits, warp, *row_sums(round_.target_logits, warp))
-    accepted = _accept(target_logprobs(target, chain), draft, chain, keys)
-    end = find_end(chain, accepted)
-    final = final_distribution(target, draft, chain, end)
-    final_ids = race(final.weights, final.pieces, keys, Stream.CORRECTION, end.num_accepted)
+    with torch.inference_mode():  # an eighth less time for many small operations; results are made outside of it
+        draft = None if proposal is None else make_draft(proposal)
+        # Only log-sum-exps are kept. Computing the final row again is cheaper than writing the probabilities of all.
+        target = Target(round_.target_logits, warp, *row_sums(round_.target_logits, warp))
+        accepted = _accept(target_logprobs(target, chain), draft, chain, keys)
+        end = find_end(chain, accepted)
+        final = final_distribution(target, draft, chain, end)
+        final_ids = race(final.weights, final.pieces, keys, Stream.CORRECTION, end.num_accepted)
     return make_verdict(chain, end, final_ids, final.status), accepted
