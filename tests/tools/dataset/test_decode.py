@@ -167,21 +167,18 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "message"),
-    [
+def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
+    for row, options, message in (
         ({"prompt": ""}, {}, "at least one token, got none at prompt 12"),
         ({"messages": [{"role": "user", "content": "a"}]}, {}, "must have a chat template .* at prompt 12"),
         ("a", {"batch_size": 2.5}, "batch_size must be at least 1, got 2.5"),
         ({"prompt": "d", "top_p": 1.5}, {}, r"top_p must be .* at prompt 12;"),
         ("a", {"max_length": 9}, "got max_length; leave it out"),
         ("a", {"do_sample": True, "verifier": "rejection", "assistant_model": None}, "verifier must be 'coupled'"),
-    ],
-)
-def test_what_cannot_be_is_named_before_anything_is_decoded(row, options, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        decode(tmp_path, [*TEXTS, row], **options)
-    assert not (tmp_path / "out.jsonl").exists()
+    ):
+        with pytest.raises(ConfigError, match=message):
+            decode(tmp_path, [*TEXTS, row], **options)
+        assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_batch_too_large_is_said_and_what_is_finished_stays(tmp_path):
@@ -205,14 +202,13 @@ OWN = [
     {"stop_strings": list(LETTERS[1:12])},
     {"seed": 7, "temperature": 1.5, "top_k": 8},
     {"max_new_tokens": 30, "repetition_penalty": 1.4},
+    {},
 ]
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
 def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
-    lines = [
-        {"id": f"r{row}", "prompt": text, **OWN[row % 6]} if row % 6 < 4 else text for row, text in enumerate(TEXTS)
-    ]
+    lines = [{"id": f"r{row}", "prompt": text, **OWN[row % 5]} for row, text in enumerate(TEXTS)]
     found, options = [], {"batch_size": 3, "is_ordered": True, **options}
     for is_static in (True, False):
         report, _ = decode(tmp_path / str(is_static), lines, static_batches=is_static, **options)

@@ -75,26 +75,22 @@ def test_only_what_was_written_is_uploaded_and_a_second_save_replaces_it(tmp_pat
     assert 'custom_generate="someone/rule"' in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "card", [b"\xff\xfe no text\r\n", model_card({"verifier": "coupled"}, "twice").replace(CARD_MARK, "").encode()]
-)
-def test_a_users_card_is_neither_changed_nor_uploaded(card, tmp_path):
-    api = create_autospec(HfApi)
-    (tmp_path / "README.md").write_bytes(card)
-    save_config(None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier="coupled")
-    assert (tmp_path / "README.md").read_bytes() == card
-    assert set(api.upload_folder.call_args.kwargs["allow_patterns"]) == FILES - {"README.md"}
+def test_a_users_card_is_neither_changed_nor_uploaded(tmp_path):
+    ours = model_card({"verifier": "coupled"}, "twice").replace(CARD_MARK, "").encode()
+    for card in (b"\xff\xfe no text\r\n", ours):
+        api = create_autospec(HfApi)
+        (tmp_path / "README.md").write_bytes(card)
+        save_config(None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier="coupled")
+        assert (tmp_path / "README.md").read_bytes() == card
+        assert set(api.upload_folder.call_args.kwargs["allow_patterns"]) == FILES - {"README.md"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    for fields, message in (
         ({"verifier": "own_rule"}, "verifier must be one of block, coupled, greedy, rejection, typical to be saved"),
         ({"posterior_treshold": 0.1}, "fields must be among .*, got posterior_treshold"),
         ({"suffix_store": hf_speculate.SuffixStore()}, "suffix_store must be a string, a number or a list to be saved"),
-    ],
-)
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(fields, message, tmp_path):
-    with pytest.raises(hf_speculate.ConfigError, match=message):
-        save_config(None, tmp_path / "new", **fields)
-    assert not (tmp_path / "new").exists()
+    ):
+        with pytest.raises(hf_speculate.ConfigError, match=message):
+            save_config(None, tmp_path / "new", **fields)
+        assert not (tmp_path / "new").exists()

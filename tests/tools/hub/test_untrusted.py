@@ -55,10 +55,10 @@ def test_a_wrong_value_of_a_field_is_refused_before_a_model_runs(models, tmp_pat
                     call(models, source, tmp_path, json.dumps({"pad_token_id": 0, name: value}))
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", "{", "\x00", "[" * 100_000], ids=range(4))
-def test_a_file_without_an_object_is_refused(models, tmp_path, content):
-    with pytest.raises(ConfigError, match=r"^fields_from must be a JSON object"):
-        call(models, "fields_from", tmp_path, content)
+def test_a_file_without_an_object_is_refused(models, tmp_path):
+    for content in ("[1, 2]", "{", "\x00", "[" * 100_000):
+        with pytest.raises(ConfigError, match=r"^fields_from must be a JSON object"):
+            call(models, "fields_from", tmp_path, content)
 
 
 @pytest.mark.parametrize("name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"])

@@ -79,32 +79,25 @@ def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, tex
     assert answered(client)[:2] == (text[: text.index(text[5]) + 1], "stop")
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "param", "words"),
-    [
+def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkeypatch):
+    for options, status, param, words in (
         ({"n": 2}, 400, "n", "n must be 1, got 2; other values are not supported"),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
         ({"temprature": 1}, 400, "temprature", "Extra inputs are not permitted"),
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
         ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_in_openais_form(client, options, status, param, words):
-    response = client.post(PATH, json=body(**options, stream=True))
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (response.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param)
-    assert words in error["message"]
-
-
-def test_other_requests_that_cannot_be_served_are_refused_in_the_same_form(client, engine, monkeypatch):
-    broken = client.post(PATH, content=b'{"messages": ', headers={"Content-Type": "application/json"})
-    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+    ):
+        response = client.post(PATH, json=body(**options, stream=True))
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (response.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param)
+        assert words in error["message"]
     for prompt, words in ((["a", "b"], "one prompt, got 2"), ([999], "token ids in [0, "), ("", "at least one token")):
         error = client.post("/v1/completions", json={"prompt": prompt}).json()["error"]
         assert error["param"] == "prompt" and words in error["message"]
+    assert client.post(PATH, content=b'{"messages": ').json()["error"]["type"] == "invalid_request_error"
+    assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
 
