@@ -30,6 +30,7 @@ def test_a_row_alone_gives_what_it_gives_in_a_batch(name: str, vocab_size: int, 
         with pytest.raises(AssertionError, match="waits"):
             bool(target.sum() > 0)
     assert not drawn.logsumexp.requires_grad
+    assert not any(field.is_inference() for field in together), "the caller may not write to the verdict"
     request.getfixturevalue("poisoned_memory")
     for rows in (torch.tensor([3]), torch.tensor([4, 0])):
         alone = OPERATIONS[name](target[rows], ids[rows], draft[rows], keys.rows(rows), lens[rows])
