@@ -1,0 +1,319 @@
+"""Ranks of one call: with `synced_gpus` they run equally many forwards, and with a split target they choose alike."""
+
+import datetime
+import functools
+import itertools
+import os
+import random
+import socket
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.generation import stopping_criteria
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import hf_speculate
+from hf_speculate.engine.distributed import tensor_parallel_group
+from hf_speculate.engine.plan import cost_ratio
+from hf_speculate.engine.stage_clock import StageClock
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.generation import decoding_method
+from hf_speculate.generation.self_test import NUM_TOKENS
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
+from tests.generation.test_compiled import compile_config
+from tests.generation.test_passed_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+NUM_RANKS = 2
+NUM_NEW = 16
+TIMEOUT_S = 60  # a rank that waits so long for another waits for a forward that never comes
+K = {"num_assistant_tokens": 3}
+SAMPLED = {"do_sample": True, "seed": 3}
+
+
+def join(rank, port):
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+
+
+def run_in_every_rank(run, *args):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(run, args=(port, *args), nprocs=NUM_RANKS, join=True)
+
+
+def of_all_ranks(value):
+    values = [None] * NUM_RANKS
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Own(LlamaForCausalLM):
+    """Of an unknown type, so that it is compared with plain decoding first."""
+
+
+class FailsInBatches(LlamaForCausalLM):
+    """Several tokens together give something else where there are several rows."""
+
+    def forward(self, input_ids, past_key_values=None, **kwargs):
+        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        if len(input_ids) > 1 and input_ids.shape[1] > 1:
+            output.logits[..., ::2] += 5
+        return output
+
+
+NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
+COUPLED = {**SAMPLED, "verifier": "coupled"}
+# What a call is given beside its prompt; "noise" is the draft's, "ends" which token of each row of rank 1 ends it.
+CALLS = {
+    "window": {"kind": "mistral_window", "num_assistant_tokens": 4, "speculation_cache": "dynamic", "ends": (3, 3)},
+    "rows of rank 1 end apart": {"num_assistant_tokens": NUM_NEW, "noise": ACCEPTED_ALL, "ends": (3, 7)},
+    "rank 1 ends at its first token": {**K, "most": 1},
+    "adaptive": {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5, "ends": (3, 3)},
+    "lock step": {**K, "logits_processor": [Unchanged()], "ends": (3, 3)},
+    "copying": {"noise": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
+    "alone": {"noise": None, **COUPLED, "ends": (3, 3)},
+    "unknown type": {**K, "model_class": Own},
+    "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
+}
+REFUSED = {
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "cache_implementation and compile_config": {"cache_implementation": "static"},
+    "candidate_generator": {"candidate_generator": PromptLookupCandidateGenerator(), "assistant_model": None},
+}
+
+
+@contextmanager
+def gathering(*models):
+    """Forwards that wait for the same forward of all ranks, as with sharded weights; how many each model ran."""
+    num_forwards = [0] * len(models)
+
+    def wait_for(code):
+        total = torch.tensor(code)
+        dist.all_reduce(total)
+        assert int(total) == NUM_RANKS * code
+        num_forwards[code - 1] += 1
+
+    hooks = [lambda *_, code=code: wait_for(code) for code in range(1, 1 + len(models))]
+    handles = [model.register_forward_pre_hook(hook) for model, hook in zip(models, hooks, strict=True)]
+    yield num_forwards
+    for handle in handles:
+        handle.remove()
+
+
+def prompts_of(rank):
+    """One short prompt, or two longer ones."""
+    return ragged_prompts(rank + 1, seed=rank + 1, min_len=4 + 5 * rank, max_len=6 + 9 * rank)
+
+
+def run_call(rank, name):
+    """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
+    own = {"kind": "llama", "noise": DRAFT_NOISE, "ends": (), "most": NUM_NEW, "model_class": None, **CALLS[name]}
+    kind, noise, ends, most, model_class = map(own.pop, ("kind", "noise", "ends", "most", "model_class"))
+    target = make_model(kind)
+    target.__class__ = model_class or type(target)
+    hf_speculate.enable(target)
+    inputs, draft = prompts_of(rank), noisy_copy(target, noise or 0.0)
+    if name == "adaptive":
+        draft = make_model(kind, num_hidden_layers=1)
+    shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
+    shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
+    if ends and rank:
+        free = target.generate(**inputs, **shared).sequences
+        shared["eos_token_id"] = [int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)]
+    alone = target.generate(**inputs, **shared)
+    own |= {"assistant_model": draft} if noise is not None else {}
+    for _ in range(1 + ("draft_state" in own)):  # in the second call the draft has read its prompt
+        with gathering(target, draft) as num_forwards:
+            ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
+    assert torch.equal(alone.sequences, ours.sequences), name
+    assert_same_contents(*(cache_contents(one.past_key_values) for one in (alone, ours)), STATE_TOLERANCE)
+    num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
+    num_more = NUM_TEST_FORWARDS * (name == "unknown type")
+    num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
+    assert num_forwards[0] == 1 + max(num_rounds) + num_more, name
+    assert (num_forwards[1] > 0) == (noise is not None), name
+    assert rank or ours.speculation.num_drafted > 0 or name == "alone", name
+    if name != "rows of rank 1 end apart" and (ends or most < NUM_NEW):
+        assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
+
+
+def run_rank(rank, port):
+    join(rank, port)
+    for name in CALLS:
+        run_call(rank, name)
+    target, draft = pair("llama")
+    for name, options in REFUSED.items():  # no rank may have waited for another by then
+        with pytest.raises(UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "):
+            target.generate(torch.tensor([[5, 6, 7]]), **{"assistant_model": draft, **options}, synced_gpus=True)
+    other = make_model("llama")
+    other.__class__ = FailsInBatches
+    words = "on another rank; leave" if rank == 0 else "FailsInBatches must give the same logits"
+    with pytest.raises(UnsupportedModelError, match=words):
+        hf_speculate.generate(other, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_synced_ranks_run_the_same_forwards_and_get_their_own_texts():
+    run_in_every_rank(run_rank)
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_a_rank_without_others_decodes_as_ever(has_group):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(2, seed=1)
+    options = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 4, "assistant_model": draft, "synced_gpus": True}
+    if has_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours = target.generate(**inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3, **options)
+    finally:
+        if has_group:
+            dist.destroy_process_group()
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+
+
+# What follows is of targets that are split by tensor parallelism.
+KINDS = ("llama", "mistral_window", "qwen2_moe")
+SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}  # below half of the target, which is what a process holds
+ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
+
+# What a call is given beside its prompt: "small" says whose size the draft has, "ends" whether rows end by an EOS.
+SPLIT_CALLS = {
+    "one row": {**K, "num_rows": 1},
+    "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
+    "window": {**K, "kind": "mistral_window", "ends": True},
+    "experts": {**K, "kind": "qwen2_moe"},
+    "rejection": {**K, **SAMPLED},
+    "coupled, lock step": {**K, **COUPLED, "logits_processor": [Unchanged()], "ends": True},
+    "alone": {**COUPLED, "assistant_model": None},
+    "adaptive": {**ADAPTIVE, "small": True, "ends": True},
+}
+
+
+def jumping(seed):
+    """A clock whose every reading is some seconds later, by a generator of its own."""
+    draw = random.Random(seed)
+    return functools.partial(next, itertools.accumulate(iter(lambda: draw.expovariate(1.0), None)))
+
+
+def fires_after(num_calls):
+    """A criterion that fires when it was asked often enough."""
+    asked = itertools.count()
+    return lambda ids, scores, **kwargs: torch.full((len(ids),), next(asked) >= num_calls)
+
+
+def clock(is_due):
+    """What `max_time` reads; it is over in one process only, which would leave the others alone in the next forward."""
+    return types.SimpleNamespace(time=functools.partial(next, iter([0.0] + [1e6 * is_due] * 1000)))
+
+
+# Calls in which each process would choose for itself: what it is given there, by its rank.
+APART = {
+    "clocks": lambda rank: {**ADAPTIVE, "small": True},
+    "seeds": lambda rank: {**K, "do_sample": True},
+    "drafts": lambda rank: {**K, **SAMPLED, "draft_seed": 1 + rank},
+    "time at once": lambda rank: {**K, "max_time": 100.0, "time": clock(rank == 0)},
+    "criteria": lambda rank: {**K, "stopping_criteria": [fires_after(6 if rank == 0 else 2)]},
+    "compiled": lambda rank: {**K, "small": True, "compile_config": compile_config()},
+}
+
+
+def assert_equal_everywhere(ids, name):
+    assert all(torch.equal(ids, other) for other in of_all_ranks(ids)), name
+
+
+def draft_of(options, draft_seed=1):
+    """What the options ask for, which they lose; a process may have a draft of its own."""
+    small = make_model("llama", **SMALL) if options.pop("small", False) else None
+    return {"assistant_model": small or noisy_copy(make_model(options.pop("kind", "llama")), seed=draft_seed)}
+
+
+def run_apart(models, rank, name):
+    """A call in which each process would choose for itself: all do what the first one chose."""
+    (target, whole), inputs, stats = models["llama"], ragged_prompts(3, seed=1), hf_speculate.SpeculationStats()
+    options, plain = APART[name](rank), {"max_new_tokens": NUM_NEW, **(SAMPLED if name == "drafts" else {})}
+    time, drafts = options.pop("time", None), draft_of(options, options.pop("draft_seed", 1))
+    torch.manual_seed(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "clocks":
+            patch.setattr(decoding_method, "StageClock", functools.partial(StageClock, jumping(rank)))
+        if time:
+            patch.setattr(stopping_criteria, "time", time)
+        ids = target.generate(**inputs, max_new_tokens=NUM_NEW, **options, **drafts, speculation_stats=stats)
+    assert_equal_everywhere(ids, name)
+    assert_equal_everywhere(torch.tensor(sorted(stats.rounds_by_draft_len.items())), name)
+    if name in ("clocks", "drafts", "compiled"):
+        assert torch.equal(ids, whole.generate(**inputs, **plain, **K, **draft_of({}))), name
+    num_new = ids.shape[1] - inputs["input_ids"].shape[1]
+    assert name != "time at once" or num_new < NUM_NEW
+    assert name != "criteria" or num_new == 7  # asked once a token, the seventh fires
+    assert name != "clocks" or len(stats.rounds_by_draft_len) > 1
+    assert name != "compiled" or stats.compiled == ["draft"]  # and not the split target
+
+
+def loaded(folder, kind):
+    """The split model, and the whole one."""
+    options = {"experts_implementation": "eager"} if kind == "qwen2_moe" else {}  # as in tests/tiny.py
+    model = AutoModelForCausalLM.from_pretrained(folder / kind, tp_plan="auto", dtype=torch.float64, **options)
+    return hf_speculate.enable(model), hf_speculate.enable(make_model(kind))
+
+
+def run_split_call(models, name):
+    """One call, on the split model and on the whole one."""
+    own = {"kind": "llama", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **SPLIT_CALLS[name]}
+    target, whole = models[own["kind"]]
+    ends, inputs = own.pop("ends", False), ragged_prompts(own.pop("num_rows", 3), seed=1)
+    own = {**draft_of(own), **own}
+    own.pop("kind", None)
+    if ends:
+        own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[:, 5 - NUM_NEW].tolist()
+    alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
+    assert_equal_everywhere(ours.sequences, name)
+    assert torch.equal(alone.sequences, ours.sequences), name
+    for one, other in zip(alone.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        for states, part in ((one.keys, other.keys), (one.values, other.values)):
+            of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
+            assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
+    assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, name
+    assert ours.speculation.num_drafted > 0 or name == "alone", name
+    assert ours.speculation.lock_step == ("lock step" in name), name
+
+
+def run_split_rank(rank, port, folder):
+    join(rank, port)
+    models = {kind: loaded(folder, kind) for kind in KINDS}
+    for name in SPLIT_CALLS:
+        run_split_call(models, name)
+    for name in APART:
+        run_apart(models, rank, name)
+    split, whole = (cost_ratio(one, make_model("llama", num_hidden_layers=1)) for one in models["llama"])
+    assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one_chose(tmp_path):
+    for kind in KINDS:
+        make_model(kind).save_pretrained(tmp_path / kind)
+    run_in_every_rank(run_split_rank, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dim_names", "found"), [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)]
+)
+def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, found):
+    meshes = [types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim) for names in dim_names]
+    weights = [torch.zeros(2), *(types.SimpleNamespace(device_mesh=mesh) for mesh in meshes)]
+    model = types.SimpleNamespace(tp_size=2, parameters=lambda: weights)
+    shards = tensor_parallel_group([model], torch.device("cpu"))
+    assert (None if shards is None else shards.group) == found
