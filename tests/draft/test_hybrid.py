@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
+from tests.draft.heads.rounds import BySum
 from tests.draft.test_model import make_drafter
 from tests.tiny import make_model
 
@@ -42,7 +42,7 @@ def test_a_mixed_round_says_which_rows_the_cache_follows(llama):
 
 
 def test_rounds_in_which_all_rows_copy_leave_the_cache_and_the_next_run_reads_what_was_missed(llama):
-    drafter, kv_cache = make(llama, 1, processors=[RepetitionPenaltyLogitsProcessor(1.6)])
+    drafter, kv_cache = make(llama, 1, processors=[BySum()])
     text = [1, 2, 3, 4, 5, 6, 7] * 8
     first = drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
     assert first.cached.num_ahead == 0  # run for the prompt only
@@ -56,7 +56,7 @@ def test_rounds_in_which_all_rows_copy_leave_the_cache_and_the_next_run_reads_wh
     text += [50]  # stood nowhere
     last = drafter.draft(DraftRequest(torch.tensor([text[-7:]]), kv_cache, 4, GREEDY, kept=kept([50])))
     assert last.cached is None
-    alone, other_cache = make_drafter(llama, 1, processors=[RepetitionPenaltyLogitsProcessor(1.6)])
+    alone, other_cache = make_drafter(llama, 1, processors=[BySum()])
     expected = alone.draft(DraftRequest(torch.tensor([text]), other_cache, 4, GREEDY)).token_ids
     assert torch.equal(last.token_ids, expected)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
+import hf_speculate
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -43,6 +44,14 @@ def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int
 def random_texts(lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lens]
+
+
+@hf_speculate.register_row_wise
+class BySum(LogitsProcessor):
+    """Prefers a token by all tokens before it, padding included."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, (input_ids + 1).sum(1, keepdim=True) % VOCAB_SIZE, 1e3)
 
 
 class Rounds:

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor
 
-import hf_speculate
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import SampleStrategy
 from tests.draft.heads.designs import VOCAB_SIZE
 from tests.draft.heads.kinds import KINDS
-from tests.draft.heads.rounds import PAD, Rounds, random_texts
+from tests.draft.heads.rounds import PAD, BySum, Rounds, random_texts
 
 K = 3
 TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
@@ -36,14 +34,6 @@ def test_a_text_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(loaded
     at_once.num_rounds = pieces.num_rounds  # the noise is of the round
     ours, theirs = (one.draft(K, SampleStrategy.RANDOM, seeds=[2, 0]) for one in (at_once, pieces))
     torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
-
-
-@hf_speculate.register_row_wise
-class BySum(LogitsProcessor):
-    """Prefers a token by all tokens before it, padding included."""
-
-    def __call__(self, input_ids, scores):
-        return scores.scatter(1, (input_ids + 1).sum(1, keepdim=True) % VOCAB_SIZE, 1e3)
 
 
 def test_processors_see_the_text_and_the_drafts_before(loaded):
