@@ -82,17 +82,14 @@ def test_the_repository_runs_through_custom_generate(registry, do_sample):
         assert stats.num_accepted > 0
 
 
-def test_the_repository_holds_the_scripts_rule_and_says_its_fields_the_same_way_twice():
+def test_the_repository_holds_the_scripts_rule_and_its_fields_twice():
     """transformers copies one file only, so the rule stands in both."""
     bodies = []
     for path in (SCRIPT, GENERATE):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         bodies.append({getattr(node, "name", None): ast.unparse(node) for node in tree.body})
     assert all(bodies[0][name] == bodies[1][name] for name in SHARED)
-    fields = json.loads((HUB / "generation_config.json").read_text(encoding="utf-8"))
-    assert fields == runpy.run_path(str(GENERATE))["FIELDS"]
-    card = (HUB / "README.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` | " in card for name in fields)
+    assert json.loads((HUB / "generation_config.json").read_text()) == runpy.run_path(str(GENERATE))["FIELDS"]
 
 
 WORDS = ['"a"', '": ', "[1", "[[", "]]", "], ", "true", "false", "null", '{"', '"}', " 12", "0.5", ', "']

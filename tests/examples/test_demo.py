@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +86,9 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
     loaded = models.load_models()
     assert (loaded.is_tiny, folder.stat().st_mtime_ns) == (False, changed)
     inputs = loaded.tokenizer(loaded.prompts(["What is the capital of France?"])[0], return_tensors="pt")
-    options = {"max_new_tokens": 24, "do_sample": False}
-    ours = loaded.target.generate(**inputs, **loaded.options, **options)
+    ours = loaded.target.generate(**inputs, **loaded.options, max_new_tokens=24, do_sample=False)
     answer = loaded.tokenizer.decode(ours[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer == "The capital of France is Paris."
-    assert torch.equal(ours, loaded.target.generate(**inputs, **options))
 
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"

@@ -39,11 +39,10 @@ def test_the_saved_head_drafts_long_greedy_texts(import_example):
     head, stats = load_drafter(models.EAGLE3, target), hf_speculate.SpeculationStats()
     tokenizer = measure.load_tokenizer(models.PAIR / "target")
     inputs = tokenizer(models.read_questions(measure.PROMPTS, 8), return_tensors="pt", padding=True)
-    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    plain = target.generate(**inputs, max_new_tokens=48, do_sample=False)
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"max_new_tokens": 48}
+    plain = target.generate(**inputs, do_sample=False)
     options = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
-    ours = hf_speculate.generate(target, **inputs, assistant_model=head, max_new_tokens=48, do_sample=False, **options)
-    assert_equal_ids(plain, ours)
+    assert_equal_ids(plain, hf_speculate.generate(target, **inputs, assistant_model=head, do_sample=False, **options))
     assert stats.mean_acceptance_length > MIN_LENGTH
 
 
@@ -66,11 +65,6 @@ def target():
     return hf_speculate.enable(make_model("llama", num_hidden_layers=3))
 
 
-@pytest.fixture(scope="module")
-def head(import_example, target):
-    return make_head(import_example, target, torch.arange(0, 64, 2))
-
-
 def drafted_without_cache(head, target, text, num_tokens):
     """The greedy draft after `text`, every attention computed anew; outputs of pairs stand in for later states."""
     states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
@@ -91,7 +85,8 @@ def drafted_without_cache(head, target, text, num_tokens):
 
 
 @pytest.mark.parametrize(("confidence", "lens"), [(0.0, {K}), (0.1, {1, K})])
-def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, head, confidence, lens):
+def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, confidence, lens):
+    head = make_head(import_example, target, torch.arange(0, 64, 2))
     inputs, seen = ragged_prompts(3, seed=4), []
     eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])  # a row ends early
 

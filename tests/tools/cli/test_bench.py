@@ -106,9 +106,7 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
     assert "keeps all" not in capsys.readouterr().out
 
 
-def test_the_winner_is_written_and_picked_up_and_nothing_if_plain_decoding_wins(
-    questions, tmp_path, monkeypatch, capsys
-):
+def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     seconds = {"greedy, K = 2": 1.5, "greedy, K = 3": 1.5}  # of every method's calls; models decode all the same
 
     def measured(*arguments, **options):

@@ -37,9 +37,8 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     assert [row.content for row in read_prompts(text)] == [text.read_text()]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_bad_line_is_named_and_prompts_that_are_none(tmp_path):
+    for line, message in (
         (b"{", "must be JSON in UTF-8, got .* at p.jsonl:2"),
         (b'"\xff"', "must be JSON in UTF-8, got .*codec.* at p.jsonl:2"),
         (b'{"prompt": "\\ud800"}', "surrogates not allowed at p.jsonl:2"),
@@ -47,15 +46,10 @@ def test_lines_of_every_kind_are_rows(tmp_path):
         (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
         (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),
-    ],
-)
-def test_a_bad_line_is_named(line, message, tmp_path):
-    (tmp_path / "p.jsonl").write_bytes(b'"good"\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=message):
-        read_rows(tmp_path / "p.jsonl")
-
-
-def test_prompts_that_are_none_are_named():
+    ):
+        (tmp_path / "p.jsonl").write_bytes(b'"good"\n' + line + b"\n")
+        with pytest.raises(ConfigError, match=message):
+            read_rows(tmp_path / "p.jsonl")
     for prompts, message in (
         ([{"prompt": "b", "where": {1, 2}}], "must be JSON in UTF-8, got .*set.* at prompt 1"),
         ([], "at least one prompt"),
