@@ -120,16 +120,11 @@ def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
 
 
 def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> None:
-    far = axis_of_values([0.5, 0.005, 0.05], 0.0, 100.0)
-    assert (far.place(0.05), far.is_log) == (50.0, True)
-    for axis, labels in (
-        (rounded_axis([0.0, 2.56], 0.0, 100.0), "0 1 2 3"),
-        (rounded_axis([3.0], 0.0, 100.0), "2.6 2.8 3.0 3.2 3.4"),
-        (axis_of_counts(700, 0.0, 100.0), "1 200 400 600"),
-        (axis_of_values([0.1, 0.101, 0.2, 0.3], 0.0, 100.0), "0.1 0.2 0.3"),
-        (far, "0.005 0.05 0.5"),
-    ):
-        assert [tick.label for tick in axis.ticks()] == labels.split()
+    assert [tick.label for tick in rounded_axis([3.0], 0.0, 100.0).ticks()] == ["2.6", "2.8", "3.0", "3.2", "3.4"]
+    assert [tick.label for tick in axis_of_counts(700, 0.0, 100.0).ticks()] == ["1", "200", "400", "600"]
+    for values in ([0.5, 0.005, 0.05, 0.051], [0.0, 0.05, 0.051, 0.1]):
+        ticks = axis_of_values(values, 0.0, 100.0).ticks()
+        assert (ticks[1], len(ticks)) == ((50.0, "0.05"), 3)
 
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
