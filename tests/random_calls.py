@@ -67,6 +67,8 @@ class Case:
     schedule: str = "constant"
     confidence: float = 0.0
     samples: bool = False
+    verifier: str = ""  # empty: greedy, or coupled if `samples`
+    draft_sampling: str = ""
     num_return_sequences: int = 1
     ends: tuple[int, ...] = ()  # EOS ids: the tokens at these places of the plain text's first row
     own_processor: bool = False
@@ -191,12 +193,12 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
     """What plain decoding is told too."""
     options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
     options |= {name: (PROCESSORS | WARPERS)[name] for name in case.processors}
-    own = {"eos_token_id": eos_token_ids, "prefill_chunk_size": case.prefill_chunk_size}
+    own = {"eos_token_id": eos_token_ids, "prefill_chunk_size": case.prefill_chunk_size, "verifier": case.verifier}
     own["logits_processor"] = [Shift()] if case.own_processor else []
     own["stopping_criteria"] = [StopAtSum()] if case.own_criterion else []
     options |= {name: value for name, value in own.items() if value}
     if case.samples:
-        options |= {"do_sample": True, "verifier": "coupled", "seed": case.prompt_seed}
+        options |= {"do_sample": True, "verifier": case.verifier or "coupled", "seed": case.prompt_seed}
         options["num_return_sequences"] = case.num_return_sequences
     outputs = {f"output_{name}": True for name in ("logits", *case.outputs)}
     return options | outputs | {"return_dict_in_generate": True}
@@ -209,6 +211,8 @@ def draft_options(case: Case) -> dict[str, Any]:
         options["num_assistant_tokens_schedule"] = case.schedule
     if case.cache != "auto":
         options["cache_implementation" if case.cache == "static" else "speculation_cache"] = case.cache
+    if case.draft_sampling:
+        options["draft_sampling"] = case.draft_sampling
     if case.confidence:
         options["assistant_confidence_threshold"] = case.confidence
     match case.drafter:

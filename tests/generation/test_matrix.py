@@ -20,7 +20,7 @@ def case_of(row: Row) -> Case:
     samples = row["verifier"] not in ("greedy", "typical, argmax")
     drafter = {"argmax": "model"}.get(row["drafter"], row["drafter"])
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
-    processors = {"pure": ("repetition_penalty", "no_repeat_ngram", "suppress"), "warpers": warpers}
+    processors = {"pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"), "warpers": warpers}
     return Case(
         family=row["kind"],
         prompt_seed=1 + sum(map(ord, "".join(row.values()))),
