@@ -11,13 +11,13 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.token_choice import DraftSettings
+from hf_speculate.draft.token_choice import Choosing, DraftSettings
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Inferencer, num_until
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import sample
-from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Stream
+from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy
 
 # A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
 # last but one. For the others its states are written again.
@@ -38,14 +38,6 @@ class Chosen(NamedTuple):
     token_ids: Tensor  # [B] int64
     token_logits: Tensor | None  # [B, V] if the verifier reads them
     logsumexp: Tensor | None  # [B] float32
-
-
-class Choosing(NamedTuple):
-    """How steps choose tokens."""
-
-    stream: Stream
-    keeps_logits: bool
-    backend: str
 
 
 def draft_step(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DrafterFactory, DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.field_checks import is_int
 from hf_speculate.types import DraftOut, SampleStrategy
 
 
@@ -28,7 +29,7 @@ class CustomDrafter(Drafter):
                 "return an instance of a class that fulfils hf_speculate.Drafter"
             )
         most = getattr(drafter, "max_draft_tokens", None)
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        if most is not None and (not is_int(most) or most < 1):
             raise ConfigError(
                 f"max_draft_tokens of a drafter must be an int of at least 1, got {most!r}; leave it out for any number"
             )

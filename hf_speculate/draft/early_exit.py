@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.cache.layers import attention_layers, is_recurrent
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.field_checks import is_int
 
 
 def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -34,8 +35,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
             f"assistant_early_exit needs a model whose layers can be left out, got {type(model).__name__}: {obstacle}; "
             "leave it out, or pass a draft model as assistant_model"
         )
-    is_int = isinstance(num_layers, int) and not isinstance(num_layers, bool)
-    if not is_int or not 1 <= num_layers < len(layers):
+    if not is_int(num_layers) or not 1 <= num_layers < len(layers):
         raise ConfigError(
             f"assistant_early_exit must be in 1..{len(layers) - 1} for {len(layers)} layers, got {num_layers!r}; "
             "leave it out to decode without speculation"

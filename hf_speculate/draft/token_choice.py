@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ class DraftSettings:
     keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # of the sampling kernel
+
+
+class Choosing(NamedTuple):
+    """How the steps of a compiled draft choose tokens."""
+
+    stream: Stream
+    keeps_logits: bool
+    backend: str
 
 
 class TokenChooser:

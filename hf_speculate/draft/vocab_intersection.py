@@ -79,7 +79,9 @@ def _make_table(
         if are_ids and target_id not in shared and draft_id not in taken:
             shared[target_id] = draft_id
             taken.add(draft_id)
-    draft_ids = torch.full((num_target,), _stand_in(draft, num_draft), device="cpu")
+    stand_ins = (draft.unk_token_id, draft.pad_token_id, draft.eos_token_id)  # fed for an id without a text
+    stand_in = next((int(id_) for id_ in stand_ins if id_ is not None and id_ < num_draft), 0)
+    draft_ids = torch.full((num_target,), stand_in, device="cpu")
     lacking = {id_: surface for id_, surface in target_surfaces.items() if id_ not in shared and id_ not in doubles}
     for table in (_last_tokens(draft, lacking, num_draft), doubles, shared):
         places, ids = (
@@ -126,11 +128,3 @@ def _last_tokens(draft: PreTrainedTokenizerBase, lacking: _Surfaces, num_draft: 
         return {}
     encoded = draft(texts, add_special_tokens=False)["input_ids"]
     return {target_id: ids[-1] for target_id, ids in zip(lacking, encoded, strict=True) if ids and ids[-1] < num_draft}
-
-
-def _stand_in(draft: PreTrainedTokenizerBase, num_draft: int) -> int:
-    """What is fed for an id that has no text in the draft's vocabulary."""
-    for token_id in (draft.unk_token_id, draft.pad_token_id, draft.eos_token_id):
-        if token_id is not None and token_id < num_draft:
-            return int(token_id)
-    return 0

@@ -22,10 +22,11 @@ from hf_speculate.draft.heads.network import HeadNetwork
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal, Unrolled, last_of
 from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.heads.target_parts import TargetParts, shape_of
+from hf_speculate.draft.token_choice import Choosing
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.triton_kernels import sample
-from hf_speculate.types import NoiseKeys, Stream
+from hf_speculate.types import NoiseKeys
 
 # Longer drafts would take long to compile; they run step by step.
 _MAX_UNROLLED_STEPS = 16
@@ -64,33 +65,30 @@ class ChainInputs(NamedTuple):
     buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, which are written to
 
 
-class Choosing(NamedTuple):
-    """How a chain chooses its tokens, the same in all steps."""
-
-    num_steps: int
-    stream: Stream
-    keeps_logits: bool
-
-
 def chain_steps(
-    network: ChainNetwork, inputs: ChainInputs, parts: TargetParts, choosing: Choosing, keys: NoiseKeys | None
+    network: ChainNetwork,
+    inputs: ChainInputs,
+    parts: TargetParts,
+    num_steps: int,
+    choosing: Choosing,
+    keys: NoiseKeys | None,
 ) -> Unrolled:
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
     ids, kept_logits, sums = [], [], []
     logits, states = network.read(inputs.outputs, parts)
-    for step in range(choosing.num_steps):
+    for step in range(num_steps):
         if keys is None:
             token_ids = vocabulary.ids(logits.argmax(dim=-1))
         else:
             scores = vocabulary.scattered(logits)  # [B, V]
             step_keys = keys._replace(positions=keys.positions + step)
-            token_ids, logsumexp = sample(scores, keys=step_keys, stream=choosing.stream, backend="torch")
+            token_ids, logsumexp = sample(scores, keys=step_keys, stream=choosing.stream, backend=choosing.backend)
             kept_logits.append(scores)
             sums.append(logsumexp)
         ids.append(token_ids)
-        if step + 1 < choosing.num_steps:
+        if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
             placed = Placed(list(inputs.buffers), 0, row_ids, columns, width, network.windows, inputs.outputs.dtype)
             pairs = Pairs(token_ids[:, None], states[:, None], columns, placed)
@@ -156,9 +154,11 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         width = width_for(max(self.cache.lens) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
         inputs = ChainInputs(outputs.contiguous(), self.cache.ends, seen, buffers)
-        choosing = Choosing(num_steps, settings.stream, settings.keeps_logits)
+        choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
         name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
-        result: Unrolled | None = self._compilation.run(name, chain_steps, inputs, self.parts, choosing, keys)
+        result: Unrolled | None = self._compilation.run(
+            name, chain_steps, inputs, self.parts, num_steps, choosing, keys
+        )
         return result
 
     def _read(self, new: NewTokens) -> None:

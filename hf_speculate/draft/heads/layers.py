@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Qwen3Config
+from transformers import PreTrainedConfig, Qwen3Config
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -47,9 +47,10 @@ def max_length_of(config: dict[str, Any]) -> int:
     return int(config.get("max_position_embeddings") or 2048)
 
 
-def windows_of(config: Qwen3Config) -> tuple[int | None, ...]:
-    """By layer, how many tokens a query attends to, itself included; None if it attends to all."""
-    window, types = config.sliding_window or None, config.layer_types or ()  # some configs say 0 for none
+def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """By layer, how many tokens a query attends to, itself included; None if all; empty without `layer_types`."""
+    window = getattr(config, "sliding_window", None) or None  # some configs say 0 for none
+    types = getattr(config, "layer_types", None) or ()
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -25,6 +25,7 @@ from hf_speculate.draft.heads.parallel import ParallelDrafter
 from hf_speculate.draft.heads.pard import load_pard, read_pard
 from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.field_checks import is_int
 from hf_speculate.models.language_model import device_of
 
 
@@ -115,8 +116,7 @@ def _source_of(folder: HeadFolder, shape: TargetShape) -> ConfigSource:
 
 
 def _checked(aux_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    is_known = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in aux_layers)
-    if not aux_layers or not is_known or not all(0 <= layer <= num_layers for layer in aux_layers):
+    if not aux_layers or not all(is_int(layer) and 0 <= layer <= num_layers for layer in aux_layers):
         raise ConfigError(
             f"aux_layers must be ids in 0..{num_layers}, got {list(aux_layers)!r}; an id is the layer whose input is "
             "read, and leave it out for those of the head's config"

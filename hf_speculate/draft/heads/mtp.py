@@ -53,8 +53,8 @@ class CheckpointMtpNetwork(ChainNetwork):
 
     def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
         self.num_depths = len(model.layers)
-        windows = [_window_of(model.config, depth) for depth in range(self.num_depths)]
-        super().__init__(DraftVocabulary(vocab_size), windows)
+        windows = windows_of(model.config) or (None,) * self.num_depths
+        super().__init__(DraftVocabulary(vocab_size), windows[: self.num_depths])
         self.layers = model.layers
         self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
@@ -113,13 +113,6 @@ class SpeculatorsMtpNetwork(ChainNetwork):
         embeddings = parts.embedded(pairs.token_ids)
         rotation = self.rotary(pairs.positions, embeddings.dtype)
         return self.layers[0](embeddings, pairs.states, rotation, pairs.placed)  # type: ignore[no-any-return]
-
-
-def _window_of(config: Any, depth: int) -> int | None:
-    """How many tokens an MTP layer attends to; None if all."""
-    types = getattr(config, "layer_types", None)
-    is_sliding = types is not None and types[depth] == "sliding_attention"
-    return int(config.sliding_window) if is_sliding else None
 
 
 # Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
