@@ -61,9 +61,11 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         (["batch", "nosuch", "{folder}/bad.jsonl", "-o", "{out}/x.jsonl"], "at bad.jsonl:2"),
         ([*BATCH[:3], "-o", "{folder}/prompts.jsonl"], "the output must not be the file of prompts"),
         (["serve", "nosuch", "-k", "0"], "num_assistant_tokens"),
+        (["serve", "nosuch", "--port", "0"], "a causal language model must be in a folder"),
         (["serve", "nosuch", "--host", "203.0.113.1"], "--host and --port must be free on this machine"),
         # of options
         ([*GENERATE, "--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave it out"),
+        ([*BENCH, "--top-k", "5"], "--top-k must come with --sample"),
         ([*TUNE, "--set", "top_k=5"], "--set must leave out what has an option, got top_k; use --top-k"),
         ([*GENERATE, "--device", "foo"], "--device must be auto, map or a device of this machine, got 'foo'"),
         ([*BENCH, "--device", "meta"], "of this machine, got 'meta' (Tensor.item()"),
@@ -113,6 +115,7 @@ def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monk
     words = [word.format(folder=folder) for word in GENERATE]
     for error, status, line in (
         (KeyboardInterrupt(), 130, "interrupted: 0 of 1 prompts are finished"),
+        (SystemExit(3), 3, ""),
         (
             Strange("\n[red]first[/red] :sob:\nsecond"),
             2,

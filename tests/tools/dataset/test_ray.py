@@ -49,17 +49,23 @@ def decode(make, output, on_batch=None, **options):
 
 
 @pytest.mark.slow
-def test_every_row_comes_once_though_an_actor_dies_and_a_batch_that_always_kills_is_named(cluster, folder, tmp_path):
+def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
-    make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes"), []
-    report = decode(functools.partial(make, 1), tmp_path / "out.jsonl", reports.append, workers=2)
+    make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 1), []
+    report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
     assert list((tmp_path / "notes").iterdir())
     expected = plain_results(folder / "target", TEXTS)
     assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
     assert [each.num_finished for each in reports] == list(range(2, 21, 2))
     assert report.num_tokens == sum(num for _, num, _ in expected)
+
+
+@pytest.mark.slow
+def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, tmp_path):
+    (tmp_path / "notes").mkdir()
+    make = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes", 99)
     with pytest.raises(ConfigError, match=r"must not kill its actor, got 2 rows \(.*\) on which 1 died"):
-        decode(functools.partial(make, 99), tmp_path / "other.jsonl", workers=1, num_attempts=1)
+        decode(make, tmp_path / "out.jsonl", workers=1, num_attempts=1)
 
 
 @pytest.mark.slow

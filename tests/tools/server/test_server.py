@@ -100,6 +100,7 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200  # draws a seed
 
 
 def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
