@@ -11,6 +11,8 @@ from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Measured, measure
 from hf_speculate.tools.cli.main import main
 from tests.cases import KeepsAll
+from tests.tiny import make_model
+from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.dataset.common import save_pair
 
 QUESTIONS = [
@@ -104,6 +106,14 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
     out, err = capsys.readouterr()
     assert json.loads(out) == result
     assert "not reliable; use more prompts or repeats" in err
+
+
+def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
+    tokenizer, other = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
+    make_model("llama", vocab_size=len(tokenizer), seed=1).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    status, result = run((pair[0], str(other)), questions, "-v", "greedy", "--num-prompts", "2")
+    assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")
 
 
 def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_path, registry, capsys):
