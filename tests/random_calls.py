@@ -211,10 +211,8 @@ def draft_options(case: Case) -> dict[str, Any]:
         options["num_assistant_tokens_schedule"] = case.schedule
     if case.cache != "auto":
         options["cache_implementation" if case.cache == "static" else "speculation_cache"] = case.cache
-    if case.draft_sampling:
-        options["draft_sampling"] = case.draft_sampling
-    if case.confidence:
-        options["assistant_confidence_threshold"] = case.confidence
+    own = {"draft_sampling": case.draft_sampling, "assistant_confidence_threshold": case.confidence}
+    options |= {name: value for name, value in own.items() if value}
     match case.drafter:
         case "generator":
             options["candidate_generator"] = PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
@@ -227,8 +225,10 @@ def draft_options(case: Case) -> dict[str, Any]:
     if case.drafter in ("lookup", "store", "model and lookup"):
         options["prompt_lookup_num_tokens"] = case.num_assistant_tokens
     if case.drafter in ("store", "state"):
-        own = hf_speculate.SuffixStore() if case.drafter == "store" else hf_speculate.DraftState()
-        options["suffix_store" if case.drafter == "store" else "draft_state"] = own
+        is_store = case.drafter == "store"
+        options |= (
+            {"suffix_store": hf_speculate.SuffixStore()} if is_store else {"draft_state": hf_speculate.DraftState()}
+        )
     return options
 
 

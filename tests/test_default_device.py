@@ -33,6 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "grammar": {"logits_processor": RollbackGrammar},
     "spans": {"verifier": "typical", "relax_only_inside": (3, 5)},
 }
+ALONG = ("passed cache", "draft state", "hidden states", "embeddings", "other vocabulary", "encoder")
 
 
 def test_every_tensor_that_is_made_names_its_device():
@@ -74,9 +75,6 @@ class ReadsStates(Drafter):
 
     def rows(self, indices):
         pass
-
-
-ALONG = ("passed cache", "draft state", "hidden states", "embeddings", "other vocabulary", "encoder")
 
 
 @pytest.mark.parametrize("name", ALONG)
