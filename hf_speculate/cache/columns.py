@@ -39,16 +39,13 @@ class Coming:
 
 
 class Columns:
-    """Where each row ends in the buffers, padding included, and where the coming forward writes; for all layers.
-
-    With a `capacity` every buffer has so many columns from the start and never grows, moves or leaves any out.
-    """
+    """Where each row ends in the buffers, padding included, and where the coming forward writes; for all layers."""
 
     def __init__(
         self,
         batch_size: int,
         max_columns: int | None = None,
-        capacity: int | None = None,
+        capacity: int | None = None,  # columns that every buffer has from the start; None if buffers grow
         device: torch.device | str = "cpu",
     ):
         self.row_lens = RowLens([0] * batch_size, Ruler(device))

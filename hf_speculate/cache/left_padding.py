@@ -72,10 +72,7 @@ def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
 
 
 class LeftPadding:
-    """Columns of padding before each row, with the masks and position ids that follow from them.
-
-    A row gains padding when it drops more tokens than others, because it is then moved to the right.
-    """
+    """Columns of padding before each row, also those gained by moves to the right, with masks and position ids."""
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)

@@ -91,10 +91,7 @@ class RaggedLayer(CacheLayerMixin):
             buffer[:, :, held] = states
 
     def select(self, indices: Sequence[int], index: Tensor, num_dropped: int) -> None:
-        """Keep the rows `indices`, on a device `index` [N], without the first `num_dropped` columns of each.
-
-        Rows move up in place; memory is freed once fewer than half of them are left.
-        """
+        """Keep rows, in place until fewer than half are left, without the first `num_dropped` columns of each."""
         if not self.is_initialized:
             return
         buffers = self._with_free or self.buffers
@@ -205,10 +202,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 def even_capacity(num_columns: int) -> int:
-    """Columns of a buffer on a GPU: one of few numbers, so that kernels and graphs of some strides serve later calls.
-
-    It is the next power of two, and from 4,096 on the next multiple of that.
-    """
+    """The next power of two, or multiple of 4,096 above that: kernels and graphs of few strides serve later calls."""
     if num_columns > EVEN_UNIT:
         return -(-num_columns // EVEN_UNIT) * EVEN_UNIT
     return max(1 << (num_columns - 1).bit_length(), MIN_STEP)

@@ -31,10 +31,7 @@ class AcceptanceCounts:
 
 
 class AcceptanceRates(AcceptanceCounts):
-    """Acceptance rates of one row by kind of token, from `priors` in (0, 1) by kind on.
-
-    Rows do not share counts, because the sample of a seed must not depend on the other rows of the batch.
-    """
+    """Acceptance rates of one row by kind of token; shared counts would let other rows change a seed's sample."""
 
     def __init__(self, priors: Sequence[float]):
         super().__init__(len(priors))

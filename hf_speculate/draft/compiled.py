@@ -57,10 +57,7 @@ def draft_step(
 
 
 class CompiledDrafter(ModelDrafter):
-    """A `ModelDrafter` whose steps run compiled, forward and choice together.
-
-    With logits processors or a confidence threshold, only the forward of each step runs compiled.
-    """
+    """A `ModelDrafter` whose steps run compiled; with processors or a confidence threshold, only their forwards do."""
 
     min_query_len = STEP_QUERY_LEN
 

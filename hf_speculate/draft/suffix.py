@@ -126,9 +126,6 @@ def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftO
 
 
 def _within(num: int, match_len: int) -> int:
-    """Tokens to draft after a match; drafts after short matches are soon rejected.
-
-    On greedy sequences of the bundled target with K = 10, this rule keeps 97 % of the mean acceptance length of drafts
-    that always have full length, with 69 % of their drafted tokens.
-    """
+    """Tokens to draft after a match; drafts after short matches are soon rejected."""
+    # With the bundled target and K = 10: 97 % of the mean acceptance length of full drafts, for 69 % of the tokens.
     return min(num, 2 * (match_len + 1))

@@ -61,11 +61,7 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs in which the model's attention layers look up their implementation; none if it may be compared.
-
-    On a CUDA device these are all layers, elsewhere the grouped ones. A copy made while another call was running
-    carries our name; it counts as "sdpa" too.
-    """
+    """The configs of grouped attention layers, on a CUDA device of all; none if code may compare the name in them."""
     modules = list(model.modules())
     takes_all = is_chosen(parameter.device for parameter in model.parameters())
     layers = [module for module in modules if _num_groups(module) > 1 or (takes_all and "config" in vars(module))]
@@ -73,6 +69,7 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     served = [
         config
         for config in configs
+        # a copy that was made while another call was running has our name
         if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
     ]
     if not served:

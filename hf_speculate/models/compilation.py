@@ -14,10 +14,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 class CompiledUnits:
-    """The functions compiled for one model, for all calls.
-
-    Compiled functions take the model as an argument: one that they held would never be freed.
-    """
+    """The functions compiled for one model, for all calls; they take the model as an argument, so it can be freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

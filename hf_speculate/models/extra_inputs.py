@@ -49,11 +49,7 @@ class ExtraInputs:
         return sorted(self._prompt)
 
     def arguments(self, text: Mapping[str, Tensor], num_held: int = 0) -> dict[str, Any]:
-        """The arguments of the next forward, before which the KV cache has `num_held` columns.
-
-        `text` holds `input_ids` [B, Q] int64 and, if the model takes them, `attention_mask` and `position_ids` [B or 1,
-        Q], which count each row's real tokens; without a prefix.
-        """
+        """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
         if self._prompt:

@@ -140,10 +140,7 @@ def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
-    """Tokens of each row per forward of the draft, for activations that are no larger than the target's.
-
-    The draft's prompt is fed while the target's states are held. The widest layer stands for all activations.
-    """
+    """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's."""
     draft_bytes = widest_bytes(draft)
     if not draft_bytes:
         return max(num_query, MIN_CHUNK_TOKENS)

@@ -77,11 +77,6 @@ class Seen(StandIn):
         self.seen = inputs
         return inputs
 
-    def taken(self) -> Tensor | None:
-        """Its last input, which is released."""
-        seen, self.seen = self.seen, None
-        return seen
-
 
 class StepLayer(LinearAttentionLayer):
     """A cache layer that stores new states without copying them."""
@@ -242,7 +237,9 @@ class SteppedMixer:
             stand_in.output = reading.held[name][number]
         arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}
         output = type(self.mixer.module).forward(self._copy, **arguments)
-        return output if self._output is None else self._output.taken()
+        if self._output is not None:
+            output, self._output.seen = self._output.seen, None
+        return output
 
     def _given_first(self, name: str, arguments: dict[str, Any]) -> Tensor | None:
         """The input of the first projection for all tokens; the forward ends there."""

@@ -150,15 +150,11 @@ def read_eagle3(source: ConfigSource) -> HeadConfig:
 
 
 def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Ids of target states as inputs of layers.
-
-    At the top level they are that already. Nested in `eagle_config` they name layers by their outputs if the first id
-    is 1, and by their inputs otherwise: trainers differ, and this rule is right for the heads that are published.
-    """
+    """Ids of target states as inputs of layers."""
     name = "eagle_aux_hidden_state_layer_ids"
     if config.get(name):
         return tuple(int(layer) for layer in config[name])
-    if eagle.get(name):
+    if eagle.get(name):  # by outputs if the first id is 1: trainers differ, and published heads follow this rule
         ids = [int(layer) for layer in eagle[name]]
         return tuple(layer + 1 for layer in ids) if ids[0] == 1 else tuple(ids)
     return (2, num_layers // 2, num_layers - 3)

@@ -71,16 +71,12 @@ class Placed:
             hidden = hidden | ((seen < first) & (seen != at))
         return hidden
 
-    def _zeros(self, states: Tensor) -> Tensor:
+    def _zeros(self, states: Tensor) -> Tensor:  # what masks hide must be finite
         return states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
 
 
 class RowCache:
-    """Keys and values of B rows by layer; a row's next token goes where that row ends.
-
-    What lies behind a row's end is hidden by masks and overwritten later. Buffers begin as zeros, so that what is
-    hidden is finite and adds nothing.
-    """
+    """Keys and values of B rows by layer; a row's next token goes where it ends, and masks hide what lies behind."""
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device):
         self.lens = [0] * batch_size  # on the host, for widths
