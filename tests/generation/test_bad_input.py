@@ -1,6 +1,7 @@
 """Every wrong call raises an error that names what is wrong, before any model runs."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,10 @@ def with_indexed_attention(model):
     model.config.layer_types = ["full_attention", "indexed_attention"]
 
 
+def in_stages(model):
+    model.config.distributed_config = SimpleNamespace(pp_size=2)
+
+
 def without_a_cache(model):
     model.__class__ = type("Cacheless", (type(model),), {"forward": lambda self, input_ids: None})
 
@@ -102,6 +107,7 @@ def without_a_cache(model):
         (without_a_cache, "must take past_key_values, got Cacheless"),
         (with_gradient_checkpointing, "in training mode with gradient checkpoint"),
         (with_indexed_attention, "got indexed_attention in LlamaForCausalLM"),
+        (in_stages, "must lie whole in every process or be split by tensor parallel"),
     ],
 )
 def test_models_that_cannot_take_part(models, change, message):
