@@ -151,8 +151,9 @@ class CustomOperations(NamedTuple):
         return self._verdict("reject", round_, warp, proposal, keys)
 
     def reject_and_test(self, round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
-        """Not an operator: `chain_speculative_sampling`, its only caller, counts in place."""
-        result: tuple[Verdict, Tensor] = _operations(self.is_triton).reject_and_test(round_, proposal, keys)
+        """Not an operator: `chain_speculative_sampling`, its only caller, counts in place. Never compiled in pieces."""
+        reject_and_test = torch.compiler.disable(_operations(self.is_triton).reject_and_test)
+        result: tuple[Verdict, Tensor] = reject_and_test(round_, proposal, keys)
         return result
 
     def typical(self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:

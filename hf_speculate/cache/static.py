@@ -72,7 +72,8 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
 
 
 def write_back(cache: Cache, static: Cache) -> None:
-    """Bring a static cache to what a dynamic one holds, less the column that the next token drops; undone on errors."""
+    """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails."""
+    # The oldest column of a full window is not written: the next token drops it unread.
     pairs: list[tuple[Any, Any]] = list(_filled_layers(cache, static))
     initialized: list[Any] = [layer for _, layer in pairs if layer.is_initialized]
     windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]

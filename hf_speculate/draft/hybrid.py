@@ -150,7 +150,8 @@ class HybridDrafter(Drafter):
         return drafted
 
     def _is_far_behind(self, num_query: int) -> bool:
-        """Whether the next query could be so long that the model must run now: shorter rows drop states for it."""
+        """Whether the next query could be so long that the draft model must run now."""
+        # All rows are fed the same number of tokens, and slower rows drop states for it: they must have them.
         return num_query > MAX_BEHIND or (len(self._rows) > 1 and num_query >= self._shortest_len())
 
     def _shortest_len(self) -> int:

@@ -21,7 +21,7 @@ FAULTS = {
     "d": "test_vocabularies.py::test_fault_d",
     "e": "test_vocabularies.py::test_fault_e",
     "f": "../draft/test_from_candidate_generator.py::test_fault_f",  # an argmax handed over with logits biases the text
-    "g": "../test_config.py::test_a_confidence_threshold_of_none_keeps",  # a threshold of None turns into 0.4
+    "g": "../test_config.py::test_schedules_and_thresholds_count",  # a threshold of None turns into 0.4
     "h": "test_pipeline.py::test_fault_h",  # a pipeline whose draft has another EOS, PAD or BOS raises
     # the heuristic schedule writes into the draft model's config
     "i": "test_faults_of_transformers.py::test_fault_i",

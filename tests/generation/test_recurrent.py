@@ -1,6 +1,5 @@
 """Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
 
-import dataclasses
 from functools import cache
 
 import pytest
@@ -16,8 +15,8 @@ from tests.oracle import Oracle
 from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states
 from tests.reliability.faults import Fault, Mistake, hook
 from tests.reliability.test_threads import together
-from tests.tiny import INITIALIZER_RANGE, make_model, noisy_copy, ragged_prompts
-from tests.tiny_recurrent import _FIELDS as RECURRENT_FIELDS
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import fill
 from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
@@ -60,20 +59,16 @@ def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_
 @pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2")
 def test_greedy_text_of_inkling2_is_plain():
     """In float32, for its router stays in float32."""
-    names = {field.name for field in dataclasses.fields(transformers.Inkling2TextConfig)}
-    config = transformers.Inkling2TextConfig(
-        **{name: value for name, value in RECURRENT_FIELDS.items() if name in names},
+    config = fill(
+        transformers.Inkling2TextConfig,
+        num_hidden_layers=3,
         d_rel=4,
         rel_extent=32,
         n_layers_per_attn_res_block=2,
-        vocab_size=64,
         unpadded_vocab_size=64,
         layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
         log_scaling_n_floor=4,  # the temperature of attention grows with the position
         log_scaling_alpha=2.0,
-        initializer_range=INITIALIZER_RANGE,
-        eos_token_id=None,
-        pad_token_id=0,
     )
     torch.manual_seed(0)
     target = hf_speculate.enable(transformers.Inkling2ForCausalLM(config).eval().requires_grad_(False))

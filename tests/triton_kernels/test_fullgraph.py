@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import Stream, custom_ops, sample, verify_rejection, warp_logits
+from hf_speculate.triton_kernels.drop_ins.chain import chain_speculative_sampling
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import BACKENDS, NEEDS_TRITON, assert_same, moved
 from tests.triton_kernels.operations import OPERATIONS, make_round
@@ -52,6 +53,18 @@ def test_auto_compiles_whole_without_naming_a_backend() -> None:
     target, ids, draft, keys = moved((*make_round(3, 2, 40), make_keys(3)))
     mine = whole(lambda *args: verify_rejection(*args, keys=keys))(target, ids, draft)
     assert_same(mine, verify_rejection(target, ids, draft, keys=keys))
+
+
+def test_a_drop_in_that_counts_in_place_runs_outside_of_graphs() -> None:
+    target, ids, draft = make_round(3, 2, 40)
+    args = draft.softmax(-1), ids, target.softmax(-1)
+
+    def verify(*args: Tensor) -> list[Tensor]:
+        return list(chain_speculative_sampling(*args, seed=0, offset=0))
+
+    compiled = torch.compile(verify, backend="aot_eager")(*args)
+    for one, other in zip(compiled, verify(*args), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=NEEDS_TRITON)])

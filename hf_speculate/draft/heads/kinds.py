@@ -50,7 +50,8 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
 
 
 def is_head(config: dict[str, Any]) -> bool:
-    """Whether a config is that of a draft head, served or not; MTP layers and a few early heads have none."""
+    """Whether a config is that of a draft head, of a served kind or not, rather than of an ordinary model."""
+    # MTP layers have no config of their own, and a few early heads have that of an ordinary model.
     fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size"}
     architectures = " ".join(config.get("architectures") or ())
     has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS

@@ -18,6 +18,7 @@ from hf_speculate.tools.checks.near_ties import keep_logits
 _EXACT = "exact"
 _AGREEMENT = real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example")
 _DROP = real("at least 0 nats per token and finite", lambda drop: 0 <= drop < math.inf, "write drop=0.05, for example")
+_NUM_WIDE = 64  # rows of logits that are held in float32 at once
 _NAMES = {"agreement": "agreement", "agreement>": "agreement", "drop": "drop", "drop<": "drop"}  # by what precedes "="
 
 
@@ -50,9 +51,10 @@ def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
         text, num = torch.tensor(new_ids, device=prompt_ids.device), len(new_ids)  # [N]
         ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
         logits = model(input_ids=ids, use_cache=False, **keep_logits(model, num + 1)).logits[0, -num - 1 : -1]  # [N, V]
-        wide, text = logits.to(torch.promote_types(logits.dtype, torch.float32)), text.to(logits.device)
-        log_likelihood = -float(cross_entropy(wide, text, reduction="none").double().sum())
-        total += Drift(log_likelihood, int((wide.argmax(-1) == text).sum()), num)
+        for rows, chosen in zip(logits.split(_NUM_WIDE), text.to(logits.device).split(_NUM_WIDE), strict=True):
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            log_likelihood = -float(cross_entropy(wide, chosen, reduction="none").double().sum())
+            total += Drift(log_likelihood, int((wide.argmax(-1) == chosen).sum()), len(chosen))
     return total
 
 

@@ -56,17 +56,16 @@ class TextCheck:
 
     def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[str]:
         """Yield "equal", "tie" or "bug" for each row."""
-        gaps: list[Tensor] = []
         num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
-        for row, (ids, texts) in enumerate(zip(plain, run.texts, strict=True)):
-            pairs = enumerate(zip(ids, texts, strict=False))
-            at = next((at for at, (one, other) in pairs if one != other), None)
+        places = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
+        last = max((at for at in places if at is not None), default=None)
+        gaps = [] if last is None else self._gaps(run, last + 1)
+        for row, (ids, texts, at) in enumerate(zip(plain, run.texts, places, strict=True)):
             if at is None:
                 yield "equal" if len(ids) == len(texts) else "bug"
                 continue
-            gaps = gaps or self._gaps(run)  # once, at the first difference
             before = torch.tensor(texts[:at], dtype=torch.int64, device=run.batch.input_ids.device)
             difference = TextDifference(
                 torch.cat([run.batch.rows[row], before]),
@@ -78,12 +77,16 @@ class TextCheck:
             )
             yield classify(self._target, self._exact, difference).verdict
 
-    def _gaps(self, run: Run) -> list[Tensor]:
+    def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
         """Gaps [B] of plain decoding's tokens to those of a run, for each step."""
-        num_steps = max(map(len, run.texts))
-        ids = [text + [0] * (num_steps - len(text)) for text in run.texts]
+        ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
         recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
         options = self._options | {"max_new_tokens": num_steps, "do_sample": False}
         processors = LogitsProcessorList([recorder])
         self._target.generate(**run.batch.inputs, **options, logits_processor=processors)  # type: ignore[operator]
         return recorder.gaps
+
+
+def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first position at which two texts differ; None if one begins with the other."""
+    return next((at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), None)

@@ -93,10 +93,10 @@ def method_entry(
         "ms_per_token": spread(run.ms_per_token for run in runs),
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
         "num_tokens": sum(run.num_tokens for run in runs),
-        "mean_acceptance_length": getattr(stats, "mean_acceptance_length", None),
-        "acceptance_rate": getattr(stats, "acceptance_rate", None),
-        "acceptance_rate_per_position": getattr(stats, "acceptance_rate_per_position", []),
-        "seconds": getattr(stats, "seconds_by_stage", None),
+        "mean_acceptance_length": stats and stats.mean_acceptance_length,
+        "acceptance_rate": stats and stats.acceptance_rate,
+        "acceptance_rate_per_position": stats.acceptance_rate_per_position if stats else [],
+        "seconds": stats and stats.seconds_by_stage,
         "checked": checked,
     }
     if first is not None and first.draft_lens:
@@ -116,7 +116,7 @@ def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) 
             "category": category,
             "method": method.name,
             "speedup": median(ratios(of_it, plain)),
-            "acceptance_rate": getattr(total_stats(of_it), "acceptance_rate", None),
+            "acceptance_rate": (stats := total_stats(of_it)) and stats.acceptance_rate,
             "num_prompts": sum(len(run.texts) for run in of_it if run.repeat == 0),
         }
         for category, of_it in sorted(categories.items())

@@ -88,7 +88,7 @@ class Tuned:
             "num_prompts": sum(len(run.texts) for run in trial.runs),
             "tokens_per_s": spread(run.tokens_per_s for run in trial.runs),
             "speedup": spread(ratios(trial.runs, self.plain_runs)),
-            "acceptance_rate": getattr(total_stats(trial.runs), "acceptance_rate", None),
+            "acceptance_rate": (stats := total_stats(trial.runs)) and stats.acceptance_rate,
             "agreement_with_greedy": None,
             "drop": None,
             "out": trial.complaint or None,
@@ -198,13 +198,17 @@ def settings_in(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"the folder of --write must hold a generation_config.json or config.json, got {folder}; leave it out"
+                f"the folder of --write must hold a generation_config.json or config.json, got {folder}; name the "
+                "target's folder, or leave --write out"
             )
         return dict(GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict())
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} must be a JSON object, got another content ({error}); repair the file") from error
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} must be a JSON object, got none ({error}); repair the file") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; repair the file")
+    return settings
 
 
 def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:

@@ -43,6 +43,8 @@ class ParityRow:
     reason: str = ""  #: of the verdict
 
     def __str__(self) -> str:
+        if self.verdict == "equal":
+            return f"row {self.index}: equal"
         numbers = {"gap": self.gap, "bound": self.bound, "noise": self.noise, "top gap": self.top_gap}
         numbers["top gap in float64"] = self.exact_top_gap
         found = "".join(f", {name} {value:.3g}" for name, value in numbers.items() if value is not None)

@@ -68,7 +68,7 @@ class Memory:
         text = f"{decimal(self.weight_bytes)} in {self.dtype}"
         if not self.kv_bytes_per_token:
             return text
-        return f"{text},\n    KV cache {decimal(1024 * self.kv_bytes_per_token)} per row of 1,024 tokens"
+        return f"{text}, KV cache {decimal(1024 * self.kv_bytes_per_token)} per row of 1,024 tokens"
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,13 @@ class PairReport:
     def as_dict(self) -> dict[str, Any]:
         """The report as values that JSON can hold."""
         overlap = None if self.overlap is None else {**asdict(self.overlap), "share": self.overlap.share}
-        return asdict(self) | {"overlap": overlap}
+        parts = {name: [asdict(one) for one in getattr(self, name)] for name in ("findings", "gains")}
+        return asdict(self) | {"overlap": overlap, **parts}
 
     def __str__(self) -> str:
         models = [("target", self.target_params, self.target_memory), ("draft", self.draft_params, self.draft_memory)]
         lines = [f"{self.level}: {self.draft} as a draft for {self.target}"]
-        lines += [f"  {role}: {num / 1e6:,.2f} M parameters, {memory}" for role, num, memory in models]
+        lines += [f"  {role}: {_count(num)} parameters, {memory}" for role, num, memory in models]
         lines.append(f"  a draft step reads {self.size_ratio:.3f} of the bytes that a target step reads")
         if self.overlap is not None:
             lines.append(f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens")
@@ -111,6 +112,10 @@ class PairReport:
             for one in self.gains
         ]
         return "\n".join(lines)
+
+
+def _count(num_params: int) -> str:
+    return f"{num_params / 1e9:.2f} B" if num_params >= 1e9 else f"{num_params / 1e6:.2f} M"
 
 
 def check_pair(

@@ -71,15 +71,16 @@ def check_parity(
 
     At a difference the target is run again on the common prefix, token by token and as a verification would, in its
     own dtype and, if a copy takes less than 2 GiB, in float64. The row is a "tie" if the gap between the two tokens is
-    within the noise between these forwards, so a wrong token with a logit that close counts as one. Otherwise it is a
-    "bug" of this library, the verifier or the model. Tokens after the first difference are not compared.
+    within the noise between these forwards; a wrong token with a logit that close counts as a tie. Otherwise it is a
+    "bug" of this library, the verifier or the model. Tokens after the first difference are not compared. For a target
+    with an encoder, or one that reads images, the whole call is repeated instead.
 
     Args:
         model: the target, enabled or not; it and the assistant are not changed.
         assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
         prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of tensors with
-            `input_ids` and other model inputs. Batches of a decoder are left-padded. Strings need the tokenizer and
-            form one batch.
+            `input_ids` and other model inputs such as `attention_mask`, `pixel_values`, `decoder_input_ids`. Batches
+            of a decoder are left-padded. Strings need the tokenizer and form one batch.
         tokenizer: encodes strings; without a padding token each string is decoded alone.
         max_new_tokens: tokens of each row at most.
         **generate_kwargs: other arguments of both `generate()` calls, and fields of `SpeculationConfig`. Without
@@ -113,16 +114,21 @@ def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[
         )
     if assistant is None and all(kwargs.get(name) is None for name in ("prompt_lookup_num_tokens", "drafter")):
         raise ConfigError(
-            "assistant must be a model if neither prompt_lookup_num_tokens nor drafter is set, got None; pass one"
+            "assistant must be a model if neither prompt_lookup_num_tokens nor drafter is set, got None; pass one of "
+            "the three, or nothing is drafted"
         )
     for config in (kwargs.get("generation_config"), model.generation_config):
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:
             raise ConfigError(
-                "prompt_lookup_num_tokens must be a keyword here, got it in a generation config; unset it there"
+                "prompt_lookup_num_tokens must be a keyword here, got it in a generation config, which plain decoding "
+                "reads too; unset it there"
             )
     refused = [name for name in _REFUSED if kwargs.get(name) not in (None, False)]
     if refused:
-        raise ConfigError(f"arguments must leave out {', '.join(_REFUSED)}, got {', '.join(refused)}; leave them out")
+        raise ConfigError(
+            f"arguments must not include {', '.join(_REFUSED)}, got {', '.join(refused)}; leave them out: check_parity "
+            "compares whole greedy calls"
+        )
     verifier = kwargs.get("verifier")
     if verifier is not None and not is_lossless(SpeculationConfig(verifier=verifier)):
         raise ConfigError(f"verifier must be lossless, got {verifier!r}; leave it out")

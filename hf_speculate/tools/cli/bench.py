@@ -28,6 +28,7 @@ from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.options import Bench
 
 _LOSSY = "typical"
+_SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
 _HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
 
 
@@ -79,7 +80,10 @@ def _show(result: dict[str, Any], log: Console) -> None:
     )
     methods, own = result["methods"], {"method": field("name")}
     columns = {head: cell for head, cell in (METHODS | own).items() if head not in _HIDDEN}
-    columns["tokens/s"] = lambda one: f"{one['tokens_per_s']['median']:.0f}"  # short, for narrow terminals
+    # short, for narrow terminals
+    columns["tokens/s"] = lambda one: f"{one['tokens_per_s']['median']:.0f}"
+    columns["speed-up"] = lambda one: METHODS["speed-up"](one).replace(" to ", "-")
+    columns = {_SHORT.get(head, head): cell for head, cell in columns.items()}
     measuring.show(make_table("speed", "", columns, methods, 2))
     for line in _remarks(methods):
         answer(f"{line}\n")

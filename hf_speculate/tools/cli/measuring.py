@@ -15,7 +15,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Step
-from hf_speculate.tools.bench.report.values import Table
+from hf_speculate.tools.bench.report.values import MISSING, Table
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.tuning import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding, read_prompts
@@ -92,8 +92,9 @@ def show(table: Table | None) -> None:
         return
     shown = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.title_justify, shown.title_style, shown.caption_justify = "left", "bold", "left"
-    for index, head in enumerate(table.head):
-        justify: Literal["left", "right"] = "left" if index < table.num_names else "right"
+    for index, (head, column) in enumerate(zip(table.head, zip(*table.lines, strict=True), strict=True)):
+        is_number = all(cell == MISSING or cell[:1].isdigit() for cell in column)
+        justify: Literal["left", "right"] = "right" if is_number and index >= table.num_names else "left"
         shown.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
     for line in table.lines:
         shown.add_row(*line)

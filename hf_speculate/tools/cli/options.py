@@ -23,10 +23,6 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-def _default(text: str) -> str:
-    return f"[dim]\\[default: {text}][/dim]"
-
-
 _models = partial(typer.Option, rich_help_panel="Models")
 _generation = partial(typer.Option, rich_help_panel="Generation")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
@@ -35,14 +31,21 @@ _output = partial(typer.Option, dir_okay=False, callback=_writable)  # checked b
 
 Prompts = Annotated[
     Path,
-    typer.Argument(callback=_readable, help="A .jsonl file (also Spec-Bench's), text with a prompt per line, or -."),
+    typer.Argument(
+        callback=_readable, help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -."
+    ),
 ]
 Lookup = Annotated[int | None, _speculation(help="Tokens to copy per round from earlier text (prompt lookup).")]
 DraftLens = Annotated[
-    str, _speculation("--num-assistant-tokens", "-k", help="Draft lengths to compare, such as 5,adaptive,adaptive:16.")
+    str,
+    _speculation(
+        "--num-assistant-tokens",
+        "-k",
+        help="Draft lengths to compare, separated by commas, such as 5,adaptive,adaptive:16.",
+    ),
 ]
 Thresholds = Annotated[
-    str, _speculation(help="Values of posterior_threshold for lossy verifiers, with commas between.")
+    str, _speculation(help="Values of posterior_threshold for lossy verifiers, separated by commas.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to prompts that are text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -54,16 +57,19 @@ class Models:
     program: ClassVar[str] = ""  # of a command: module of this package and function, with a colon between
 
     target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
-    draft: Annotated[str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name.")] = None
+    draft: Annotated[
+        str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
+    ] = None
     revision: Annotated[str | None, _models(help="Branch, tag or commit of the target on the Hub.")] = None
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32", "float64"], _models(help="auto is the checkpoint's.")
+        Literal["auto", "bfloat16", "float16", "float32", "float64"],
+        _models(help="auto (the checkpoint's), bfloat16, float16, float32 or float64."),
     ] = "auto"
     device: Annotated[str, _models(help="cpu, cuda, ..., or map to spread over all devices.")] = "auto"
     attn_implementation: Annotated[str | None, _models(help="eager, sdpa, flash_attention_2, ...")] = None
-    trust_remote_code: Annotated[bool, _models("--trust-remote-code", help="Run code of the models' repositories.")] = (
-        False
-    )
+    trust_remote_code: Annotated[
+        bool, _models("--trust-remote-code", help="Run code from the models' repositories.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,9 @@ class Generation:
     max_new_tokens: Annotated[
         int | None,
         _generation(
-            "--max-new-tokens", "-n", help=f"Largest number of new tokens. {_default('256; bench and tune: 128')}"
+            "--max-new-tokens",
+            "-n",
+            help="Largest number of new tokens. [dim]\\[default: 256; bench and tune: 128][/dim]",
         ),
     ] = None
     sample: Annotated[bool, _generation("--sample", "--do-sample", help="Sample instead of greedy decoding.")] = False
@@ -98,7 +106,8 @@ class Drafting:
         _speculation(
             "--num-assistant-tokens",
             "-k",
-            help=f"Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. {_default('adaptive')}",
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. "
+            "[dim]\\[default: adaptive][/dim]",
         ),
     ] = None
     lookup: Lookup = None
@@ -108,7 +117,7 @@ class Drafting:
 class Speculation(Drafting, Generation, Models):
     verifier: Annotated[
         str | None,
-        _speculation("--verifier", "-v", help="greedy, rejection, block, coupled (lossless) or typical (lossy)."),
+        _speculation("--verifier", "-v", help="greedy, rejection, block, coupled (all lossless) or typical (lossy)."),
     ] = None
 
 
@@ -118,11 +127,16 @@ class Generate(Speculation):
 
     program = "generate:run"
 
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; - or none reads it from a pipe.")] = None
+    prompt: Annotated[
+        str | None, typer.Argument(help="Prompt; - or none reads it from a pipe on the standard input.")
+    ] = None
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", callback=_readable, help="Prompts: .jsonl, a text as one prompt, or - for JSON lines."
+            "--file",
+            "-f",
+            callback=_readable,
+            help="Prompts: a .jsonl file, a text file as one prompt, or - for JSON lines.",
         ),
     ] = None
     chat: Chat = False
@@ -162,17 +176,22 @@ class Batch(Ray, Speculation):
     program = "batch:run"
 
     prompts: Prompts
-    output: Annotated[Path, _output("--output", "-o", help="File for results, as JSON lines; resumed if it exists.")]
+    output: Annotated[
+        Path, _output("--output", "-o", help="File for results, one JSON object per line; resumed if it exists.")
+    ]
     rows: Annotated[int, typer.Option("--rows", "--batch-size", "-b", min=1, help="Prompts decoded at once.")] = 8
     static_batches: Annotated[
-        bool, typer.Option("--static-batches", help="Decode each batch until its slowest row ends.")
+        bool, typer.Option("--static-batches", help="Decode one batch after another, each until its slowest row ends.")
     ] = False
     chat: Chat = False
     ordered: Annotated[bool, typer.Option("--ordered", help="Sort the finished output like the prompts.")] = False
     if_changed: Annotated[
-        Literal["refuse", "keep", "restart"], typer.Option(help="What to do if prompts or settings have changed.")
+        Literal["refuse", "keep", "restart"],
+        typer.Option(help="What to do with finished rows if prompts or settings have changed."),
     ] = "refuse"
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="This process, or actors of Ray Data.")] = "local"
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Decode in this process, or on actors of Ray Data.")
+    ] = "local"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +199,19 @@ class Measurement(Generation, Models):
     """Options of commands that measure several methods."""
 
     prompts: Prompts
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts at most, from each category in turn.")] = None
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest number of prompts, taken from each category in turn."),
+    ] = None
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts decoded together.")] = 1
     chat: Chat = False
     num_assistant_tokens: DraftLens = "adaptive,5"
     verifiers: Annotated[
         str | None,
         _speculation(
-            "--verifiers", "-v", help=f"Verifiers to compare. {_default('the usual lossless one, and typical')}"
+            "--verifiers",
+            "-v",
+            help="Verifiers, separated by commas. [dim]\\[default: the usual lossless one, and typical][/dim]",
         ),
     ] = None
     thresholds: Thresholds = "0.01,0.04,0.09,0.16,0.25,0.5"
@@ -230,7 +254,9 @@ class Tune(Measurement):
             "drop=0.05 (nats per token).",
         ),
     ] = "exact"
-    write: Annotated[Path | None, typer.Option(help="Write the best to generation_config.json in this folder.")] = None
+    write: Annotated[
+        Path | None, typer.Option(help="Write the best fields to generation_config.json in this folder.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,12 +283,16 @@ class Serve(Drafting, Models):
     program = "serve:run"
 
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8
-    max_queued: Annotated[int, typer.Option(min=0, help="Requests that wait for a row; others get status 429.")] = 64
-    host: Annotated[str, typer.Option(help="Address; without authentication, 0.0.0.0 opens it to all.")] = "127.0.0.1"
+    max_queued: Annotated[
+        int, typer.Option(min=0, help="Requests that wait for a row; further ones get status 429.")
+    ] = 64
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
+    ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
-    name: Annotated[str | None, typer.Option("--served-model-name", help=f"Name in requests. {_default('TARGET')}")] = (
-        None
-    )
+    name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
+    ] = None
 
 
 # In the order of the help.

@@ -59,9 +59,8 @@ def _show(result: dict[str, Any], rule: Rule) -> None:
         "prompts": field("num_prompts"),
         "tokens/s": tokens_per_s,
         "speed-up": field("speedup", 2),
-        "acceptance rate": share("acceptance_rate"),
-        "agreement": share("agreement_with_greedy"),
-        "drop": field("drop", 3),
+        "accepted": share("acceptance_rate"),
+        **({} if rule.is_exact else {"agreement": share("agreement_with_greedy"), "drop": field("drop", 3)}),
         "result": lambda one: one["out"] or ("best" if one["name"] == result["winner"] else MISSING),
     }
     measuring.show(make_table(f"methods tried with quality: {rule}", "", columns, result["tried"], 1))

@@ -89,7 +89,8 @@ def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
         return
     if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
         raise UnsupportedModelError(
-            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call generate()"
+            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call "
+            "generate() on all ranks instead"
         )
 
 

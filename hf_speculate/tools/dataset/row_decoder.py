@@ -136,7 +136,10 @@ class RowDecoder:
 
     def __post_init__(self) -> None:
         if taken := [name for name in RESERVED_ARGUMENTS if name in self.arguments]:
-            raise ConfigError(f"arguments must leave out {', '.join(RESERVED_ARGUMENTS)}, got {taken[0]}; leave it out")
+            raise ConfigError(
+                f"arguments must not include {', '.join(RESERVED_ARGUMENTS)}, which the data set controls, got "
+                f"{taken[0]}; leave it out"
+            )
         self._verifier()
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:

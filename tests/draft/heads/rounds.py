@@ -24,7 +24,12 @@ PAD = 0
 def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
     """A Llama of six layers. Shared between tests: do not change it."""
     return make_model(
-        "llama", dtype=dtype, vocab_size=vocab_size, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS
+        "llama",
+        dtype=dtype,
+        vocab_size=vocab_size,
+        hidden_size=TARGET_WIDTH,
+        head_dim=TARGET_WIDTH // 4,
+        num_hidden_layers=NUM_TARGET_LAYERS,
     )
 
 

@@ -1,5 +1,6 @@
 """Heads inside `generate()`: the text is plain decoding's, whatever the head proposes."""
 
+import copy
 import shutil
 import warnings
 from dataclasses import replace
@@ -51,7 +52,7 @@ def fitted(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(fitted):
     """The target, enabled, and the head."""
-    target = make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
+    target = copy.deepcopy(target_of())
     return hf_speculate.enable(target), load_drafter(fitted[0], target)
 
 
