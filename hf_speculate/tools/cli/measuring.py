@@ -93,7 +93,7 @@ def show(table: Table | None) -> None:
     shown = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.title_justify, shown.title_style, shown.caption_justify = "left", "bold", "left"
     for index, (head, column) in enumerate(zip(table.head, zip(*table.lines, strict=True), strict=True)):
-        is_number = all(cell == MISSING or cell[:1].isdigit() for cell in column)
+        is_number = all(cell == MISSING or cell.lstrip("-")[:1].isdigit() for cell in column)
         justify: Literal["left", "right"] = "right" if is_number and index >= table.num_names else "left"
         shown.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
     for line in table.lines:
