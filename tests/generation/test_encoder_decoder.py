@@ -136,6 +136,21 @@ def test_what_is_not_supported_raises(kind, make_draft, message):
         encoder_pair(kind)[0].generate(**inputs_of(kind, 1), assistant_model=make_draft(), max_new_tokens=4)
 
 
+def test_times_of_whispers_tokens_are_not_supported():
+    target, draft = encoder_pair("whisper")
+    with pytest.raises(SpeculateError, match="return_token_timestamps must be left out"):
+        target.generate(**inputs_of("whisper", 1), assistant_model=draft, return_token_timestamps=True)
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_matches_in_the_decoders_text_are_drafted(kind):
+    target, inputs = encoder_pair(kind)[0], inputs_of(kind, 3)
+    store = hf_speculate.SuffixStore()
+    store.add(target.generate(**inputs, max_new_tokens=NUM_NEW)[0].tolist())
+    options = {"prompt_lookup_num_tokens": 5, "suffix_store": store, "max_new_tokens": NUM_NEW}
+    assert assert_decodes_as_plain(target, None, inputs, **options).num_accepted > 0
+
+
 def test_a_draft_with_an_encoder_whose_table_ends_elsewhere():
     target, draft = encoder_pair("t5")[0], make_t5(vocab_size=62)
     with pytest.warns(UserWarning, match="the target has 64 ids and the draft 62"):
