@@ -83,19 +83,19 @@ test: $(DEV_STAMP)
 	$(PYTEST) -m "not slow" $(patsubst %,--ignore-glob=%,$(KERNEL_TESTS) $(TOOL_TESTS)) $(PYTEST_ARGS) tests
 
 test-kernels: $(DEV_STAMP)
-	@echo "make test-kernels: the Triton kernels in Triton's interpreter, about 2 minutes on two cores"
+	@echo "make test-kernels: the Triton kernels in Triton's interpreter, about a minute on two cores"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(KERNEL_TESTS)
 
 test-tools: $(DEV_STAMP)
-	@echo "make test-tools: command line, benchmarks, data sets, Hub, examples and pages, about 3 minutes on two cores"
+	@echo "make test-tools: command line, benchmarks, data sets, Hub, examples and pages, about a minute on two cores"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(TOOL_TESTS)
 
 test-slow: $(DEV_STAMP)
-	@echo "make test-slow: long tests of distributions, compilation and processes, about 15 minutes on two cores"
+	@echo "make test-slow: long tests of distributions, compilation and processes, about 10 minutes on two cores"
 	$(PYTEST) -m slow $(PYTEST_ARGS) tests
 
 test-all: $(DEV_STAMP)
-	@echo "make test-all: test, test-kernels, test-tools and test-slow in one run, about 25 minutes on two cores"
+	@echo "make test-all: test, test-kernels, test-tools and test-slow in one run, about 15 minutes on two cores"
 	$(PYTEST) $(PYTEST_ARGS) tests
 
 mutants: $(DEV_STAMP)
