@@ -10,9 +10,10 @@ import rich
 from transformers import LogitsProcessorList
 
 import hf_speculate
+from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, pair
-from tests.tiny import ragged_prompts
+from tests.tiny import make_model, ragged_prompts
 
 
 def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
@@ -215,3 +216,11 @@ def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(hf_speculate.MissingExtraError, match=rf'^{library} must .*; run pip install "{library}"'):
         getattr(full_stats(), ask)()
+
+
+def test_low_acceptance_is_reported_once_also_after_it_rose():
+    tallies, draft = AcceptanceTallies(), make_model("llama")
+    calls = [(100, 1), (100, 10), (1000, 0), (100, 90), (9000, 0)]
+    assert [tallies.add(draft, SpeculationStats(num_verified=n, num_accepted=a)) for n, a in calls] == [
+        *(True, False, False, False, False)
+    ]

@@ -9,11 +9,13 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate import DrafterSetup
 from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Stream
 from tests.cases import Unchanged, assert_equal_ids, each_value, pair
 from tests.draft.heads.rounds import states_of
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.tiny import PAD_TOKEN_ID, ragged_prompts
+from tests.tiny import PAD_TOKEN_ID, make_small_model, ragged_prompts
 
 NUM_NEW = 24
 VOCAB_SIZE = 64
@@ -244,3 +246,32 @@ def test_wrong_drafters_and_drafts_are_refused(drafter, message):
     options = {"max_new_tokens": 9, "drafter": drafter, "num_assistant_tokens": 3}
     with pytest.raises((ConfigError, ShapeError), match=message):
         pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)
+
+
+NUM_DRAWS = 8_000  # of 512 texts
+NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
+MISTAKEN = 1e-12  # what the negative control stays below
+
+
+def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
+    """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
+    target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
+    table, other = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
+
+    def p_of(told) -> float:
+        def draft(self, request):
+            newest, ids, logits = request.query_token_ids[:, -1], [], []
+            draws = Draws(request.keys, self.setup.stream, request.num_draft_tokens)
+            for _ in range(request.num_draft_tokens):
+                logits.append(told[newest])
+                newest = draws.draw(table[newest])
+                ids.append(newest)
+            lens = torch.full((len(newest),), request.num_draft_tokens)
+            return DraftOut(torch.stack(ids, 1), lens, torch.stack(logits, 1), None)
+
+        options = {"drafter": type("FromTable", (Repeats,), {"draft": draft}), "num_assistant_tokens": 2}
+        counts = draw(target, None, NUM_DRAWS, max_new_tokens=NUM_DRAWN, verifier="rejection", **options)
+        return p_value(counts, joint_distribution(target, NUM_DRAWN))
+
+    assert p_of(table) > SIGNIFICANCE
+    assert p_of(other) < MISTAKEN

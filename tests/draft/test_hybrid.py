@@ -105,3 +105,14 @@ def test_rows_keep_what_belongs_to_them(llama):
     kv_cache.rows([2, 0])
     draft = drafter.draft(DraftRequest(torch.tensor([[9, 8], [1, 2]]), kv_cache, 4, GREEDY, kept=kept([9, 8], [1, 2])))
     assert draft.token_ids.tolist() == [[7, 6, 5, 9], [3, 4, 1, 2]]
+
+
+def test_each_row_takes_the_source_with_more_expected_tokens(llama):
+    drafter, kv_cache = make(llama, 2)
+    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
+    models, copies = drafter._rows
+    for _ in range(8):
+        for good, poor in ((models.model_rates, models.suffix_rates), (copies.suffix_rates, copies.model_rates)):
+            good.observe([0, 1, 2, 3], 4)
+            poor.observe([0], 0)
+    assert [row.prefers_match(4) for row in drafter._rows] == [False, True]

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
@@ -106,6 +107,17 @@ def test_sampled_rows_that_end_leave_with_their_positions(kind):
     text = target.generate(**inputs, **options)
     options["eos_token_id"] = [int(text[0, -12]), int(text[2, -6])]
     assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
+
+
+def test_a_second_turn_goes_on_from_the_cache():
+    target, draft = picture_pair("qwen2_vl")
+    texts = []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        own["past_key_values"] = DynamicCache(config=target.config.get_text_config())
+        first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
+        more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
+        texts.append(target.generate(more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW))
+    assert_equal_ids(*texts)
 
 
 def test_threads_do_not_read_each_others_positions():

@@ -88,6 +88,7 @@ REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
     "cache_implementation and compile_config": {"cache_implementation": "static"},
     "candidate_generator": {"candidate_generator": PromptLookupCandidateGenerator(), "assistant_model": None},
+    "prefill_chunk_size": {"prefill_chunk_size": 4},
 }
 
 

@@ -228,3 +228,9 @@ def test_a_users_verifier_decides_and_is_shown_distributions_if_it_reads_them(re
     assert len(shown) > 0
     assert all((logits is not None) == reads for logits in shown)
     assert {config.posterior_alpha for config in configs} == {0.7}
+
+
+def test_typical_settings_reach_the_verifier() -> None:
+    settings = {"posterior_threshold": 0.4, "posterior_alpha": 0.7, "entropy_epsilon": 0.01}
+    config = SpeculationConfig(verifier="typical", typical_correction="sample", **settings)
+    assert make_verifier(config) == TypicalVerifier(**settings, correction="sample")
