@@ -88,6 +88,12 @@ def problems_of(source: str, module: str) -> Iterator[str]:
         yield f"{module} has no layer: add it to FLOORS"
     if num_lines > MAX_LINES:
         yield f"{module}: {num_lines} lines: at most {MAX_LINES}"
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if is_written and ast.unparse(node).split(".")[0] in imported:
+            yield f"{module}:{node.lineno}: assigns to an attribute of something imported"
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     local = {inner for function in functions for inner in ast.walk(function)}
     for node in ast.walk(tree) if package else ():
@@ -107,6 +113,7 @@ def test_every_module_keeps_the_rules() -> None:
     ("module", "source", "text"),
     [
         ("engine.decoder", "from hf_speculate.generation.enable import enable", "layer 10 from layer 9"),
+        ("types", "from transformers import Cache as C\nC.update = print", "assigns to an attribute"),
         ("types", "from hf_speculate import transfers", "layer 0 from layer 0"),
         ("newpackage", "import torch", "has no layer"),
         ("cache.base", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
