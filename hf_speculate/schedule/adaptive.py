@@ -1,10 +1,10 @@
 """The adaptive schedule: the draft length with the highest estimated throughput, 0 if drafting does not pay."""
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
-from hf_speculate.schedule.acceptance import AcceptanceModel
+import numpy as np
+
+from hf_speculate.schedule.acceptance import AcceptanceModel, Floats
 from hf_speculate.schedule.base import RoundOutcome, Schedule
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.history import ScheduleEstimates, ScheduleHistory
@@ -28,14 +28,25 @@ _LEAST_S = 1e-9  # seconds of a round if the clock is too coarse to see any
 _PROBE_MEMORY = 0.5  # weight that a probe leaves to earlier observations
 
 
-class RemainingWork(NamedTuple):
-    """The live rows after a round, and the throughput estimate of each K for them."""
+class RemainingWork:
+    """The live rows after a round, and the throughput estimate of each K for them.
 
-    tokens: Sequence[Sequence[float]]  # [N, K_max + 1] expected tokens per round of each row
-    num_left: Sequence[int]  # [N] tokens that each row may still emit, >= 1
-    start_s: float = 0.0  # seconds before the first draft: the draft's prefill, if it is still to come
+    Args:
+        tokens: [N, K_max + 1] expected tokens per round of each row.
+        num_left: [N] tokens that each row may still emit, >= 1.
+        start_s: seconds before the first draft: the draft's prefill, if it is still to come.
+    """
 
-    def rates(self, rounds_s: Sequence[float], alone_s: Sequence[float]) -> list[float]:
+    def __init__(self, tokens: Floats, num_left: Sequence[int], start_s: float = 0.0):
+        self.tokens = tokens
+        self._num_left = sum(num_left)
+        ends = np.sort(np.array(num_left)[:, None] / tokens, axis=0)
+        self._num_rounds = ends.copy()  # [N, K_max + 1] until one more row has ended
+        self._num_rounds[1:] -= ends[:-1]
+        self._gone = np.arange(len(ends))[:, None] / max(len(ends) - 1, 1)  # share of the rows that have ended by then
+        self._start_s = start_s * (np.arange(tokens.shape[1]) > 0)
+
+    def rates(self, rounds_s: Floats, alone_s: Floats) -> Floats:
         """[K_max + 1] tokens per second until the last row ends.
 
         A call is as slow as its slowest row, so the K that suits most rows may be the wrong one. Rows leave as they
@@ -45,14 +56,8 @@ class RemainingWork(NamedTuple):
             rounds_s: [K_max + 1] seconds of a round of all rows.
             alone_s: [K_max + 1] seconds of a round of one row.
         """
-        steps = max(len(self.num_left) - 1, 1)
-        rates = []
-        for num, (most_s, least_s) in enumerate(zip(rounds_s, alone_s, strict=True)):
-            ends = sorted(left / tokens[num] for left, tokens in zip(self.num_left, self.tokens, strict=True))
-            spent_s = ends[0] * most_s + (self.start_s if num else 0.0)
-            for gone, (before, end) in enumerate(pairwise(ends), 1):
-                spent_s += (end - before) * (most_s + gone / steps * (least_s - most_s))
-            rates.append(sum(self.num_left) / max(spent_s, _LEAST_S))
+        spent_s = (self._num_rounds * (rounds_s + self._gone * (alone_s - rounds_s))).sum(axis=0) + self._start_s
+        rates: Floats = self._num_left / np.maximum(spent_s, _LEAST_S)
         return rates
 
 
@@ -125,16 +130,15 @@ class AdaptiveSchedule(Schedule):
 
     def _first(self, num_rows: int, max_draft_tokens: int) -> int:
         work = RemainingWork(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)
-        rates = self._rates(work, num_rows)
-        return rates.index(max(rates[: max_draft_tokens + 1]))
+        return int(self._rates(work, num_rows)[: max_draft_tokens + 1].argmax())
 
-    def _rates(self, work: RemainingWork, num_rows: int) -> list[float]:
+    def _rates(self, work: RemainingWork, num_rows: int) -> Floats:
         return work.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
 
     def _next(self, work: RemainingWork, num_rows: int) -> int:
         rates = self._rates(work, num_rows)
-        best = rates.index(max(rates))
-        if max(tokens[1] for tokens in work.tokens) < _LEAST_TOKENS:
+        best = int(rates.argmax())
+        if work.tokens[:, 1].max() < _LEAST_TOKENS:
             best = 0
         untried = self._untried(work, num_rows, rates[best])
         if best == 0 and not untried:
@@ -154,12 +158,12 @@ class AdaptiveSchedule(Schedule):
         is_close = best_rate < _CLOSE * plain_rate
         return num_samples == 1 and is_close and self._num_rounds >= _PLAIN_AGAIN_AT
 
-    def _plain_or_probe(self, rates: list[float], num_rows: int) -> int:
+    def _plain_or_probe(self, rates: Floats, num_rows: int) -> int:
         self._num_drafted_rounds = 0
         self._num_plain_rounds += 1
         if self._start_s:
             return 0  # with fewer tokens left the prefill pays even less
-        likeliest = rates.index(max(rates[1:]), 1)
+        likeliest = 1 + int(rates[1:].argmax())
         longest = self._longest_wait(likeliest, num_rows)
         if self._num_plain_rounds <= min(self._wait, longest):
             return 0
@@ -172,20 +176,22 @@ class AdaptiveSchedule(Schedule):
     def _longest_wait(self, num_draft_tokens: int, num_rows: int) -> int:
         """Plain steps between two probes that do not pay, so that probes stay within their budget."""
         seconds = self._costs.rounds_s(num_rows, self._max)
-        surplus_s = max(seconds[num_draft_tokens], self._probe_s) - seconds[0]
-        return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
+        plain_s = float(seconds[0])
+        surplus_s = max(float(seconds[num_draft_tokens]), self._probe_s) - plain_s
+        return min(max(round(surplus_s / max(plain_s, _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
 
     def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
         """The untried K with the highest optimistic rate; 0 if none may gain or another was tried recently."""
         self._num_since_untried += 1
         untried = [num for num in range(1, self._max + 1) if not self._costs.is_tried(num_rows, num)]
+        if not untried:
+            return 0
         least_s = self._costs.best_case_s(num_rows, self._max)
         rates = work.rates(least_s, least_s)
         promising = [num for num in untried if rates[num] > _EXPLORE_GAIN * best_rate]
         if not promising:
             return 0
-        estimated_s = self._costs.rounds_s(num_rows, self._max)
-        likely_s = [(least + estimated) / 2 for least, estimated in zip(least_s, estimated_s, strict=True)]
+        likely_s = (least_s + self._costs.rounds_s(num_rows, self._max)) / 2
         likely_rates = work.rates(likely_s, likely_s)
         choice = max(promising, key=lambda num: likely_rates[num])
         if self._num_since_untried * (rates[choice] / best_rate - 1) < _EXPLORE_EVERY:

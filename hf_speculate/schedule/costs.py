@@ -1,12 +1,15 @@
 """The cost model: how many seconds a round of K drafts takes."""
 
-import functools
-import math
+import copy
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable
 from statistics import median_low
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_speculate.schedule.acceptance import Floats
 from hf_speculate.schedule.base import RoundOutcome
 
 _NUM_SAMPLES = 12  # newest rounds of one kind that are kept
@@ -17,18 +20,46 @@ _BANDWIDTH = 0.3  # of the logarithm of query rows, within which one kind says m
 _FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
 
 
-class _Kind:
-    """Seconds of the newest rounds with one number of rows and one K."""
+class _Kind(NamedTuple):
+    """Seconds of the newest rounds of one kind."""
+
+    num_query: float  # query rows
+    num_samples: float
+    median_s: float
+    newest: float  # drafted rounds before the newest of these
+
+
+class _Kinds:
+    """Seconds of rounds by kind, such as B or (B, K)."""
 
     def __init__(self) -> None:
-        self.samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self.newest = 0  # drafted rounds until then
-        self.median = 0.0
+        self._samples: dict[Hashable, tuple[float, ...]] = {}
+        self._places: dict[Hashable, int] = {}
+        self.table = np.empty((0, len(_Kind._fields)))  # [N, 4], a `_Kind` by place
 
-    def add(self, seconds: float, num_drafted: int) -> None:
-        self.samples.append(seconds)
-        self.median = median_low(self.samples)
-        self.newest = num_drafted
+    def __contains__(self, kind: Hashable) -> bool:
+        return kind in self._places
+
+    def add(self, kind: Hashable, num_query: int, seconds: float, num_drafted: int) -> None:
+        samples = self._samples[kind] = (*self._samples.get(kind, ()), seconds)[-_NUM_SAMPLES:]
+        if kind not in self._places:
+            self._places[kind] = len(self._places)
+            self.table = np.vstack([self.table, np.empty(self.table.shape[1])])
+        self.table[self._places[kind]] = _Kind(num_query, len(samples), median_low(samples), num_drafted)
+
+    def mean(self, num_query: ArrayLike) -> Floats:
+        """[M] weighted means of all medians for [M] numbers of query rows; unlike and older kinds weigh less."""
+        of_kinds, num_samples, medians, newest = self.table.T
+        distances = (np.log(num_query)[:, None] - np.log(of_kinds)) / _BANDWIDTH  # [M, N]
+        likeness = np.where(distances == 0, 1.0, _OTHER_WEIGHT / (1 + np.square(np.square(distances))))
+        weights = num_samples * _FADE ** (newest.max() - newest) * likeness
+        means: Floats = weights @ medians / weights.sum(axis=1)
+        return means
+
+    def copy(self) -> "_Kinds":
+        twin = _Kinds()
+        twin._samples, twin._places, twin.table = dict(self._samples), dict(self._places), self.table.copy()
+        return twin
 
 
 class CostModel:
@@ -46,107 +77,90 @@ class CostModel:
     def __init__(self, draft_cost_ratio: float):
         self._ratio = draft_cost_ratio
         self._num_drafted = 0
-        self._verify: dict[tuple[int, int], _Kind] = {}  # by (B, K >= 1): scoring and all that follows
-        self._plain: dict[int, _Kind] = {}  # by B
-        self._step: dict[int, _Kind] = {}  # by B: of a draft's steps, from rounds in which the drafter read little
+        self._verify = _Kinds()  # by (B, K >= 1): scoring and all that follows
+        self._plain = _Kinds()  # by B
+        self._step = _Kinds()  # by B: of a draft's steps, from rounds in which the drafter read little
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
-        self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` since the newest round
+        self._known_s: dict[tuple[int, int], Floats] = {}  # results of `rounds_s` since the newest round
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round's seconds."""
         self._known_s.clear()
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
         if num == 0:
-            self._plain.setdefault(num_rows, _Kind()).add(verify_s, self._num_drafted)
+            self._plain.add(num_rows, num_rows, verify_s, self._num_drafted)
             return
         self._num_drafted += 1
-        self._verify.setdefault((num_rows, num), _Kind()).add(verify_s, self._num_drafted)
+        self._verify.add((num_rows, num), num_rows * (num + 1), verify_s, self._num_drafted)
         step_s = outcome.draft_s / num
         if outcome.num_fed <= _FEW_FED:
-            self._step.setdefault(num_rows, _Kind()).add(step_s, self._num_drafted)
+            self._step.add(num_rows, num_rows, step_s, self._num_drafted)
         else:
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
+
+    def copy(self) -> "CostModel":
+        """A model that learns apart from this one."""
+        twin = copy.copy(self)
+        twin._verify, twin._plain, twin._step = self._verify.copy(), self._plain.copy(), self._step.copy()
+        twin._known_s = {}
+        return twin
 
     def num_plain_samples(self, num_rows: int) -> int:
         """The number of plain steps measured with about this many rows."""
         kind = self._nearest_plain(num_rows)
-        return len(kind.samples) if kind else 0
+        return int(kind.num_samples) if kind else 0
 
     def plain_age(self, num_rows: int) -> int:
         """Drafted rounds since a plain step of about this many rows; 0 if none was measured."""
         kind = self._nearest_plain(num_rows)
-        return self._num_drafted - kind.newest if kind else 0
+        return self._num_drafted - int(kind.newest) if kind else 0
 
     def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
         """Whether a round with these B and K was run."""
         return (num_rows, num_draft_tokens) in self._verify
 
-    def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
+    def rounds_s(self, num_rows: int, max_draft_tokens: int) -> Floats:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
-        seconds = self._known_s.get((num_rows, max_draft_tokens))
-        if seconds is None:
-            step_s = self._step_s(num_rows)
-            verify_s = [self._verify_s(num_rows, num) for num in range(1, max_draft_tokens + 1)]
-            seconds = [self._plain_s(num_rows), *(num * step_s + spent for num, spent in enumerate(verify_s, 1))]
-            self._known_s[num_rows, max_draft_tokens] = seconds
+        if (num_rows, max_draft_tokens) in self._known_s:
+            return self._known_s[num_rows, max_draft_tokens]
+        seconds = np.full(max_draft_tokens + 1, self._plain_s(num_rows))
+        nums = np.arange(1, max_draft_tokens + 1)
+        if len(self._verify.table):
+            seconds[1:] = self._verify.mean(num_rows * (nums + 1))
+        seconds[1:] += nums * self._step_s(num_rows)
+        self._known_s[num_rows, max_draft_tokens] = seconds
         return seconds
 
-    def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
+    def best_case_s(self, num_rows: int, max_draft_tokens: int) -> Floats:
         """[K_max + 1] optimistic seconds of a round: its verification takes as long as a measured one near it.
 
         Between two measured numbers of query rows that is the faster of the two, past the largest the fastest of all.
         """
-        step_s = self._step_s(num_rows)
-        seen = {num_rows: self._plain_s(num_rows)}
-        for rows, num in self._verify:
-            seen.setdefault(rows * (num + 1), self._verify_s(rows, num))
-        sizes, seconds = sorted(seen), []
+        sizes = sorted({*self._verify.table[:, 0].tolist(), num_rows})
+        seen_s = self._verify.mean(sizes).tolist() if len(self._verify.table) else [0.0]
+        seen_s[sizes.index(num_rows)] = self._plain_s(num_rows)
+        step_s, least_s, seconds = self._step_s(num_rows), min(seen_s), []
         for num in range(max_draft_tokens + 1):
             right = bisect_left(sizes, num_rows * (num + 1))
-            near = sizes[right - 1 : right + 1] if 0 < right < len(sizes) else sizes
-            seconds.append(num * step_s + min(seen[size] for size in near))
-        return seconds
+            near_s = min(seen_s[right - 1 : right + 1]) if 0 < right < len(sizes) else least_s
+            seconds.append(num * step_s + near_s)
+        return np.array(seconds)
 
     def _nearest_plain(self, num_rows: int) -> _Kind | None:
-        near = [rows for rows in self._plain if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)]
-        return self._plain[min(near, key=lambda rows: abs(rows - num_rows))] if near else None
+        kinds = [_Kind(*kind) for kind in self._plain.table.tolist()]
+        near = [kind for kind in kinds if max(kind.num_query, num_rows) <= _ALIKE * min(kind.num_query, num_rows)]
+        return min(near, key=lambda kind: abs(kind.num_query - num_rows), default=None)
 
     def _plain_s(self, num_rows: int) -> float:
         """Before any plain step, the estimate of a verification of as many rows."""
         kind = self._nearest_plain(num_rows)
         if kind is not None:
-            return kind.median
-        return self._verify_s(num_rows, 0) if self._verify else 1.0
-
-    def _verify_s(self, num_rows: int, num_draft_tokens: int) -> float:
-        if not self._verify:
-            return self._plain_s(num_rows)
-        num_query = num_rows * (num_draft_tokens + 1)
-        return self._mean(num_query, ((rows * (num + 1), kind) for (rows, num), kind in self._verify.items()))
+            return kind.median_s
+        return float(self._verify.mean([num_rows])[0]) if len(self._verify.table) else 1.0
 
     def _step_s(self, num_rows: int) -> float:
         """Seconds of a draft step; before any drafted round, from the models' sizes."""
-        if self._step:
-            return self._mean(num_rows, self._step.items())
+        if len(self._step.table):
+            return float(self._step.mean([num_rows])[0])
         step_s = self._ratio * self._plain_s(num_rows)
         return step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
-
-    @staticmethod
-    def _mean(num_query: int, kinds: Iterable[tuple[int, _Kind]]) -> float:
-        """The weighted mean of the medians of `kinds`, pairs of query rows and kind; older kinds weigh less."""
-        found = list(kinds)
-        newest = max(kind.newest for _, kind in found)
-        weights, total = 0.0, 0.0
-        for other, kind in found:
-            weight = len(kind.samples) * _likeness(num_query, other) * _FADE ** (newest - kind.newest)
-            weights += weight
-            total += weight * kind.median
-        return total / weights
-
-
-@functools.lru_cache(maxsize=4096)
-def _likeness(num_query: int, other: int) -> float:
-    """Weight of a kind with `other` query rows in the estimate for `num_query` query rows."""
-    if num_query == other:
-        return 1.0
-    return _OTHER_WEIGHT / (1 + (math.log(num_query / other) / _BANDWIDTH) ** 4)

@@ -1,6 +1,5 @@
 """Schedule history: acceptance and cost estimates kept for the next call of the same kind."""
 
-import copy
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class ScheduleEstimates(NamedTuple):
 
     def recent(self) -> "ScheduleEstimates":
         """A copy for later calls, in which old observations weigh less."""
-        return self._replace(acceptance=self.acceptance.recent(), costs=copy.deepcopy(self.costs))
+        return self._replace(acceptance=self.acceptance.recent(), costs=self.costs.copy())
 
 
 class HistoryStore:
