@@ -3,7 +3,7 @@
     python benchmarks/never_slower.py
     python benchmarks/never_slower.py --batch-sizes 1 8 --limit-s 7200
     python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 64 256 --repeats 6 \
-        --categories docstring edit --limit-s 900 --results /tmp/cells
+        --categories docstring edit --limit-s 900 --add
 
 The last one takes a quarter of an hour: the easiest and the hardest category for the bundled draft, short calls first.
 
@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 from _costs import measure_costs
 from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
-from _harness import Cells, Results, add_common_arguments, markdown, parse_common, speedups
+from _harness import (
+    Cells,
+    Results,
+    add_argument_of_adding,
+    add_common_arguments,
+    markdown,
+    parse_common,
+    speedups,
+)
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
 from _subjects import DTYPES, Subject, encode, load_pair, read_prompts
@@ -44,6 +52,10 @@ class Cell(NamedTuple):
     batch_size: int
     category: str
     mode: str
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell(row.get("max_new_tokens", 256), *(row[name] for name in Cell._fields[1:]))
 
 
 def winning_constants(runner: Runner, batch: Batch, args: argparse.Namespace) -> list[Method]:
@@ -95,7 +107,7 @@ def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
 
 
 COLUMNS = {
-    "new tokens": lambda row: row.get("max_new_tokens", 256),
+    "new tokens": lambda row: cell_of(row).max_new_tokens,
     "rows": lambda row: row["batch_size"],
     "draft": lambda row: row["draft"],
     "prompts": lambda row: row["category"],
@@ -160,12 +172,13 @@ def main() -> None:
     parser.add_argument("--num-assistant-tokens", nargs="+", type=int, default=[1, 3, 5, 8])
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
     parser.add_argument("--cache", choices=CACHES, default="auto")
+    add_argument_of_adding(parser)
     args = parse_common(parser)
     args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
     axes = (args.max_new_tokens, args.drafts, args.batch_sizes, args.categories, args.modes)
     cells = [Cell(*values) for values in product(*axes)]
     subjects = {draft: load_pair(args.dtype, args.device, draft) for draft in args.drafts}
-    walk, results = Cells(cells, args.limit_s, "cells"), Results(NAME, args)
+    walk, results = Cells(cells, args.limit_s, "cells"), Results(NAME, args, cell_of)
     for cell in walk:
         results.add(measure(subjects[cell.draft], cell, args))
     args.left_out = walk.left_out
