@@ -92,6 +92,7 @@ class AdaptiveSchedule(Schedule):
         self._num_plain_rounds = 0  # in a row
         self._num_since_untried = 0
         self._wait = _FIRST_WAIT
+        self._waiting = (0, 0)  # rows, and their plain steps in a row before K is chosen again
         self._ratio = draft_cost_ratio
         self._is_probe = False
         self._probe_s = 0.0  # seconds of the last probe, in which the draft first read the tokens of the plain steps
@@ -125,6 +126,10 @@ class AdaptiveSchedule(Schedule):
                 self._probe_s = outcome.draft_s + outcome.score_s + outcome.other_s
             self._is_probe = False
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
+        elif outcome.num_rows == self._waiting[0] and self._num_plain_rounds < self._waiting[1]:
+            self._num_plain_rounds += 1  # without the estimates: they take 2 % of a small model's plain step
+            return
+        self._waiting = (0, 0)
         work = RemainingWork(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
         self.num_draft_tokens = self._next(work, outcome.num_rows)
 
@@ -166,6 +171,8 @@ class AdaptiveSchedule(Schedule):
         likeliest = 1 + int(rates[1:].argmax())
         longest = self._longest_wait(likeliest, num_rows)
         if self._num_plain_rounds <= min(self._wait, longest):
+            if self._wait > _FIRST_WAIT:  # before, one more measured plain step may change what is best
+                self._waiting = num_rows, min(self._wait, longest)
             return 0
         self._num_plain_rounds = 0
         self._wait = max(min(2 * self._rarer * self._wait, longest), _FIRST_WAIT)

@@ -124,7 +124,7 @@ MUTANTS = (
                 "if self._num_plain_rounds <= min(self._wait, longest):", "if True:"
             ),
             "adaptive schedule: the fastest row counts": Fault(
-                "ends = sorted(left / tokens[num] for", "ends = sorted(tokens[num] for"
+                "(alone_s - rounds_s))).sum(axis=0)", "(alone_s - rounds_s)))[0]"
             ),
         },
     ),
