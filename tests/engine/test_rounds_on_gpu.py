@@ -35,7 +35,8 @@ MOST = {
 SLOW = {("model", "preallocated", "top_p", 8), ("model", "dynamic", "greedy", 8), ("lookup", "dynamic", "top_p", 1)}
 CASES = [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ()) for case in MOST]
 MOST_NEAR_THE_END = 40  # of eight greedy rows whose drafts are cut to the room that they have
-LOGIT_TOLERANCE = 1e-5  # float32 round-off of logits through the layers; a wrong mask moves them by 1e-2 and more
+# float32 round-off of two kinds of attention, 1.4e-5 on some CPUs; a wrong mask moves logits by 1e-2 and more
+LOGIT_TOLERANCE = 1e-4
 MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
 
