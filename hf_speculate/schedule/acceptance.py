@@ -9,15 +9,17 @@ from hf_speculate.draft.acceptance_rates import AcceptanceCounts
 
 Floats = NDArray[np.float64]
 
-# Tuned on the simulated traces of tests/schedule: a round's weight is halved after about seven rounds.
+# Tuned on the simulated traces of tests/schedule, and on those of the bundled pair with its rounds' seconds.
+# A round's weight is halved after about seven rounds.
 _DECAY = 0.92
 _SLOW_DECAY = 0.98  # of the long-run rate of the first position
 _PRIOR_ACCEPTANCE = 0.8  # of the first position, before any observation; optimistic, so that drafting is tried
 _PRIOR_WEIGHT = 1.0  # of the prior, in observations
+_LONG_RUN_WEIGHT = 6.0  # of the long-run rate, in observations, while recent ones are accepted about as often
 _NO_WEIGHT = 1e-9  # of a prior that counts only without observations
-_NEIGHBOUR_WEIGHT = 4.0  # of the previous position's rate, as the prior of a position
+_NEIGHBOUR_WEIGHT = 6.0  # of the previous position's rate, as the prior of a position
 _OTHER_CALL = 0.5  # observations that an earlier call counts as
-_ALIKE_CALL = 3.0  # the same, if the call before it was accepted about as often: one rejection then ends no drafting
+_ALIKE_CALL = 14.0  # the same, if the call before it was accepted about as often: few rejections then end no drafting
 _ALIKE_RATE = 0.25  # largest difference of rates that are about the same
 _ROW_WEIGHT = 2.0  # rejections that a row must show before it counts for more than the batch
 
@@ -80,9 +82,12 @@ class AcceptanceModel:
     def _by_position(self, num: int) -> list[float]:
         """[num] acceptance rate of each position, given that all earlier positions were accepted."""
         rate = self._long_run.rate(0, _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT)
+        weight = _PRIOR_WEIGHT
+        if abs(self._positions.rate(0, rate, _PRIOR_WEIGHT) - rate) < _ALIKE_RATE:
+            weight = max(min(self._long_run.verified[0], _LONG_RUN_WEIGHT), _PRIOR_WEIGHT)
         rates: list[float] = []
         for position in range(num):
-            rate = self._positions.rate(position, rate, _NEIGHBOUR_WEIGHT if rates else _PRIOR_WEIGHT)
+            rate = self._positions.rate(position, rate, _NEIGHBOUR_WEIGHT if rates else weight)
             rates.append(rate)
         return rates
 

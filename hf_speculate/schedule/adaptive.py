@@ -10,11 +10,12 @@ from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.history import ScheduleEstimates, ScheduleHistory
 
 # Tuned on the simulated and recorded traces of tests/schedule.
-_FIRST_DRAFT_TOKENS = 5
-_PLAIN_AT = 2  # round after which a plain step is measured if drafting has paid so far
+_FIRST_DRAFT_TOKENS = 5  # at most
+_GROWTH = 2  # tokens by which a draft may be longer than the last one: estimates of long drafts rest on few rounds
+_PLAIN_AT = 3  # round after which a plain step is measured if drafting has paid so far
 _PLAIN_AGAIN_AT = 12  # round after which it is measured once more if both rates are close
 _PLAIN_STALE = 200  # drafted rounds, including those of earlier calls, after which it is measured again
-_CLOSE = 2.5  # ratio of the rates below which they are close
+_CLOSE = 1.6  # ratio of the rates below which they are close
 _LEAST_TOKENS = 1.04  # expected tokens of a round with K = 1, below which a gain is measurement noise
 _EXPLORE_GAIN = 1.2  # optimistic gain from which an untried K is tried
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, divided by the optimistic gain: 2 for a gain of 0.1, then 1
@@ -94,12 +95,13 @@ class AdaptiveSchedule(Schedule):
         self._wait = _FIRST_WAIT
         self._waiting = (0, 0)  # rows, and their plain steps in a row before K is chosen again
         self._ratio = draft_cost_ratio
+        self._last = _FIRST_DRAFT_TOKENS  # K of the last drafted round
         self._is_probe = False
         self._probe_s = 0.0  # seconds of the last probe, in which the draft first read the tokens of the plain steps
         self._start_s = 0.0  # seconds of the draft's prefill of a long prompt, while it is still to come
         self.num_draft_tokens = 0
         if not self._never_drafts:
-            self.num_draft_tokens = self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
+            self.num_draft_tokens = self._first(num_rows)
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
         """Start with a plain step if few tokens follow a long prompt: drafting may not be worth the draft's prefill."""
@@ -121,6 +123,7 @@ class AdaptiveSchedule(Schedule):
         self._costs.observe(outcome)
         if outcome.num_draft_tokens:
             self._num_drafted_rounds += 1
+            self._last = outcome.num_draft_tokens
             self._start_s = 0.0
             if self._is_probe:
                 self._probe_s = outcome.draft_s + outcome.score_s + outcome.other_s
@@ -133,9 +136,9 @@ class AdaptiveSchedule(Schedule):
         work = RemainingWork(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
         self.num_draft_tokens = self._next(work, outcome.num_rows)
 
-    def _first(self, num_rows: int, max_draft_tokens: int) -> int:
+    def _first(self, num_rows: int) -> int:
         work = RemainingWork(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)
-        return int(self._rates(work, num_rows)[: max_draft_tokens + 1].argmax())
+        return int(self._rates(work, num_rows)[: _FIRST_DRAFT_TOKENS + 1].argmax())
 
     def _rates(self, work: RemainingWork, num_rows: int) -> Floats:
         return work.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
@@ -153,7 +156,7 @@ class AdaptiveSchedule(Schedule):
             self._wait, self._rarer, self._has_paid = _FIRST_WAIT, 1, True
         if self._wants_plain(rates[best], rates[0], num_rows):
             return 0
-        return untried or best
+        return min(untried or best, max(self._last + _GROWTH, _FIRST_DRAFT_TOKENS))
 
     def _wants_plain(self, best_rate: float, plain_rate: float, num_rows: int) -> bool:
         """Whether a plain step must be measured, to know whether drafting pays."""

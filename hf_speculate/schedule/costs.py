@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from hf_speculate.schedule.acceptance import Floats
 from hf_speculate.schedule.base import RoundOutcome
 
-_NUM_SAMPLES = 12  # newest rounds of one kind that are kept
+_NUM_SAMPLES = 24  # newest rounds of one kind that are kept
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
 _OTHER_WEIGHT = 0.4  # of a round of another kind, at most
