@@ -186,9 +186,7 @@ def lines_of(method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped:
 def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
     defaults = never_slower.defaults_of({"rows": rows})
     worst = [row["over_plain"]["median"] for row in defaults]
-    gaining = [
-        row["over_best_constant"]["median"] for row in defaults if (row["best_constant_over_plain"] or 0.0) >= 1.1
-    ]
+    gaining = [never_slower.share_of_best(row) for row in defaults if (row["best_constant_over_plain"] or 0.0) >= 1.1]
     return [
         line(f"worst cell of never_slower: speed over plain{where}", 0.97, worst, shown="{:.3f}"),
         line(f"default schedule over the best constant K, worst cell where that gains 1.1{where}", 0.97, gaining),
