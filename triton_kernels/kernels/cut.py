@@ -39,30 +39,32 @@ def last_kept_bin(counts, top_k, top_p):
 @entry_point
 def cut_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v, temperature, temperatures_ptr,
-    top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write each row's logits over its temperature, -inf where they are cut, float32 [B, V]. Grid: (B,)."""
     row = tl.program_id(0)
     this_temperature = load_temperature(temperature, temperatures_ptr, row)
-    row_ptr = target_ptr + row_offset(row, row * 0, target_stride_b, target_stride_i, ALIGNED)
+    row_ptr = target_ptr + row_offset(row, row * 0, target_stride_b, target_stride_i, ROWS)
     top = tl.full([], float("-inf"), tl.float32)
     num_nans = row * 0
     for chunk in range(num_chunks):
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        here = chunk_max(warp(load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED), this_temperature,
-                              None))  # fmt: skip
+        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
+        here = chunk_max(warp(x, this_temperature, None))
         num_nans += tl.where(here != here, 1, 0)
         top = tl.maximum(top, here)
     is_valid = tl.where(num_nans > 0, 0, tl.where(is_finite(top), 1, 0))
     counts = tl.zeros([BINS], tl.int32)
     for chunk in range(num_chunks):
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = warp(load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED), this_temperature, None)
+        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
+        x = warp(x, this_temperature, None)
         counts += tl.histogram(bins_of(x, top), BINS)
     last = last_kept_bin(counts, top_k, top_p)
     for chunk in range(num_chunks):
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = warp(load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED), this_temperature, None)
+        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
+        x = warp(x, this_temperature, None)
         is_kept = (bins_of(x, top) <= last) & (top - x <= most_below)
         x = tl.where(is_kept, x, tl.where(is_valid > 0, float("-inf"), x))
         tl.store(out_ptr + row.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)

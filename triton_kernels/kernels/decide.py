@@ -176,7 +176,7 @@ def decide_kernel(
     races_ptr, plans_ptr, arrivals_ptr,
     out_ids_ptr, out_num_ptr, out_status_ptr, passed_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks, pieces_per_program,
-    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
+    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Verify one sequence.
 
@@ -222,18 +222,18 @@ def decide_kernel(
         if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
             status |= tl.where(is_rejected & ~takes_argmax, row_status(draft_lse), 0)
             uses_residual = uses_residual & is_finite(draft_lse)
-            draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ALIGNED)
+            draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ROWS)
         if RULE == TYPICAL:
             uses_residual = uses_residual & (end < 0)
         first_piece = program * pieces_per_program
         num_pieces = (vocab_size + PIECE - 1) // PIECE
         last_piece = tl.where(takes_argmax, first_piece, tl.minimum(first_piece + pieces_per_program, num_pieces))
         best = race_row(
-            target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ALIGNED), target_stride_v,
+            target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ROWS), target_stride_v,
             draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
             target_lse, draft_lse, ratio, last_id, uses_residual,
             noise_states(seed, round_, position + end, CORRECTION), first_piece, last_piece, vocab_size,
-            RULE, ALIGNED, PIECE,
+            RULE, ROWS, PIECE,
         )  # fmt: skip
         num_programs = tl.num_programs(1)
         tl.store(races_ptr + sequence.to(tl.int64) * num_programs + program, best)

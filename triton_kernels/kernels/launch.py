@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._inputs import Proposal, Round, Warp
 from ..types import NoiseKeys
+from .rows import ALIGNED, SHIFTED, STRIDED
 
 # Entries per chunk of a row; fixed, because it determines the rounding of sums.
 CHUNK = 4096
@@ -86,6 +87,17 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[in
     )
 
 
+def _rows(layout: Layout, logits: list[Tensor]) -> int:
+    """How the kernels read the rows of `logits`: STRIDED, ALIGNED or SHIFTED."""
+    if layout.has_even_rows and all(one.data_ptr() % 16 == 0 for one in logits):
+        return int(ALIGNED)
+    for one in logits:
+        # SHIFTED reads from the aligned address below a row's start, which must not be below that of the storage.
+        if one.stride(-1) != 1 or one.element_size() > 4 or one.untyped_storage().data_ptr() % 16 != 0:
+            return int(STRIDED)
+    return int(SHIFTED)
+
+
 @dataclass
 class Launch:
     """Arguments and scratch memory that the launches of one operation share.
@@ -122,7 +134,6 @@ class Launch:
         temperature, row_cutoffs = self.warp
         is_tensor = isinstance(temperature, Tensor)
         seeds, rounds, positions = (None, None, None) if self.keys is None else self.keys
-        starts = target.data_ptr() | (0 if draft is None else draft.data_ptr())
         self.shared = {
             **self.layout.arguments,
             "target_ptr": target,
@@ -139,7 +150,7 @@ class Launch:
             "floats_ptr": self.floats,
             "ints_ptr": self.ints,
             "TOP_IDS": is_tensor or temperature == 0.0,  # whether a row can be at temperature 0
-            "ALIGNED": self.layout.has_even_rows and starts % 16 == 0,
+            "ROWS": _rows(self.layout, [target] if draft is None else [target, draft]),
         }
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

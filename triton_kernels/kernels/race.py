@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .acceptance import POINT_MASS, TYPICAL
 from .noise import exponentials, key_bounds
-from .rows import NO_ID, exp, load_chunk, pack_race, warp
+from .rows import NO_ID, SHIFTED, STRIDED, exp, load_chunk, pack_race, warp
 
 # Lanes of a race that one thread holds, if a load is 16 bytes of half precision.
 LANES_AT_ONCE = tl.constexpr(8)
@@ -14,20 +14,20 @@ LANES_AT_ONCE = tl.constexpr(8)
 @triton.jit
 def signed_weights(
     target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-    target_lse, draft_lse, ratio, excluded_id, uses_residual, token_ids, vocab_size,
-    RULE: tl.constexpr, ALIGNED: tl.constexpr,
+    target_lse, draft_lse, ratio, excluded_id, uses_residual, first_id, token_ids, vocab_size,
+    RULE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Weights of `token_ids` in the race: the residual, or the target's probability if not `uses_residual`.
 
     Entries without a residual take part with their negated probability: one of them wins if the residual is empty.
     """
-    x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+    x = load_chunk(target_row_ptr, target_stride_v, first_id, token_ids, vocab_size, ROWS)
     weights = exp(warp(x, temperature, cutoff) - target_lse)
     if RULE == POINT_MASS:
         weights = tl.where((token_ids != excluded_id) & (weights > 0.0), weights, -weights)
     elif RULE != TYPICAL:  # noqa: SIM102, the one is a constant, the other a tensor
         if uses_residual:
-            d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+            d = load_chunk(draft_row_ptr, draft_stride_v, first_id, token_ids, vocab_size, ROWS)
             residual = weights * ratio - exp(d - draft_lse)
             weights = tl.where(residual > 0.0, residual, -weights)
     return weights
@@ -37,7 +37,7 @@ def signed_weights(
 def race_row(
     target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
     target_lse, draft_lse, ratio, last_id, uses_residual, state, first_piece, last_piece, vocab_size,
-    RULE: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
+    RULE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Exponential race over some pieces of one row, packed by `pack_race`.
 
@@ -54,7 +54,7 @@ def race_row(
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-            target_lse, draft_lse, ratio, excluded_id, uses_residual, token_ids, vocab_size, RULE, ALIGNED,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, piece * PIECE, token_ids, vocab_size, RULE, ROWS,
         )  # fmt: skip
         bounds = key_bounds(weights, state, token_ids).to(tl.int32, bitcast=True)
         is_better = bounds > best_bounds
@@ -64,7 +64,8 @@ def race_row(
     ids, other = merge_lanes(best_bounds, best_ids, other_bounds, PIECE)
     weights = signed_weights(
         target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-        target_lse, draft_lse, ratio, excluded_id, uses_residual, ids, vocab_size, RULE, ALIGNED,
+        target_lse, draft_lse, ratio, excluded_id, uses_residual, 0, ids, vocab_size, RULE,
+        STRIDED if ROWS == SHIFTED else ROWS,
     )  # fmt: skip
     best = tl.max(pack_race(weights / exponentials(state, ids), ids), axis=0)
     best_bits = (best >> 32).to(tl.int32)
@@ -72,7 +73,7 @@ def race_row(
         best = race_all(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
             target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
-            RULE, ALIGNED, PIECE,
+            RULE, ROWS, PIECE,
         )  # fmt: skip
     return best
 
@@ -81,7 +82,7 @@ def race_row(
 def race_all(
     target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
     target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
-    RULE: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
+    RULE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """`race_row` from the keys of all entries."""
     lanes = tl.arange(0, PIECE)
@@ -91,7 +92,7 @@ def race_all(
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-            target_lse, draft_lse, ratio, excluded_id, uses_residual, token_ids, vocab_size, RULE, ALIGNED,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, piece * PIECE, token_ids, vocab_size, RULE, ROWS,
         )  # fmt: skip
         bits = (weights / exponentials(state, token_ids)).to(tl.int32, bitcast=True)
         is_better = bits > best_bits

@@ -9,6 +9,10 @@ import triton.language as tl
 
 CHUNKS_AT_ONCE = tl.constexpr(64)  # chunks merged in one step; one step is enough for V up to 262,144
 NO_ID = tl.constexpr(2**31 - 1)
+# How the entries of a row lie in memory; a kernel is compiled for one of these.
+STRIDED = tl.constexpr(0)
+ALIGNED = tl.constexpr(1)  # contiguous; V and the offsets of all rows are multiples of 16 entries
+SHIFTED = tl.constexpr(2)  # contiguous
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -19,23 +23,76 @@ def exp(x):
 
 
 @triton.jit
-def row_offset(sequence, position, stride_b, stride_i, ALIGNED: tl.constexpr):
-    """Offset of a row in entries, int64; for ALIGNED see `launch.is_aligned`."""
+def row_offset(sequence, position, stride_b, stride_i, ROWS: tl.constexpr):
+    """Offset of a row in entries, int64."""
     offset = sequence.to(tl.int64) * stride_b + position.to(tl.int64) * stride_i
-    if ALIGNED:
+    if ROWS == ALIGNED:
         offset = tl.multiple_of(offset, 16)
     return offset
 
 
 @triton.jit
-def load_chunk(row_ptr, stride_v, token_ids, vocab_size, ALIGNED: tl.constexpr):
-    """Logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary."""
-    if ALIGNED:
+def load_chunk(row_ptr, stride_v, first_id, token_ids, vocab_size, ROWS: tl.constexpr):
+    """Logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary; if SHIFTED, they count from `first_id` on."""
+    if ROWS == ALIGNED:
         is_inside = token_ids < (vocab_size // 16) * 16  # equals vocab_size; tells the compiler that 16 divides it
         return tl.load(row_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
+    elif ROWS == SHIFTED:
+        return load_shifted(row_ptr, first_id, vocab_size, token_ids.shape[0])
     else:
         at = row_ptr + token_ids.to(tl.int64) * stride_v
         return tl.load(at, mask=token_ids < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def load_shifted(row_ptr, first_id, vocab_size, CHUNK: tl.constexpr):
+    """Logits of CHUNK token ids from `first_id` on in float32, -inf past the vocabulary, read by vectors of 16 bytes.
+
+    The row starts `shift` bytes after an aligned address. A vector of the row therefore ends one aligned vector, `low`,
+    and begins the next, `high`. These may hold entries from before the row. Past its last whole vector the row is read
+    by entries, because its storage may end there.
+    """
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    BYTES: tl.constexpr = dtype.primitive_bitwidth // 8
+    BITS: tl.constexpr = tl.uint16 if BYTES == 2 else tl.uint32
+    shift = (row_ptr.to(tl.int64) & 15).to(tl.int32)
+    start_ptr = tl.multiple_of(row_ptr - shift // BYTES, 16)
+    end = vocab_size + shift // BYTES
+    num_whole = end * BYTES // 16 - first_id * BYTES // 16  # vectors of this chunk and of later ones
+    vectors = tl.arange(0, CHUNK * BYTES // 16)[:, None]
+    words = tl.arange(0, 2)[None, :]
+    at = start_ptr.to(tl.pointer_type(tl.uint64), bitcast=True) + first_id * BYTES // 8 + (vectors * 2 + words)
+    if num_whole > CHUNK * BYTES // 16:
+        low = tl.load(at)  # [CHUNK * BYTES / 16, 2]
+        high = tl.load(at + 2)
+    else:
+        lanes = tl.arange(0, 8 // BYTES)[None, :]
+        tail = end * BYTES // 16 * 16 // BYTES + tl.arange(0, 2)[:, None] * (8 // BYTES) + lanes
+        tail = tl.load(start_ptr + tail, mask=tail < end, other=float("-inf")).to(BITS, bitcast=True)
+        tail = tl.sum(tail.to(tl.uint64) << (lanes * 8 * BYTES), axis=1)[None, :]  # [1, 2]
+        fill = tl.full([], float("-inf"), dtype).to(BITS, bitcast=True).to(tl.uint64)
+        fill = fill * (0x0001000100010001 if BYTES == 2 else 0x0000000100000001)
+        low = tl.load(at, mask=vectors < num_whole, other=tl.where(vectors == num_whole, tail, fill))
+        high = tl.load(at + 2, mask=vectors + 1 < num_whole, other=tl.where(vectors + 1 == num_whole, tail, fill))
+    a, b = tl.split(low)
+    c, d = tl.split(high)
+    is_far = (shift & 8) != 0
+    a, b, c = tl.where(is_far, b, a), tl.where(is_far, c, b), tl.where(is_far, d, c)
+    a, b, c = skip_bytes(a, b, shift, 4), skip_bytes(b, c, shift, 4), skip_bytes(c, c, shift, 4)
+    if BYTES == 2:
+        a, b = skip_bytes(a, b, shift, 2), skip_bytes(b, c, shift, 2)
+    x = tl.join(a, b)
+    x = tl.join(x.to(tl.uint32), (x >> 32).to(tl.uint32))
+    if BYTES == 2:
+        x = tl.join(x.to(tl.uint16), (x >> 16).to(tl.uint16))
+    return tl.reshape(x.to(dtype, bitcast=True).to(tl.float32), [CHUNK])
+
+
+@triton.jit
+def skip_bytes(low, high, shift, NUM_BYTES: tl.constexpr):
+    """`low`, or if `shift` has the bit NUM_BYTES, eight bytes of `low` and `high` from byte NUM_BYTES on; uint64."""
+    skipped = (low >> (8 * NUM_BYTES)) | (high << (64 - 8 * NUM_BYTES))
+    return tl.where((shift & NUM_BYTES) != 0, skipped, low)
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def block_masses_kernel(
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
     temperature, temperatures_ptr, cutoffs_ptr, ratios_ptr, block_lens_ptr, masses_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write chunk sums of the residuals max(rho * p - q, 0) at positions 1 .. K-1, to `masses_ptr` [B, K-1, chunks].
 
@@ -86,16 +86,16 @@ def block_masses_kernel(
     ratio = tl.exp(tl.load(ratios_ptr + here - 1))
     target_lse = tl.load(ratios_ptr + plane + here)
     draft_lse = tl.load(ratios_ptr + 2 * plane + here)
-    target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
-    draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ALIGNED)
+    target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ROWS)
+    draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ROWS)
     cutoff = load_cutoff(cutoffs_ptr, sequence * (num_draft_tokens + 1) + position)
     first_chunk = tl.program_id(1) * chunks_per_program
     for chunk in range(first_chunk, tl.minimum(first_chunk + chunks_per_program, num_chunks)):
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
         is_inside = token_ids < vocab_size
-        x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+        x = load_chunk(target_row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
         x = warp(x, this_temperature, cutoff)
-        d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+        d = load_chunk(draft_row_ptr, draft_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
         residuals = tl.maximum(ratio * exp(x - target_lse) - exp(d - draft_lse), 0.0)
         mass = tl.sum(tl.where(is_inside, residuals, 0.0), axis=0)
         tl.store(masses_ptr + pair.to(tl.int64) * num_chunks + chunk, mass)
@@ -106,7 +106,7 @@ def entropies_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     lens_ptr, temperature, temperatures_ptr, cutoffs_ptr, floats_ptr, ints_ptr, plane, sums_ptr, epsilon,
     num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write chunk sums of p * log(p + epsilon) to `sums_ptr` [B, K+1, chunks]; bonus rows are skipped.
 
@@ -122,12 +122,12 @@ def entropies_kernel(
     lses = merge_logsumexps(floats_ptr, ints_ptr, plane, row, lanes, lanes == 0, num_chunks)
     lse = tl.sum(tl.where(lanes == 0, lses, 0.0), axis=0)
     cutoff = load_cutoff(cutoffs_ptr, row)
-    row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
+    row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ROWS)
     first_chunk = tl.program_id(1) * chunks_per_program
     for chunk in range(first_chunk, tl.minimum(first_chunk + chunks_per_program, num_chunks)):
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
         is_inside = token_ids < vocab_size
-        x = load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
         x = warp(x, this_temperature, cutoff)
         probs = exp(x - lse)
         terms = tl.where(is_inside, probs * tl.log(probs + epsilon), 0.0)

@@ -79,7 +79,7 @@ def row_stats_kernel(
     floats_ptr, ints_ptr, arrivals_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     TOP_IDS: tl.constexpr, SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows if `draft_ptr` is not None.
 
@@ -112,12 +112,12 @@ def row_stats_kernel(
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
         at = row.to(tl.int64) * num_chunks + chunk
         if is_target:
-            target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
-            x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+            target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ROWS)
+            x = load_chunk(target_row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
             x = warp(x, this_temperature, load_cutoff(cutoffs_ptr, row))
             store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, TOP_IDS, SUMS, SPREADS,
                         RACES)  # fmt: skip
         elif draft_ptr is not None:
-            draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ALIGNED)
-            x = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+            draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ROWS)
+            x = load_chunk(draft_row_ptr, draft_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
             store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, False, SUMS, False, False)
