@@ -44,7 +44,7 @@ def cut_kernel(
     """Write each row's logits over its temperature, -inf where they are cut, float32 [B, V]. Grid: (B,)."""
     row = tl.program_id(0)
     this_temperature = load_temperature(temperature, temperatures_ptr, row)
-    row_ptr = target_ptr + row_offset(row, row * 0, target_stride_b, target_stride_i, ROWS)
+    row_ptr = target_ptr + row_offset(row, tl.program_id(1), target_stride_b, target_stride_i, ROWS)
     top = tl.full([], float("-inf"), tl.float32)
     num_nans = row * 0
     for chunk in range(num_chunks):
