@@ -23,13 +23,15 @@ MULTIPROCESSORS, SCHEDULERS, CYCLES_PER_US, ISSUE_SHARE = 132, 4, 1755.0, 0.72
 class Counts(NamedTuple):
     """Instructions of a thread; `loop` is the loop over a row's entries.
 
-    It is the first of the loops with the widest loads. A race that cannot be decided from bounds runs a later one; such
-    loops are `rare`.
+    It is the first of the loops that load entries of half precision or vectors. A race that cannot be decided from
+    bounds runs a later one; such loops are `rare`. The code in a loop that reads the last entries of a row by
+    themselves is its `tail`, which is not counted with the loop.
     """
 
     instructions: int
     rare_instructions: int
     barriers: int
+    tail_instructions: int
     loop_instructions: int
     loop_barriers: int
     loop_shuffles: int
@@ -43,23 +45,25 @@ def counts(cubin: bytes) -> Counts:
         file.write(cubin)
         file.flush()
         text = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    instructions, labels = [], {}
+    instructions, labels = [], dict[str, int]()
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
             instructions.append(instruction[1])
-    targets = [(labels.get(match[1]), end) for end, text in enumerate(instructions)
-               if (match := re.match(r"BRA.*`\((\.L_x_\d+)\)", text))]  # fmt: skip
-    loops = [(start, end + 1) for start, end in targets if start is not None and start < end]
+    jumps = [(labels[match[1]], at) for at, text in enumerate(instructions)
+             if (match := re.match(r"BRA.*`\((\.L_x_\d+)\)", text)) and match[1] in labels]  # fmt: skip
+    loops = [(start, at + 1) for start, at in jumps if start < at]
     inner = sorted(one for one in loops if not any(_holds(one, other) for other in loops))
-    widths = [max(map(int, _load_widths(instructions[start:end])), default=0) for start, end in inner]
+    widths = [_width_of_rows(instructions[start:end]) for start, end in inner]
     (start, end), *rare = [one for one, width in zip(inner, widths, strict=True) if width == max(widths)] or [(0, 0)]
-    loop = instructions[start:end]
+    tail = _tail(instructions, [(at + 1, to) for to, at in jumps if start <= at < to <= end])
+    loop = [instructions[at] for at in range(start, end) if at not in tail]
     return Counts(
         len(instructions) - _starting(instructions, "NOP"),
         sum(last - first for first, last in rare if max(widths) > 32),
         _starting(instructions, "BAR"),
+        len(tail),
         len(loop),
         _starting(loop, "BAR"),
         _starting(loop, "SHFL", "REDUX"),
@@ -68,6 +72,23 @@ def counts(cubin: bytes) -> Counts:
         ),
         _waits(instructions[:start]),
     )
+
+
+def _width_of_rows(loop: Sequence[str]) -> int:
+    """Bits of the widest load; those of a vector if entries of half precision are loaded, which only rows hold."""
+    widths = _load_widths(loop)
+    return 128 if "16" in widths else max(map(int, widths), default=0)
+
+
+def _tail(instructions: Sequence[str], skipped: Sequence[tuple[int, int]]) -> set[int]:
+    """Places of the smallest of the `skipped` regions around each load of one entry that also load vectors."""
+    tail: set[int] = set()
+    for start, end in sorted(skipped, key=lambda region: region[1] - region[0]):
+        widths = _load_widths(instructions[start:end])
+        is_whole_chunk = _starting(instructions[start:end], "BAR") > 0
+        if tail.isdisjoint(range(start, end)) and "128" in widths and len({*widths}) > 1 and not is_whole_chunk:
+            tail.update(range(start, end))
+    return tail
 
 
 def _load_widths(instructions: Sequence[str]) -> list[str]:
@@ -97,11 +118,24 @@ def _starting(instructions: Sequence[str], *names: str) -> int:
     return sum(text.startswith(names) for text in instructions)
 
 
+SHIFTED_VOCAB_SIZE = 50_257
+SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # ends the names of calls with rows that start anywhere
 TABLED = (
     "greedy", "rejection, saved sums", "rejection", "rejection, temperature", "rejection, temperatures and cutoffs",
     "point mass", "typical", "typical, sampled", "block", "coupled",
 )  # fmt: skip
 ROW_KERNELS = ("row_stats_kernel", "decide_kernel")
+# Kernels of these calls are tabled for rows that start anywhere. In float32, entries that were loaded one by one cannot
+# be told from other loads, but the loops of these kernels have no others.
+SHIFTED_TABLED = {
+    "bf16": ("greedy", "rejection, saved sums", "rejection, temperatures and cutoffs", "point mass", "typical",
+             "typical, sampled", "block, saved sums", "coupled", "cut"),
+    "float32": ("greedy", "rejection, saved sums", "rejection, temperature", "block, saved sums", "coupled", "cut"),
+}  # fmt: skip
+SHIFTED_KERNELS = {
+    "bf16": (*ROW_KERNELS, "entropies_kernel", "block_masses_kernel", "cut_kernel"),
+    "float32": ("row_stats_kernel", "block_masses_kernel", "cut_kernel"),
+}
 # What is estimated: K = 5 and V = 151,936 give 38 chunks and 149 pieces per row.
 NUM_DRAFT_TOKENS, VOCAB_SIZE = 5, 151_936
 # Cycles of an iteration that loads and reduces, and of one that only loads.
@@ -155,30 +189,34 @@ def estimates_us(rows: Sequence[dict[str, Any]], case: str, batch_size: int) -> 
 
 def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
     """Tables of counts and of estimates, before and after a change of the kernels."""
-    old = {(row["case"], row["kernel"].split()[0]): row for row in before}
-    pairs = []
-    for row in after:
-        key = row["case"], row["kernel"].split()[0]
-        reads_row = key[1] in ROW_KERNELS and "RACES=False FUSED" not in row["kernel"]
-        if row["case"] in TABLED and reads_row and "loop_instructions" in row:
-            pairs.append({"case": row["case"], "kernel": key[1], "old": old[key], "new": row})
+
+    def key(row: dict[str, Any]) -> tuple[str, str, str]:
+        return row["case"], row["kernel"].split()[0], row["dtype"]
+
+    old = {key(row): row for row in before}
+    counted = [row for row in after if "loop_instructions" in row and "RACES=False FUSED" not in row["kernel"]]
+    aligned = [row for row in counted if row["case"] in TABLED and key(row)[1:] in {(k, "bf16") for k in ROW_KERNELS}]
+    shifted = [row for row in counted if row["case"].removesuffix(SHIFTED) in SHIFTED_TABLED[row["dtype"]]
+               and row["case"].endswith(SHIFTED) and key(row)[1] in SHIFTED_KERNELS[row["dtype"]]]  # fmt: skip
 
     def both(cell: Any) -> Any:
-        return lambda pair: f"{cell(pair['old'])} -> {cell(pair['new'])}"
+        return lambda row: f"{cell(old[key(row)])} -> {cell(row)}"
 
     def per_thousand(name: str) -> Any:
         return lambda row: row[name] * 4096 * row["num_warps"] // (row["loop_entries"] * 8)
 
-    counted = markdown({
-        "call": lambda pair: pair["case"],
-        "kernel": lambda pair: f"`{pair['kernel']}`",
+    columns = {
+        "call": lambda row: row["case"].removesuffix(SHIFTED),
+        "kernel": lambda row: f"`{key(row)[1]}`",
         "registers": both(lambda row: row["registers"]),
         "instructions": both(per_thousand("loop_instructions")),
-        "barriers": both(per_thousand("loop_barriers")),
-        "shuffles": both(per_thousand("loop_shuffles")),
-        "loads, bits": both(lambda row: row["loop_loads"]),
-        "waits": lambda pair: pair["new"]["waits"],
-    }, pairs)  # fmt: skip
+    }
+    loads = {"loads, bits": both(lambda row: row["loop_loads"])}
+    reductions = {"barriers": both(per_thousand("loop_barriers")), "shuffles": both(per_thousand("loop_shuffles"))}
+    aligned_table = markdown({**columns, **reductions, **loads, "waits": lambda row: row["waits"]}, aligned)
+    shifted_table = markdown({**columns, **loads, "dtype": lambda row: row["dtype"],
+                              "row end": lambda row: row["tail_instructions"]}, shifted)  # fmt: skip
+    before, after = ([row for row in rows if row["dtype"] == "bf16"] for rows in (before, after))
     cells = [{"case": case, "B": size, "us": [estimates_us(rows, case, size) for rows in (before, after)]}
              for case in ("rejection, saved sums", "rejection") for size in (1, 8, 32)]  # fmt: skip
     times = markdown({
@@ -195,7 +233,14 @@ that computes all keys, which runs if another bound exceeds the best key: in 0.1
 With a temperature and a draft the loop of the first launch holds the code of target rows and of draft rows, of which an
 iteration runs one. Waits are loads before the loop that wait for one another.
 
-{counted}
+{aligned_table}
+
+The same of rows that start at any address, as those of V = {SHIFTED_VOCAB_SIZE:,}. Before, they were read one entry at
+a time. After, they are read by vectors of 16 bytes, each of them twice, because an aligned vector holds entries of two
+threads. The code for the end of a row is left out of instructions and loads. It has as many instructions as the last
+column says, and only the last chunk of a row runs it.
+
+{shifted_table}
 
 Estimated microseconds on an H200, before and after, for K = {NUM_DRAFT_TOKENS} and V = {VOCAB_SIZE:,}, from a CUDA
 graph. These are not measurements: a launch takes the longest of issuing its counted instructions ({ISSUE_SHARE:.0%} of

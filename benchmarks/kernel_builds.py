@@ -11,8 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import ROOT, read_results, write_between, write_results
-from benchmarks._sass import comparison, counts
+from benchmarks._sass import SHIFTED, SHIFTED_VOCAB_SIZE, comparison, counts
 from hf_speculate.triton_kernels import NoiseKeys, Stream
 from hf_speculate.triton_kernels._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
 from hf_speculate.triton_kernels.kernels import attention, launch, operations
@@ -38,17 +39,21 @@ class Target(NamedTuple):
     gpu: GPUTarget
     shared_limit_bytes: int  # of one block
     has_atomics: bool  # whether the variant that finishes in one launch is what runs there
+    vocab_sizes: Sequence[int]
 
 
+# Rows that all start at a multiple of 16 bytes; and, for one target of each compiler, rows that start anywhere.
+EVEN = (8192,)
+ALL = (8192, SHIFTED_VOCAB_SIZE)
 TARGETS = {
-    "cuda 80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, True),
-    "cuda 90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, True),
-    "cuda 100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, True),
-    "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False),
+    "cuda 80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, True, EVEN),
+    "cuda 90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, True, ALL),
+    "cuda 100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, True, EVEN),
+    "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL),
 }
 NO_SPILLS = ("cuda 90",)
 BEFORE = "kernel_builds_before"  # results of the kernels that are compared with
-COUNTED = ("cuda 90", "bf16")
+COUNTED = "cuda 90"
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 TYPE_NAMES = {
     torch.bfloat16: "*bf16",
@@ -107,15 +112,27 @@ def attention_builds(dtype: torch.dtype) -> Iterator[Build]:
             yield build_of(case, call.kernel, call.arguments, attention.NUM_WARPS)
 
 
-def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
+def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
+    """Every build that a launch needs, once."""
+    recorded = [launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes]
+    seen = set()
+    for build in (*chain.from_iterable(recorded), *attention_builds(dtype)):
+        key = (build.name, *build.signature.values())
+        if key not in seen:
+            seen.add(key)
+            yield build
+
+
+def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Build]:
     """Every launch of every operation with all options in use, recorded in place of being run."""
     recorded: list[Build] = []
     case = ""
+    suffix = SHIFTED if vocab_size == SHIFTED_VOCAB_SIZE else ""
 
     def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
-        recorded.append(build_of(case, kernel, self.shared | own, launch.NUM_WARPS))
+        recorded.append(build_of(case + suffix, kernel, self.shared | own, launch.NUM_WARPS))
 
-    batch_size, num_draft_tokens, vocab_size = 2, 3, 8192
+    batch_size, num_draft_tokens = 2, 3
     target = torch.zeros(batch_size, num_draft_tokens + 1, vocab_size, dtype=dtype)
     lens = torch.zeros(batch_size, dtype=torch.int32)
     keys = NoiseKeys(*(torch.zeros(batch_size, dtype=torch.int64) for _ in range(3)))
@@ -153,19 +170,14 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
     finally:
         launch.Launch.run = run  # type: ignore[method-assign]
         operations.has_atomics = operations_has_atomics
-    seen = set()
-    for build in (*recorded, *attention_builds(dtype)):
-        key = (build.name, *build.signature.values())
-        if key not in seen:
-            seen.add(key)
-            yield build
+    return recorded
 
 
 def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     """Compile launch number `job[2]` of dtype `job[1]` for target `job[0]`."""
     target_name, dtype_name, number = job
     target = TARGETS[target_name]
-    build = list(launches(DTYPES[dtype_name], target.has_atomics))[number]
+    build = list(builds(DTYPES[dtype_name], target))[number]
     places = {name: place for place, name in enumerate(build.kernel.arg_names)}
     aligned = {
         (places[name],): [["tt.divisibility", 16]] for name, kind in build.signature.items() if kind.startswith("*")
@@ -174,7 +186,7 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     compiled = triton.compile(source, target=target.gpu, options={"num_warps": build.num_warps})
     is_cuda = target.gpu.backend == "cuda"
     used = cuda_usage(compiled.asm["ptx"], target.gpu.arch) if is_cuda else hip_usage(compiled.asm["amdgcn"])
-    if target_name == COUNTED[0] and dtype_name == COUNTED[1]:
+    if target_name == COUNTED:
         used |= counts(compiled.asm["cubin"])._asdict()
         used["loop_entries"] = build.constants.get("PIECE", build.constants.get("CHUNK", 0))
     return {
@@ -244,7 +256,7 @@ def main() -> int:
         (target, dtype, number)
         for target in args.targets
         for dtype in args.dtypes
-        for number, build in enumerate(launches(DTYPES[dtype], TARGETS[target].has_atomics))
+        for number, build in enumerate(builds(DTYPES[dtype], TARGETS[target]))
         if args.kernel in build.name
     ]
     # Forked workers inherit locks that Triton's compiler holds.
