@@ -14,9 +14,9 @@ from transformers import CompileConfig
 
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoded, Decoder
-from hf_speculate.tools.bench.equality import TextCheck
-from hf_speculate.tools.bench.measuring import Run, Step, measure
+from hf_speculate.tools.bench.measuring import Run, measure
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
+from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
 
 # transformers' own default of 50 for top_k is turned off: it would be a warper that nobody asked for.
@@ -128,13 +128,13 @@ class Timings:
     def add(self, runner: Runner, methods: list[Method], batch: Batch, repeats: int) -> None:
         """Run every method `repeats` times, in turn."""
 
-        def on_step(step: Step) -> None:
-            name, run, clock = step.method.name, step.run, runner.subject.clock
+        def on_step(method: Method, run: Run) -> None:
+            name, clock = method.name, runner.subject.clock
             self.seconds.setdefault(name, []).append(run.seconds)
             self.decode_s.setdefault(name, []).append(run.seconds - clock.prefill_s)
             self.rounds_s.setdefault(name, []).append(run.seconds - run.first_token_s)
             self.forward_s.setdefault(name, []).append(clock.forward_s)
-            if is_compiled(step.method) and not runner.ran_compiled(step.method, run):
+            if is_compiled(method) and not runner.ran_compiled(method, run):
                 self.fell_back.add(name)
             if run.stats is not None:
                 counts = {key: getattr(run.stats, key) for key in (*COUNTS, *STAGES)}

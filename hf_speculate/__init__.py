@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from hf_speculate.tools.checks.pair import check_pair as check_pair
     from hf_speculate.tools.checks.parity import ParityReport as ParityReport
     from hf_speculate.tools.checks.parity import check_parity as check_parity
+    from hf_speculate.tools.dataset.decode import DatasetReport as DatasetReport
     from hf_speculate.tools.dataset.decode import decode_dataset as decode_dataset
-    from hf_speculate.tools.dataset.run import DatasetReport as DatasetReport
     from hf_speculate.tools.hub.repository import save_config as save_config
     from hf_speculate.types import RoundReport as RoundReport
     from hf_speculate.verify.base import register_verifier as register_verifier
@@ -68,8 +68,7 @@ _NAMES = {
     "stats": ("SpeculationStats",),
     "tools.checks.pair": ("PairReport", "check_pair"),
     "tools.checks.parity": ("ParityReport", "check_parity"),
-    "tools.dataset.decode": ("decode_dataset",),
-    "tools.dataset.run": ("DatasetReport",),
+    "tools.dataset.decode": ("DatasetReport", "decode_dataset"),
     "tools.hub.repository": ("save_config",),
     "types": ("RoundReport",),
     "verify.base": ("register_verifier",),

@@ -30,64 +30,39 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     """Counts and seconds of one `generate()` call, all runs of it if a model decodes in several; each call resets it.
 
     Times are measured on the host. On an accelerator, the cost of work shows up in the stage that waits for it.
-
-    Attributes:
-        verifier: name of the verifier that ran.
-        plan: what the call decided (drafter, KV caches, schedule, compiled parts), in one line.
-        cache: KV cache of the target, "dynamic" or "preallocated".
-        compiled: models whose forwards ran compiled in all rounds, "target" and "draft".
-        graphed: models whose forwards ran from device graphs in all rounds, "target" and "draft".
-        num_rounds: rounds summed over the rows that were live in them.
-        num_batch_rounds: rounds of the batch.
-        num_drafted: drafted tokens that counted, summed over rows.
-        num_verified: drafted tokens up to and including the first rejected token of each round.
-        num_accepted: drafted tokens that were accepted and emitted.
-        num_emitted: tokens that rounds added to the output; the token that follows the prompt is not included.
-        num_longest: tokens that rounds added to the longest row; plain decoding takes as many steps.
-        num_host_syncs: times that our own code waited for the device.
-        num_user_host_syncs: calls of processors, criteria or streamers that may have waited for it.
-        status: `Status` flags of all rounds, combined.
-        lock_step: whether all rows advanced by the same number of tokens.
-        fallbacks: what ran otherwise than requested, with the reason.
-        drafted_per_position, verified_per_position, accepted_per_position: one count per position in the draft.
-        rounds_per_row, drafted_per_row, accepted_per_row: one count per output row; empty for rows that are refilled.
-        rounds_by_draft_len: rounds of the batch by draft length; 0 counts the plain steps.
-        draft_lens: draft length of each round of the batch, in order; the first 16,384 rounds.
-        plain_step_s: seconds of each plain step (a round without drafts), in order; the first 256.
-        prefill_s, draft_s, score_s, verify_s, bookkeeping_s: seconds in each stage; prefill is the target's.
     """
 
-    verifier: str = ""
-    plan: str = ""
-    cache: str = ""
-    compiled: list[str] = field(default_factory=list)
-    graphed: list[str] = field(default_factory=list)
-    num_rounds: int = 0
-    num_batch_rounds: int = 0
-    num_drafted: int = 0
-    num_verified: int = 0
-    num_accepted: int = 0
-    num_emitted: int = 0
-    num_longest: int = 0
-    num_host_syncs: int = 0
-    num_user_host_syncs: int = 0
-    status: int = 0
-    lock_step: bool = False
-    fallbacks: list[str] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
-    verified_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
-    rounds_per_row: list[int] = field(default_factory=list)
-    drafted_per_row: list[int] = field(default_factory=list)
-    accepted_per_row: list[int] = field(default_factory=list)
-    rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
-    draft_lens: list[int] = field(default_factory=list)
-    plain_step_s: list[float] = field(default_factory=list)
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    score_s: float = 0.0
-    verify_s: float = 0.0
-    bookkeeping_s: float = 0.0
+    verifier: str = ""  #: name of the verifier that ran
+    plan: str = ""  #: what the call decided (drafter, KV caches, schedule, compiled parts), in one line
+    cache: str = ""  #: KV cache of the target, "dynamic" or "preallocated"
+    compiled: list[str] = field(default_factory=list)  #: "target", "draft": whose forwards ran compiled in all rounds
+    graphed: list[str] = field(default_factory=list)  #: the same of forwards that ran from device graphs
+    num_rounds: int = 0  #: rounds summed over the rows that were live in them
+    num_batch_rounds: int = 0  #: rounds of the batch
+    num_drafted: int = 0  #: drafted tokens that counted, summed over rows
+    num_verified: int = 0  #: drafted tokens up to and including the first rejected token of each round
+    num_accepted: int = 0  #: drafted tokens that were accepted and emitted
+    num_emitted: int = 0  #: tokens that rounds added to the output, without the one that follows the prompt
+    num_longest: int = 0  #: tokens that rounds added to the longest row; plain decoding takes as many steps
+    num_host_syncs: int = 0  #: times that our own code waited for the device
+    num_user_host_syncs: int = 0  #: calls of processors, criteria or streamers that may have waited for it
+    status: int = 0  #: `Status` flags of all rounds, combined
+    lock_step: bool = False  #: whether all rows advanced by the same number of tokens
+    fallbacks: list[str] = field(default_factory=list)  #: what ran otherwise than requested, with the reason
+    drafted_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
+    verified_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
+    accepted_per_position: list[int] = field(default_factory=list)  #: one count per position in the draft
+    rounds_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
+    drafted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
+    accepted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
+    rounds_by_draft_len: dict[int, int] = field(default_factory=dict)  #: of the batch; 0 counts the plain steps
+    draft_lens: list[int] = field(default_factory=list)  #: of each round of the batch, in order; the first 16,384
+    plain_step_s: list[float] = field(default_factory=list)  #: seconds of each round without drafts; the first 256
+    prefill_s: float = 0.0  #: seconds of the target's prefill
+    draft_s: float = 0.0  #: seconds of drafting
+    score_s: float = 0.0  #: seconds of the target's forwards in rounds
+    verify_s: float = 0.0  #: seconds of verification
+    bookkeeping_s: float = 0.0  #: seconds of all else in rounds
 
     def reset(self) -> None:
         """Reset every field, in place."""

@@ -1,6 +1,8 @@
 """Groups prompts into batches of token ids."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,11 +33,10 @@ class Batch(NamedTuple):
 
 def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | None) -> list[ItemT]:
     """The first `num` items (None for all), taken from each category in turn."""
-    by_category: dict[str, list[ItemT]] = {}
+    by_category: dict[str, list[ItemT]] = defaultdict(list)
     for item, category in zip(items, categories, strict=True):
-        by_category.setdefault(category, []).append(item)
-    most = max(map(len, by_category.values()), default=0)
-    return [group[turn] for turn in range(most) for group in by_category.values() if turn < len(group)][:num]
+        by_category[category].append(item)
+    return [item for turn in zip_longest(*by_category.values()) for item in turn if item is not None][:num]
 
 
 def make_batches(
@@ -46,19 +47,17 @@ def make_batches(
     device: torch.device,
 ) -> list[Batch]:
     """Group prompts into full batches of one category each; the remaining prompts form mixed batches."""
-    full: list[tuple[str, list[Sequence[int]]]] = []
-    waiting: dict[str, list[Sequence[int]]] = {}
+    groups: list[tuple[str, Sequence[Sequence[int]]]] = []
+    waiting: dict[str, list[Sequence[int]]] = defaultdict(list)
     for ids, category in zip(prompts, categories, strict=True):
-        group = waiting.setdefault(category, [])
-        group.append(ids)
-        if len(group) == batch_size:
-            full.append((category, waiting.pop(category)))
+        waiting[category].append(ids)
+        if len(waiting[category]) == batch_size:
+            groups.append((category, waiting.pop(category)))
     rest = [(category, ids) for category, group in waiting.items() for ids in group]
     for start in range(0, len(rest), batch_size):
-        some = rest[start : start + batch_size]
-        found = {category for category, _ in some}
-        full.append((found.pop() if len(found) == 1 else "", [ids for _, ids in some]))
+        found, group = zip(*rest[start : start + batch_size], strict=True)
+        groups.append((found[0] if len(set(found)) == 1 else "", group))
     return [
         Batch(number, *left_padded(group, pad_token_id, device), category)
-        for number, (category, group) in enumerate(full)
+        for number, (category, group) in enumerate(groups)
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.config import FIELD_NAMES
+from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
@@ -70,23 +70,22 @@ class Decoder:
         """Decode a batch and wait for the device."""
         options = {**self.options, **method.options, "do_sample": method.do_sample}
         options["max_new_tokens"] = max_new_tokens or self.max_new_tokens
+        stats: SpeculationStats | None = None
         if method.do_sample:
             options |= self._sampling
             torch.manual_seed(seed)
-        device, stats = self.target.device, None
+        if method.engine == OURS:
+            stats, seeded = SpeculationStats(), {"seed": seed} if method.do_sample else {}
+            options |= {**self._draft_arguments, **seeded, **method.fields, "speculation_stats": stats}
+        device = self.target.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with _timed_first_forward(self.target) as first_s:
             if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
             else:
-                decode: Any = self.target.generate
-                options["tokenizer"] = self.tokenizer
-                if method.engine == OURS:
-                    decode, stats = partial(generate, self.target), SpeculationStats()
-                    seeded = {"seed": seed} if method.do_sample else {}
-                    options |= {**self._draft_arguments, **seeded, **method.fields, "speculation_stats": stats}
-                output = decode(**batch.inputs, **options)
+                decode: Any = self.target.generate if stats is None else partial(generate, self.target)
+                output = decode(**batch.inputs, **{"tokenizer": self.tokenizer, **options})
                 new_ids = list(output[:, batch.input_ids.shape[1] :])
         _synchronize(device)
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -143,7 +142,5 @@ def _view(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights with a new generation config without speculative fields; not enabled."""
     view = copy.copy(model)
     view.generation_config = copy.deepcopy(model.generation_config)
-    for name in FIELD_NAMES:
-        if getattr(view.generation_config, name, None) is not None:
-            setattr(view.generation_config, name, None)
+    vars(view.generation_config).update(dict.fromkeys(fields_of(view.generation_config)))
     return view

@@ -1,5 +1,6 @@
 """Times decoding methods that alternate, batch by batch."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -47,14 +48,8 @@ class Run(NamedTuple):
         return 1000 * (self.seconds - self.first_token_s) / num_later
 
 
-class Step(NamedTuple):
-    """A call that has ended; `run` is None for a warm-up."""
-
-    method: Method
-    run: Run | None
-
-
 Runs = dict[str, list[Run]]  # by name of the method
+OnStep = Callable[[Method, Run | None], object]  # is called after each call; the run is None for a warm-up
 
 
 class Measured(NamedTuple):
@@ -74,7 +69,7 @@ def measure(
     is_warm: bool = False,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: OnStep = lambda method, run: None,
 ) -> Measured:
     """Decode each batch with each method in turn, so that all methods meet the same load of the machine.
 
@@ -97,25 +92,22 @@ def measure(
             del runs[method.name]
             return None
 
-    report = on_step or (lambda step: None)
-    devices = {batch.input_ids.device for batch in batches}
-    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+    devices = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
         try:
             for method in () if is_warm else tuple(order):
                 attempt(method, batches[0], 0, _WARM_UP_TOKENS)
-                report(Step(method, None))
-            for repeat in range(repeats):
-                for batch in batches:
-                    num = repeat * len(batches) + batch.number
-                    for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
-                        begin = clock()
-                        decoded = attempt(method, batch, num)
-                        seconds = clock() - begin
-                        if decoded is None:
-                            continue
+                on_step(method, None)
+            for repeat, batch in itertools.product(range(repeats), batches):
+                num = repeat * len(batches) + batch.number
+                for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
+                    begin = clock()
+                    decoded = attempt(method, batch, num)
+                    seconds = clock() - begin
+                    if decoded is not None:
                         texts = [_up_to_eos(ids.tolist(), decode.eos_token_ids) for ids in decoded.new_ids]
                         runs[method.name].append(Run(batch, repeat, seconds, texts, *decoded[1:]))
-                        report(Step(method, runs[method.name][-1]))
+                        on_step(method, runs[method.name][-1])
         except KeyboardInterrupt:
             return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
     return Measured(runs, left_out)

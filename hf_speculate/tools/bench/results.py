@@ -4,7 +4,8 @@ import functools
 import math
 import operator
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,21 +21,25 @@ from transformers import PreTrainedModel
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.drift import Drift, drift_of_runs
-from hf_speculate.tools.bench.equality import TextCheck
-from hf_speculate.tools.bench.measuring import Run, Step, measure, ratios
+from hf_speculate.tools.bench.measuring import OnStep, Run, measure, ratios
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
+from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
 
 MIN_CALLS = 5
 MAX_SPREAD = 1.5  # of plain decoding's time per token, maximum over minimum; on idle machines it was below 1.2
 NOISE_MARGIN = 1.1
+_SAMPLE_TOKENS = 120  # of the text that is shown for each method
 
 
 def environment(device: torch.device) -> dict[str, Any]:
+    try:
+        own_version = version("hf-speculate")
+    except PackageNotFoundError:  # run from a clone
+        own_version = "not installed"
     return {
         "versions": {
-            "hf_speculate": _own_version(),
+            "hf_speculate": own_version,
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -102,15 +107,15 @@ def method_entry(
     if first is not None and first.draft_lens:
         entry["draft_lens"] = list(first.draft_lens)
     if stats is not None:
-        lens = sorted(stats.rounds_by_draft_len.items())
-        entry["rounds_by_draft_len"] = {str(num): count for num, count in lens}
-        entry["fallbacks"] = stats.fallbacks
+        entry |= {name: stats.as_dict()[name] for name in ("rounds_by_draft_len", "fallbacks")}
     return entry
 
 
 def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) -> list[dict[str, Any]]:
     """Entries of one method by category of prompts; empty if prompts have no category."""
-    categories = {run.batch.category: [one for one in runs if one.batch.category == run.batch.category] for run in runs}
+    categories: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        categories[run.batch.category].append(run)
     return [
         {
             "category": category,
@@ -138,20 +143,19 @@ def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift
     }
 
 
-def doubts(plain: Sequence[Run], repeats: int, num_prompts: int) -> list[str]:
-    """Reasons why a benchmark is not reliable, in words; empty if there are none."""
-    found = []
+def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[str, Any]:
+    """Whether a benchmark is reliable, and the reasons why not, in words."""
+    reasons = []
     if len(plain) < MIN_CALLS:
-        counts = ", ".join(
-            f"{num} {noun}{'s' * (num != 1)}" for num, noun in ((num_prompts, "prompt"), (repeats, "repeat"))
-        )
-        found.append(f"{counts}: not reliable; use more prompts or repeats")
+        counts = ((num_prompts, "prompt"), (repeats, "repeat"))
+        words = ", ".join(f"{num} {noun}{'s' * (num != 1)}" for num, noun in counts)
+        reasons.append(f"{words}: not reliable; use more prompts or repeats")
     times = [time for run in plain if (time := run.ms_per_token) is not None]
     if times and max(times) > MAX_SPREAD * min(times):
-        found.append(
+        reasons.append(
             f"plain decoding took {min(times):.3g} to {max(times):.3g} ms per token: the machine was busy, not reliable"
         )
-    return found
+    return {"is_reliable": not reasons, "reasons": reasons}
 
 
 def draft_cost(target: PreTrainedModel, draft: PreTrainedModel | None) -> float:
@@ -167,16 +171,6 @@ def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
     num_drafted = sum(num * count for num, count in stats.rounds_by_draft_len.items())
     steps = stats.num_batch_rounds + cost * num_drafted
     return stats.num_longest / steps if steps else None
-
-
-def _own_version() -> str:
-    try:
-        return version("hf-speculate")
-    except PackageNotFoundError:  # run from a clone
-        return "not installed"
-
-
-_SAMPLE_TOKENS = 120  # of the text that is shown for each method
 
 
 @dataclass(frozen=True)
@@ -199,20 +193,18 @@ class Comparison:
         """Calls, warm-ups included."""
         return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
-    def run(self, decoder: Decoder, *, on_step: Callable[[Step], None] | None = None) -> dict[str, Any]:
+    def run(self, decoder: Decoder, on_step: OnStep) -> dict[str, Any]:
         """Time all methods, compare greedy outputs with plain decoding's, and measure the drift of lossy ones.
 
         A method is left out if its greedy output differs from plain decoding's other than at near-ties. After Ctrl-C,
         outputs are not compared and drift is not measured.
         """
-        measured = measure(
-            self.all_methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step
-        )
+        methods = self.all_methods
+        measured = measure(methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step)
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
-        base = self.all_methods[0]
+        base, left_out = methods[0], dict(measured.left_out)
         plain = measured.runs.get(base.name, [])
-        left_out = dict(measured.left_out)
-        entries, categories, is_interrupted = [], [], measured.is_interrupted
+        entries, categories, drift, is_interrupted = [], [], [], measured.is_interrupted
         for method in [base, *self.methods]:
             if (runs := measured.runs.get(method.name)) is None:
                 continue
@@ -231,17 +223,15 @@ class Comparison:
             entries.append(method_entry(method, runs, plain, checked, cost) | sample)
             if method is not base:
                 categories += category_entries(method, runs, plain)
-        drift = []
-        for method in self.all_methods if self.drift_methods and not is_interrupted else ():
+        for method in methods if self.drift_methods and not is_interrupted else ():
             if method.engine == PLAIN or method in self.drift_methods:
                 runs = measured.runs[method.name]
                 drift.append(drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs)))
-        reasons = doubts(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))
         return {
             "methods": entries,
             "categories": categories,
             "drift": drift,
-            "reliability": {"is_reliable": not reasons, "reasons": reasons},
+            "reliability": reliability(plain, self.repeats, sum(len(batch.rows) for batch in self.batches)),
             "prompt": _text(decoder, self.batches[0].rows[0][-_SAMPLE_TOKENS:]),
             "is_interrupted": is_interrupted,
             "left_out": left_out,

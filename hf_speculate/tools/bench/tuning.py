@@ -15,9 +15,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.drift import Drift, Rule, drop_of
-from hf_speculate.tools.bench.equality import Compared
-from hf_speculate.tools.bench.measuring import Run, Step, measure, ratios
+from hf_speculate.tools.bench.measuring import OnStep, Run, measure, ratios
 from hf_speculate.tools.bench.methods import (
     DraftLen,
     Method,
@@ -27,16 +25,15 @@ from hf_speculate.tools.bench.methods import (
     split,
     threshold_methods,
 )
-from hf_speculate.tools.bench.results import doubts, finite, spread, total_stats
+from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
+from hf_speculate.tools.bench.results import finite, reliability, spread, total_stats
 
-EXACT_VERIFIERS = {False: ("greedy",), True: ("rejection", "block", "coupled")}  # by do_sample
-LOSSY_VERIFIERS = ("typical",)
+_VERIFIERS = {False: ("greedy", "typical"), True: ("rejection", "block", "coupled", "typical")}  # by do_sample
 _FIRST_BATCHES = 2
 _MIN_LEFT = 2  # methods that decode all batches
 FILE = "generation_config.json"
 # Fields that tuning sets. Old values of these are removed.
 TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
-_FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
 
 
 class Instruments(NamedTuple):
@@ -44,7 +41,7 @@ class Instruments(NamedTuple):
     check: Callable[[Method, Sequence[Run], Sequence[Run]], Compared]  # see `TextCheck`
     read: Callable[[Sequence[Run]], Drift]  # see `drift_of_runs`
     clock: Callable[[], float] = time.perf_counter  # returns seconds
-    on_step: Callable[[Step], None] | None = None  # is called after each call
+    on_step: OnStep = lambda method, run: None
 
 
 @dataclass
@@ -71,13 +68,12 @@ class Tuned:
         return {} if self.winner is None else dict(item for item in self.winner.fields.items() if item != default)
 
     def as_dict(self) -> dict[str, Any]:
-        reasons = doubts(self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs))
         return {
             "winner": None if self.winner is None else self.winner.name,
             "fields": self.fields,
             "plain_tokens_per_s": spread(run.tokens_per_s for run in self.plain_runs),
             "is_interrupted": self.is_interrupted,
-            "reliability": {"is_reliable": not reasons, "reasons": reasons},
+            "reliability": reliability(self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs)),
             "tried": [self._entry(trial) for trial in self.trials],
         }
 
@@ -108,7 +104,7 @@ def candidates(
     verifiers: str = "",
 ) -> list[Method]:
     """The grid: each allowed verifier with each draft length, and each lossy one with each threshold."""
-    names = split(verifiers) or [*EXACT_VERIFIERS[do_sample], *LOSSY_VERIFIERS]
+    names = split(verifiers) or _VERIFIERS[do_sample]
     methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
     if not rule.is_exact:
         methods += threshold_methods(names, thresholds, lens, do_sample, fields)
@@ -146,9 +142,9 @@ def tune(
     plain = plain_method(do_sample)
     plain_runs: list[Run] = []
     plain_drift: Drift | None = None
-    ranked = [Trial(method) for method in methods]
+    ranked = [Trial(method) for method in methods]  # the fastest first
     out: list[Trial] = []  # the last one dropped first
-    used, is_interrupted, winner = 0, False, None
+    used, is_interrupted = 0, False
     for number, (num_methods, size) in enumerate(rungs(len(methods), len(batches))):
         for trial in ranked[num_methods:]:
             trial.complaint = "slower"
@@ -169,8 +165,7 @@ def tune(
         plain_runs += new_plain
         for trial in ranked:
             trial.runs += measured.runs.get(trial.method.name, [])
-        if measured.is_interrupted:
-            is_interrupted = True
+        if is_interrupted := measured.is_interrupted:
             break
         if not rule.is_exact:
             plain_drift = (plain_drift or Drift()) + instruments.read(new_plain)
@@ -182,13 +177,12 @@ def tune(
             elif not do_sample:
                 compared = instruments.check(method, new, new_plain)
                 trial.complaint = "" if compared.ok else f"differs from plain decoding: {compared}"
-        unfit = [trial for trial in ranked if trial.complaint]
+        out = [trial for trial in ranked if trial.complaint] + out
         ranked = [trial for trial in ranked if not trial.complaint]
         ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)
-        out = unfit + out
     trials = [trial for trial in ranked + out if trial.runs]
-    if ranked and not is_interrupted and median(ratios(ranked[0].runs, plain_runs)) > 1:
-        winner = ranked[0].method
+    is_faster = ranked and not is_interrupted and median(ratios(ranked[0].runs, plain_runs)) > 1
+    winner = ranked[0].method if is_faster else None
     return Tuned(winner, trials, plain_runs, plain_drift, do_sample, is_interrupted)
 
 
@@ -212,12 +206,9 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
-    """Write fields of `SpeculationConfig` into the folder's generation config and return the file.
-
-    Other entries are kept. The file is replaced atomically.
-    """
-    settings = {name: value for name, value in settings_in(folder).items() if name not in TUNED_NAMES}
-    settings.pop(_FROM_MODEL, None)
+    """Write fields of `SpeculationConfig` into the folder's generation config, among its others; returns the file."""
+    replaced = {*TUNED_NAMES, "_from_model_config"}  # if the latter is set, transformers drops unknown fields
+    settings = {name: value for name, value in settings_in(folder).items() if name not in replaced}
     path = folder / FILE
     replace_file(path, [json.dumps(settings | dict(fields), indent=2, sort_keys=True).encode(), b"\n"])
     return path

@@ -7,7 +7,7 @@ shrinks with a wider dtype. A gap within the noise measured at that position is 
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ _MAX_ULPS = 64  # largest noise that counts without a confirmation in float64
 _NOISE_MARGIN = 2.0  # the measured noise is one sample, and each of the two logits has its own
 _EXACT_TOLERANCE = 1e-4  # relative, in float64: many models compute norms and softmax in float32 there too
 _EXACT_BYTES = 2**31  # largest copy in float64
-_SOURCES = ("drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
+_SOURCES = ("assistant_model", "drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
 @dataclass(frozen=True)
@@ -53,36 +53,23 @@ class ParityRow:
 
 
 class LogitNoise(NamedTuple):
-    """Measurement of the target's logits at a difference, in one dtype; see `ParityRow`."""
+    """Measurement of a model's logits at a difference, in one dtype; see `ParityRow`."""
 
     top_gap: float
     noise: float
     magnitude: float  # of the largest finite logit
 
 
-class TextDifference(NamedTuple):
-    """Difference between two sequences of a decoder that reads token ids only."""
+class Difference(NamedTuple):
+    """The first difference between the two sequences of a row."""
 
-    token_ids: Tensor  # [T] int64, the common prefix, unpadded
-    plain_id: int  # the tokens that follow
+    plain_id: int
     speculative_id: int
     gap: float  # score of the plain token minus the other's, after all logits processors, in the plain run
-    block_len: int  # K+1, the tokens that one verification scored
-    num_rows: int  # B of the speculative call
-
-    @torch.no_grad()
-    def measured_on(self, model: PreTrainedModel) -> LogitNoise:
-        """Run forwards of the target, or of its copy in another dtype."""
-        ids = self.token_ids[None].to(model.device)  # [1, T]
-        single = _last_logits(model, ids, 1)  # [V]
-        rows = ids.expand(self.num_rows, -1)  # [B, T]
-        others = torch.stack([_last_logits(model, rows, num) for num in (1, self.block_len)])  # [2, V]
-        return _noise_between(single, others, (self.plain_id, self.speculative_id))
+    measured_on: Callable[[PreTrainedModel], LogitNoise]  # runs the target, or its copy in another dtype
 
 
-def classify(
-    model: PreTrainedModel, exact: PreTrainedModel | None, difference: "TextDifference | ReplayedDifference"
-) -> ParityRow:
+def classify(model: PreTrainedModel, exact: PreTrainedModel | None, difference: Difference) -> ParityRow:
     """Decide whether rounding explains a difference.
 
     The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise above 64 such
@@ -144,16 +131,19 @@ class GapRecorder(LogitsProcessor):
         return scores
 
 
-def _noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
-    """Compare the logits that forwards of several shapes gave for one position, at the two tokens of the difference.
+@torch.no_grad()
+def noise_after_text(
+    model: PreTrainedModel, *, token_ids: Tensor, chosen: tuple[int, int], block_len: int, num_rows: int
+) -> LogitNoise:
+    """Noise at the two `chosen` tokens after a text [T], for a decoder that reads token ids only.
 
-    `single` [V] float64 follows a forward over one token of one row, `others` [N, V] float64 the other forwards.
+    One forward reads the last token of one row; the others read that of `num_rows` rows, and their last `block_len`.
     """
-    tokens = torch.tensor(token_ids, device=single.device)
-    noise = (single[tokens] - others[:, tokens]).abs().max()
-    top = single.topk(2).values
-    magnitude = single[single.isfinite()].abs().max()
-    return LogitNoise(float(top[0] - top[1]), float(noise), float(magnitude))
+    ids = token_ids[None].to(model.device)  # [1, T]
+    rows = ids.expand(num_rows, -1)  # [B, T]
+    single = _last_logits(model, ids, 1)  # [V]
+    others = torch.stack([_last_logits(model, rows, num) for num in (1, block_len)])  # [2, V]
+    return _noise_between(single, others, chosen)
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
@@ -172,40 +162,37 @@ def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
     return {"logits_to_keep": num} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-class ReplayedDifference(NamedTuple):
-    """Difference between two sequences of a call with an encoder's inputs, images or the like."""
+def noise_in_call(
+    model: PreTrainedModel,
+    *,
+    options: Mapping[str, Any],
+    speculation: Mapping[str, Any],
+    token_ids: Tensor,
+    row: int,
+    position: int,
+    chosen: tuple[int, int],
+    block_len: int,
+) -> LogitNoise:
+    """Noise at the two `chosen` tokens of a row, for a call with an encoder's inputs, images or the like.
 
-    options: Mapping[str, Any]  # arguments of both `generate()` calls
-    speculation: Mapping[str, Any]  # the speculative call's own fields and its assistant
-    token_ids: Tensor  # [B, T] int64, plain decoding's output before the difference, prompts included
-    row: int  # of the batch
-    position: int  # number of new tokens before the difference
-    plain_id: int  # the tokens that follow
-    speculative_id: int
-    gap: float  # see `TextDifference`
-    block_len: int  # K+1, the tokens that one verification scored
+    Plain decoding's output before the difference, `token_ids` [B, T] with `position` new ones, is decoded again, token
+    by token and with drafts. `options` are those of both calls, `speculation` is what the speculative one adds.
+    """
+    options = dict(options)
+    if model.dtype == torch.float64:  # pixels and the like
+        reals = {name: one for name, one in options.items() if isinstance(one, Tensor) and one.is_floating_point()}
+        options |= {name: one.double() for name, one in reals.items()}
+    processors = LogitsProcessorList([*(options.get("logits_processor") or []), _ForcedTokens(token_ids)])
+    options |= {"logits_processor": processors, "return_dict_in_generate": True, "output_logits": True}
+    drafting = {name: speculation[name] for name in _SOURCES if name in speculation}
+    drafting |= {"verifier": "greedy", "num_assistant_tokens": max(block_len - 1, 1)}
 
-    def measured_on(self, model: PreTrainedModel) -> LogitNoise:
-        """See `TextDifference`: the plain sequence is decoded again, token by token and with drafts."""
-        options = dict(self.options)
-        if model.dtype == torch.float64:  # pixels and the like
-            reals = {name: one for name, one in options.items() if isinstance(one, Tensor) and one.is_floating_point()}
-            options |= {name: one.double() for name, one in reals.items()}
-        processors = [*(options.get("logits_processor") or []), _ForcedTokens(self.token_ids)]
-        options |= {"logits_processor": LogitsProcessorList(processors), "return_dict_in_generate": True}
-        options |= {"output_logits": True, "max_new_tokens": self.position + 1}
-        single = self._logits(model, options)
-        speculation = {name: self.speculation[name] for name in _SOURCES if name in self.speculation}
-        speculation |= {"assistant_model": self.speculation["assistant_model"], "verifier": "greedy"}
-        speculation |= {"num_assistant_tokens": max(self.block_len - 1, 1)}
-        options |= {"max_new_tokens": self.position + self.block_len}
-        other = self._logits(model, options | speculation)
-        return _noise_between(single, other[None], (self.plain_id, self.speculative_id))
+    def logits(num_tokens: int, **more: Any) -> Tensor:
+        output: Any = generate(model, **{**options, "max_new_tokens": position + num_tokens, **more})
+        found: Tensor = output.logits[position][row].double()
+        return found  # [V]
 
-    def _logits(self, model: PreTrainedModel, options: Mapping[str, Any]) -> Tensor:
-        output: Any = generate(model, **options)
-        logits: Tensor = output.logits[self.position][self.row].double()
-        return logits
+    return _noise_between(logits(1), logits(block_len, **drafting)[None], chosen)
 
 
 class _ForcedTokens(LogitsProcessor):
@@ -219,3 +206,11 @@ class _ForcedTokens(LogitsProcessor):
         if column >= self.token_ids.shape[1]:
             return scores  # [B, V]
         return torch.full_like(scores, -torch.inf).scatter(1, self.token_ids[:, column, None], 0.0)
+
+
+def _noise_between(single: Tensor, others: Tensor, chosen: tuple[int, int]) -> LogitNoise:
+    """Compare logits [V] float64 after a forward over one token of one row with those of N other forwards [N, V]."""
+    tokens = torch.tensor(chosen, device=single.device)
+    noise = (single[tokens] - others[:, tokens]).abs().max()
+    top = single.topk(2).values
+    return LogitNoise(float(top[0] - top[1]), float(noise), float(single[single.isfinite()].abs().max()))

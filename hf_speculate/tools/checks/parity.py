@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,12 +15,13 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
+    Difference,
     GapRecorder,
     ParityRow,
-    ReplayedDifference,
-    TextDifference,
     classify,
     float64_copy,
+    noise_after_text,
+    noise_in_call,
 )
 from hf_speculate.verify.base import is_lossless
 
@@ -167,8 +168,8 @@ def _compared(
     exact: Callable[[], PreTrainedModel | None],
 ) -> Iterator[ParityRow]:
     """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
-    speculation = {"assistant_model": assistant, "speculation_stats": stats}
-    ours: Any = generate(model, **{**options, **speculation, **inputs})
+    speculation = {**options, "assistant_model": assistant}
+    ours: Any = generate(model, **{**speculation, **inputs, "speculation_stats": stats})
     recorder = GapRecorder(ours)
     plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
@@ -184,21 +185,20 @@ def _compared(
         if found is None:
             yield ParityRow()
             continue
-        position, tokens = found
-        if position >= num_both or int(recorder.best_ids[position][row]) != tokens[0]:
-            yield ParityRow(0, "bug", position, *tokens, reason="one of the outputs had ended before")
+        position, chosen = found
+        if position >= num_both or int(recorder.best_ids[position][row]) != chosen[0]:
+            yield ParityRow(0, "bug", position, *chosen, reason="one of the outputs had ended before")
             continue
-        gap = float(recorder.gaps[position][row])
-        difference: TextDifference | ReplayedDifference
         if is_text:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
-            before = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
-            difference = TextDifference(before, *tokens, gap, block_len, len(ours))
+            text = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
+            measure = partial(noise_after_text, token_ids=text, num_rows=len(ours))
         else:
-            before = plain[:, : prompt_len + position]
-            fields = {**options, "assistant_model": assistant}
-            difference = ReplayedDifference(plain_options, fields, before, row, position, *tokens, gap, block_len)
-        yield replace(classify(model, exact(), difference), position=position)
+            text = plain[:, : prompt_len + position]
+            measure = partial(noise_in_call, options=plain_options, speculation=speculation, token_ids=text)
+            measure = partial(measure, row=row, position=position)
+        gap, measure = float(recorder.gaps[position][row]), partial(measure, chosen=chosen, block_len=block_len)
+        yield replace(classify(model, exact(), Difference(*chosen, gap, measure)), position=position)
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:

@@ -15,9 +15,13 @@ from hf_speculate.tools.atomic_file import replace_file
 OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 and the number of SIGINT
 
 
-def notes() -> Console:
-    """Console for progress and notes, so that answers can be piped."""
-    return Console(stderr=True, highlight=False)
+def notes(is_quiet: bool = False) -> Console:
+    """Console for progress and notes, so that answers can be piped; it shows text as it is."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=is_quiet)
+
+
+def note(text: str, style: str = "dim") -> None:
+    notes().print(text, style=style, soft_wrap=True)
 
 
 class ProgressNotes:

@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import TextStreamer
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, notes, write_json
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, note, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
 from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.dataset.rows import Row, token_ids_of
@@ -31,9 +30,8 @@ class _Printer(TextStreamer):
 
 
 def run(options: Generate) -> int:
-    arguments, prompts = arguments_of(options), _prompts(options)
-    is_silent, log = options.as_json, notes()
-    pair = load_pair(options, log)
+    arguments, prompts, is_silent = arguments_of(options), _prompts(options), options.as_json
+    pair = load_pair(options)
     all_ids = [token_ids_of(row, pair.tokenizer, options.chat) for row in prompts]
     results: list[dict[str, Any]] = []
     try:
@@ -41,30 +39,28 @@ def run(options: Generate) -> int:
             if results and not is_silent:
                 answer("")
             if len(prompts) > 1 and not is_silent:
-                log.print(f"prompt {row.key}:", style="bold")
+                note(f"prompt {row.key}:", style="bold")
             found, line = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
             results.append({"id": row.id, **found})
             if is_silent:
                 answer(json.dumps(results[-1]))
-            log.print(line, style="dim", soft_wrap=True)
+            note(line)
     except KeyboardInterrupt:
         where = "" if options.output is None else f", written to {options.output}"
-        line = f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}"
-        log.print(line, markup=False, soft_wrap=True)
+        note(f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}", style="")
     if options.output is not None:
         write_json(options.output, {"results": results})
     return OK if len(results) == len(prompts) else INTERRUPTED
 
 
 def run_chat(options: ChatInTerminal) -> int:
-    """Answer lines of the standard input until it ends."""
-    arguments, log = arguments_of(options), notes()
-    pair = load_pair(options, log)
+    arguments = arguments_of(options)
+    pair = load_pair(options)
     if pair.tokenizer.chat_template is None:
         raise ConfigError("the tokenizer must have a chat template to chat, got none; use generate for plain text")
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
-    while (line := _line(log)) is not None and line.strip() != "/exit":
+    while (line := _line()) is not None and line.strip() != "/exit":
         if line.strip() == "/clear":
             messages = list(start)
             continue
@@ -73,17 +69,17 @@ def run_chat(options: ChatInTerminal) -> int:
         printer = _Printer(pair.tokenizer)
         try:
             _, speed = _decode(pair, token_ids, arguments, printer)
-            log.print(speed, style="dim", soft_wrap=True)
+            note(speed)
         except KeyboardInterrupt:
-            log.print("\ninterrupted; /exit ends the chat", style="dim")
+            note("\ninterrupted; /exit ends the chat")
         messages.append({"role": "assistant", "content": printer.printed})
     return OK
 
 
-def _line(log: Console) -> str | None:
+def _line() -> str | None:
     """The next line; None at the end of the input."""
     if sys.stdin.isatty():
-        log.print("> ", end="", style="bold")
+        notes().print("> ", end="", style="bold")
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
 

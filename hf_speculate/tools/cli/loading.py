@@ -4,7 +4,6 @@ import textwrap
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -13,7 +12,7 @@ from hf_speculate.draft.heads.kinds import is_head, is_mtp_checkpoint
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.enable import enable
-from hf_speculate.tools.cli.console import first_line
+from hf_speculate.tools.cli.console import first_line, notes
 from hf_speculate.tools.cli.options import Models
 
 _REASON_LEN = 200  # characters; some messages of transformers list all its models
@@ -27,11 +26,11 @@ class Pair(NamedTuple):
     arguments: dict[str, Any]
 
 
-def load_pair(models: Models, log: Console | None = None) -> Pair:
-    """Load models and tokenizers; `log` shows what is being loaded."""
+def load_pair(models: Models, is_quiet: bool = False) -> Pair:
+    """Load models and tokenizers; shows what is being loaded unless `is_quiet`."""
     check_device(models.device)
     logging.disable_progress_bar()
-    with (log or Console(quiet=True)).status(f"loading {models.target}") as status:
+    with notes(is_quiet).status(f"loading {models.target}") as status:
         target = enable(_load(models, models.target, models.revision))
         tokenizer = load_tokenizer(models)
         arguments: dict[str, Any] = {"tokenizer": tokenizer}  # of stop strings
@@ -74,10 +73,8 @@ def check_device(device: str) -> None:
 
 
 def load_tokenizer(models: Models) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, padding on the left."""
-    tokenizer: PreTrainedTokenizerBase = _read(
-        AutoTokenizer, models, models.target, revision=models.revision, padding_side="left"
-    )
+    options = {"revision": models.revision, "padding_side": "left"}
+    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, models, models.target, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, first_line, notes
-from hf_speculate.tools.cli.options import COMMANDS, Models
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, first_line, note
+from hf_speculate.tools.cli.options import COMMANDS
 
 app = typer.Typer(
     help="Faster generate() for Hugging Face transformers with speculative decoding.",
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command, _options in COMMANDS.items():
+for _options, (_command, _) in COMMANDS.items():
     app.command(_command)(_options)
 _NAME, _DEBUG = "hf-speculate", "--debug"
 # Loggers of torchao, which transformers imports if it is installed, and of torch on torchao's enums.
@@ -58,18 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         options = get_command(app)(args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words)
-        if isinstance(options, Models):
-            return int(pkgutil.resolve_name(f"hf_speculate.tools.cli.{options.program}")(options))
+        if type(options) in COMMANDS:
+            return int(pkgutil.resolve_name(f"hf_speculate.tools.cli.{COMMANDS[type(options)][1]}")(options))
         return OK if words else WRONG_USE
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
     except KeyboardInterrupt:
-        notes().print("hf-speculate: interrupted")
+        note("hf-speculate: interrupted", style="")
         return INTERRUPTED
     except Exception as error:
         if is_debugged:
             raise
-        notes().print(f"hf-speculate: {_line_of(error)}", markup=False, emoji=False, soft_wrap=True)
+        note(f"hf-speculate: {_line_of(error)}", style="")
         return WRONG_USE
 
 

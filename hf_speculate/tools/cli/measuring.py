@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
@@ -14,12 +14,13 @@ from transformers.utils import logging
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.measuring import Step
-from hf_speculate.tools.bench.report.values import MISSING, Table
+from hf_speculate.tools.bench.measuring import Run
+from hf_speculate.tools.bench.methods import Method
+from hf_speculate.tools.bench.report.values import MISSING, Columns, Result, make_table
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.tuning import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding, read_prompts
-from hf_speculate.tools.cli.console import ProgressNotes, answer, write_json
+from hf_speculate.tools.cli.console import ProgressNotes, answer, note, notes, write_json
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Measurement
 from hf_speculate.tools.dataset.rows import token_ids_of
@@ -46,14 +47,14 @@ class Setup(NamedTuple):
     decoder: Decoder
 
 
-def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any], log: Console) -> Setup:
+def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any]) -> Setup:
     """Read the prompts, then load the models."""
     prompts = read_prompts(options.prompts, text_as="lines")
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
-        log.print(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used", style="dim")
-    target, tokenizer, draft_arguments = load_pair(options, log)
+        note(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used")
+    target, tokenizer, draft_arguments = load_pair(options)
     token_ids = [token_ids_of(prompt, tokenizer, is_chat=options.chat) for prompt in prompts]
     categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, tokenizer.pad_token_id)
     batches = make_batches(token_ids, categories, pad_token_id, options.batch_size, target.device)
@@ -67,27 +68,29 @@ def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any], lo
 
 
 @contextmanager
-def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
+def progress(num_steps: int, log: Console | None = None) -> Iterator[Callable[[Method, Run | None], None]]:
     """Show at most `num_steps` calls; yields a function to call after each."""
-    steps, notes = itertools.count(1), ProgressNotes(log, "warming up")
+    log = log or notes()
+    steps, bar = itertools.count(1), ProgressNotes(log, "warming up")
 
-    def on_step(step: Step) -> None:
+    def on_step(method: Method, run: Run | None) -> None:
         num_done = next(steps)
-        name, numbers = f"warming up: {step.method.name}", ""
-        if step.run is not None:
-            name, numbers = step.method.name, f"{step.run.tokens_per_s:.0f} tokens/s"
-            if step.run.stats is not None:
-                numbers += f", {step.run.stats.acceptance_rate:.0%} accepted"
+        name, numbers = f"warming up: {method.name}", ""
+        if run is not None:
+            name, numbers = method.name, f"{run.tokens_per_s:.0f} tokens/s"
+            if run.stats is not None:
+                numbers += f", {run.stats.acceptance_rate:.0%} accepted"
         if log.is_terminal and num_done >= num_steps:
             numbers += "; comparing outputs"  # takes time, but no calls
-        notes.show(num_done, num_steps, name, numbers)
+        bar.show(num_done, num_steps, name, numbers)
 
-    with notes.bar:
+    with bar.bar:
         yield on_step
 
 
-def show(table: Table | None) -> None:
-    """Print a table, if there is one; columns of numbers are aligned on the right."""
+def show(title: str, columns: Columns, entries: Sequence[Result], num_names: int) -> None:
+    """Print a table, if there are entries; columns of numbers are aligned on the right."""
+    table = make_table(title, "", columns, entries, num_names)
     if table is None:
         return
     shown = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -104,12 +107,12 @@ def show(table: Table | None) -> None:
     output.print(shown)
 
 
-def finish(result: dict[str, Any], options: Measurement, log: Console) -> None:
+def finish(result: dict[str, Any], options: Measurement) -> None:
     """Print why results are not reliable or not complete, then write them as JSON."""
     for reason in result["reliability"]["reasons"]:
-        log.print(f"warning: {reason}", style="bold yellow", markup=False, soft_wrap=True)
+        note(f"warning: {reason}", style="bold yellow")
     if result["is_interrupted"]:
-        log.print("interrupted: the results cover the calls so far", style="bold", soft_wrap=True)
+        note("interrupted: the results cover the calls so far", style="bold")
     if options.as_json:
         answer(json.dumps(result, indent=1))
     if options.output is not None:

@@ -1,12 +1,12 @@
 """Commands of `hf-speculate` as dataclasses of their options; imports neither torch nor transformers.
 
-typer builds a command from each class. Its instance is passed to the function that `program` names.
+typer builds a command from each class. Its instance is passed to the function that `COMMANDS` names.
 """
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -54,8 +54,6 @@ Output = Annotated[Path | None, _output("--output", "-o", help="Also write the r
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    program: ClassVar[str] = ""  # of a command: module of this package and function, with a colon between
-
     target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
     draft: Annotated[
         str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
@@ -125,8 +123,6 @@ class Speculation(Drafting, Generation, Models):
 class Generate(Speculation):
     """Decode a prompt, or the prompts of a file, and print tokens as they come."""
 
-    program = "generate:run"
-
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt; - or none reads it from a pipe on the standard input.")
     ] = None
@@ -151,8 +147,6 @@ class ChatInTerminal(Speculation):
     Ctrl-C ends an answer. /clear starts over, /exit or Ctrl-D ends the chat.
     """
 
-    program = "generate:run_chat"
-
     system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None
 
 
@@ -172,8 +166,6 @@ class Batch(Ray, Speculation):
 
     `accelerate launch` and `torchrun` split the prompts over their processes.
     """
-
-    program = "batch:run"
 
     prompts: Prompts
     output: Annotated[
@@ -227,8 +219,6 @@ class Bench(Measurement):
     Exit status 1: the output of a lossless method differs from plain decoding's.
     """
 
-    program = "bench:run"
-
     context: typer.Context
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt and method.")] = 1
     html: Annotated[Path | None, _output(help="Write a report with plots to this file.")] = None
@@ -240,8 +230,6 @@ class Tune(Measurement):
 
     Exit status 1: plain decoding is as fast.
     """
-
-    program = "tune:run"
 
     num_assistant_tokens: DraftLens = "2,3,5,8,12,adaptive:5,adaptive,adaptive:16"
     thresholds: Thresholds = "0.04,0.09,0.25"
@@ -267,8 +255,6 @@ class Check(Models):
     may fit) or "not supported" (one of the models is not, with any other); 2: a model or its config was not found.
     """
 
-    program = "check:run"
-
     as_json: AsJson = False
     output: Output = None
 
@@ -279,8 +265,6 @@ class Serve(Drafting, Models):
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health. Sampling settings come with each request.
     """
-
-    program = "serve:run"
 
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8
     max_queued: Annotated[
@@ -295,13 +279,13 @@ class Serve(Drafting, Models):
     ] = None
 
 
-# In the order of the help.
-COMMANDS: dict[str, type[Models]] = {
-    "generate": Generate,
-    "chat": ChatInTerminal,
-    "serve": Serve,
-    "batch": Batch,
-    "bench": Bench,
-    "tune": Tune,
-    "check": Check,
+# In the order of the help: name of the command, and module of this package and function that run it.
+COMMANDS: dict[type[Models], tuple[str, str]] = {
+    Generate: ("generate", "generate:run"),
+    ChatInTerminal: ("chat", "generate:run_chat"),
+    Serve: ("serve", "serve:run"),
+    Batch: ("batch", "batch:run"),
+    Bench: ("bench", "bench:run"),
+    Tune: ("tune", "tune:run"),
+    Check: ("check", "check:run"),
 }

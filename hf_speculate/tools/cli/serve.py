@@ -8,21 +8,19 @@ from typing import Any
 
 from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.tools.cli.arguments import drafting_of
-from hf_speculate.tools.cli.console import OK, notes
+from hf_speculate.tools.cli.console import OK, note
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Serve
 from hf_speculate.tools.server.engine import Engine
 
-EXTRA = "serve"
 _GRACE_S = 10  # that requests in flight have after Ctrl-C
 
 
 def run(options: Serve) -> int:
-    """Serve a pair until Ctrl-C."""
     fields = drafting_of(options)
 
     def load() -> Engine:
-        pair, name = load_pair(options, notes()), options.name or options.target
+        pair, name = load_pair(options), options.name or options.target
         return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, options.rows, options.max_queued)
 
     return serve(load, options.host, options.port)
@@ -31,19 +29,18 @@ def run(options: Serve) -> int:
 def serve(load: Callable[[], Engine], host: str, port: int) -> int:
     """Load an engine and serve it, after checking that packages and port are there."""
     for package in ("fastapi", "uvicorn"):
-        import_extra(package, EXTRA)
+        import_extra(package, "serve")
     app: Any = importlib.import_module("hf_speculate.tools.server.app")
     with _listen(host, port) as listener:
         engine = load()
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         rows = f"{engine.num_rows} requests at once" if engine.num_rows > 1 else "one request at a time"
         reason = f" ({engine.obstacle})" if engine.obstacle else ""
-        line = f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops"
-        notes().print(line, markup=False, soft_wrap=True)
+        note(f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops", style="")
         try:
             with suppress(KeyboardInterrupt):
                 app.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
-            notes().print("stopped", markup=False)
+            note("stopped", style="")
         finally:
             engine.close()
     return OK

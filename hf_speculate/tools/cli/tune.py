@@ -5,14 +5,13 @@ from functools import partial
 from typing import Any
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.drift import Rule, drift_of_runs, parse_rule
-from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
-from hf_speculate.tools.bench.report.values import MISSING, field, make_table, share, tokens_per_s
+from hf_speculate.tools.bench.quality import Rule, TextCheck, drift_of_runs, parse_rule
+from hf_speculate.tools.bench.report.values import MISSING, field, share, tokens_per_s
 from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, settings_in, tune, write_fields
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import decoding_of
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, note
 from hf_speculate.tools.cli.options import Tune
 
 
@@ -27,29 +26,27 @@ def run(options: Tune) -> int:
         )
     if write is not None:
         settings_in(write)
-    log = notes()
-    setup = measuring.load(options, decoding, fields, log)
+    setup = measuring.load(options, decoding, fields)
     decoder, batches = setup.decoder, setup.batches
-    with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
+    with measuring.progress(num_steps(len(methods), len(batches))) as on_step:
         instruments = Instruments(decoder, TextCheck(decoder), partial(drift_of_runs, decoder.target), on_step=on_step)
         tuned = tune(methods, batches, rule, instruments, do_sample=sample, seed=options.seed or 0)
     settings = setup.settings | {"quality": str(rule)}
     result = {"environment": setup.environment, "settings": settings, **tuned.as_dict()}
     if not options.as_json:
         _show(result, rule)
-    measuring.finish(result, options, log)
+    measuring.finish(result, options)
     if tuned.is_interrupted:
         return INTERRUPTED
-    say = notes().print if options.as_json else answer
+    say = note if options.as_json else answer
     if tuned.winner is None:
         is_allowed = any(not trial.complaint for trial in tuned.trials)
         why = "plain decoding is as fast as any method" if is_allowed else "no method has the required quality"
         say(f"do not speculate: {why}; nothing is written")
         return REFUSED
-    say(f"best: {tuned.winner.name}")
-    say(json.dumps(tuned.fields, indent=2, sort_keys=True))
+    say(f"best: {tuned.winner.name}\n{json.dumps(tuned.fields, indent=2, sort_keys=True)}")
     if write is not None:
-        log.print(f"written to {write_fields(write, tuned.fields)}", markup=False, soft_wrap=True)
+        note(f"written to {write_fields(write, tuned.fields)}")
     return OK
 
 
@@ -63,4 +60,4 @@ def _show(result: dict[str, Any], rule: Rule) -> None:
         **({} if rule.is_exact else {"agreement": share("agreement_with_greedy"), "drop": field("drop", 3)}),
         "result": lambda one: one["out"] or ("best" if one["name"] == result["winner"] else MISSING),
     }
-    measuring.show(make_table(f"methods tried with quality: {rule}", "", columns, result["tried"], 1))
+    measuring.show(f"methods tried with quality: {rule}", columns, result["tried"], 1)

@@ -12,54 +12,49 @@ from typing import Any
 from hf_speculate.errors import ConfigError, SpeculateError, import_extra
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.dataset.run import Engine
 
 _PACKAGE = "ray[data]"
 _UNITS = 10_000  # per resource: Ray counts in these units
 
 
-def on_ray(
+def decode_on_ray(
     make_decoder: Callable[[], RowDecoder],
+    batches: Sequence[Sequence[Row]],
+    seed: int,
+    on_begin: object = None,  # is not called: results say which rows are finished
     *,
     workers: int | None = None,  # actors, each with its own models; None for one per GPU, or one without GPUs
     cpus_per_worker: float = 1.0,  # reserved for each actor without a GPU; also its number of threads
     gpus_per_worker: float | None = None,  # reserved for each actor; None for 1 if the cluster has GPUs, else 0
     ray_address: str | None = None,  # None for RAY_ADDRESS, a running local cluster, or a new one
     num_attempts: int = 3,  # how often a batch is started
-) -> Engine:
-    """Engine that decodes batches on actors and yields results as they arrive.
+) -> Iterator[Decoded]:
+    """Decode batches on actors, and yield results as they arrive.
 
     Ray Data gives an actor few batches ahead, and none while results wait. An actor that dies is restarted with its
     batch.
     """
-
-    def decode(
-        batches: Sequence[Sequence[Row]], seed: int, on_begin: Callable[[Sequence[Row]], None]
-    ) -> Iterator[Decoded]:
-        ray: Any = _connected(ray_address)
-        resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
-        attempts = _counter(ray)
-        items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
-        context = ray.data.DataContext.get_current()
-        shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
-        try:  # the data set copies these settings
-            dataset = ray.data.from_items(items, override_num_blocks=len(items))
-        finally:
-            context.enable_progress_bars = shows_progress
-        decoded = dataset.map_batches(
-            _Worker,
-            fn_constructor_args=(make_decoder, seed, attempts, num_attempts),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(num_workers, len(items))),
-            **resources,
-        )
-        for block in decoded.iter_batches(batch_size=1, prefetch_batches=0, batch_format="numpy"):
-            content = json.loads(str(block["decoded"][0]))
-            if "problem" in content:
-                raise ConfigError(content["problem"])
-            yield Decoded(**content)
-
-    return decode
+    ray: Any = _connected(ray_address)
+    resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
+    items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
+    context = ray.data.DataContext.get_current()
+    shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
+    try:  # the data set copies these settings
+        dataset = ray.data.from_items(items, override_num_blocks=len(items))
+    finally:
+        context.enable_progress_bars = shows_progress
+    decoded = dataset.map_batches(
+        _Worker,
+        fn_constructor_args=(make_decoder, seed, _counter(ray), num_attempts),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(num_workers, len(items))),
+        **resources,
+    )
+    for block in decoded.iter_batches(batch_size=1, prefetch_batches=0, batch_format="numpy"):
+        content = json.loads(str(block["decoded"][0]))
+        if "problem" in content:
+            raise ConfigError(content["problem"])
+        yield Decoded(**content)
 
 
 def _counter(ray: Any) -> Any:

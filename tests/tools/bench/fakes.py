@@ -5,8 +5,7 @@ import torch
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoded
-from hf_speculate.tools.bench.drift import Drift
-from hf_speculate.tools.bench.equality import Compared
+from hf_speculate.tools.bench.quality import Compared, Drift
 from hf_speculate.tools.bench.tuning import Instruments
 
 

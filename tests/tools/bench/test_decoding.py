@@ -10,10 +10,9 @@ from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.drift import drift_of_runs
-from hf_speculate.tools.bench.equality import Compared, TextCheck
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
+from hf_speculate.tools.bench.quality import Compared, TextCheck, drift_of_runs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12

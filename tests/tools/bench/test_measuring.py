@@ -6,7 +6,7 @@ import torch
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run, measure, ratios
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.bench.results import doubts, method_entry
+from hf_speculate.tools.bench.results import method_entry, reliability
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
 PLAIN, OURS, THEIRS = Method("plain", "plain"), Method("ours", "ours"), Method("theirs", "transformers")
@@ -15,15 +15,15 @@ BATCH = empty_batches(1)[0]
 
 def test_methods_take_turns_batch_by_batch_and_time():
     times, steps, state = FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0}), [], torch.get_rng_state()
-    options = {"repeats": 2, "seed": 5, "clock": times.clock, "on_step": steps.append}
+    options = {"repeats": 2, "seed": 5, "clock": times.clock, "on_step": lambda *step: steps.append(step)}
     measured = measure([PLAIN, OURS, THEIRS], empty_batches(2), times, **options)
     there, back = ["plain", "ours", "theirs"], ["theirs", "ours", "plain"]
     assert [name for name, _ in times.calls] == there + back + there + back
     assert [index for _, index in times.calls] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
     assert times.seeds == [5] * 3 + [6] * 3 + [7] * 3 + [8] * 3
     assert torch.equal(torch.get_rng_state(), state)
-    assert [step.method.name for step in steps[:3] if step.run is None] == there
-    assert [(step.method.name, step.run.batch.number) for step in steps[3:]] == times.calls
+    assert [method.name for method, run in steps[:3] if run is None] == there
+    assert [(method.name, run.batch.number) for method, run in steps[3:]] == times.calls
     assert [run.seconds for run in measured.runs["ours"]] == [1.0, 0.5, 1.0, 0.5]
     assert ratios(measured.runs["ours"], measured.runs["plain"]) == [2.0, 4.0, 2.0, 4.0]
     assert measured.left_out == {}
@@ -53,10 +53,10 @@ COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cos
 def test_few_and_scattered_measurements_are_doubted():
     seconds = [1.2, 1.4, 1.2, 1.2, 1.2]
     runs = [Run(BATCH, at, one, [[1] * 11], None, first_token_s=1.0) for at, one in enumerate(seconds)]
-    few, scattered = doubts(runs[:2], 2, 2)
+    few, scattered = reliability(runs[:2], 2, 2)["reasons"]
     assert "2 prompts, 2 repeats" in few
     assert "20 to 40 ms per token" in scattered
-    assert doubts([*runs[2:], *runs[2:]], 1, 2) == []
+    assert reliability([*runs[2:], *runs[2:]], 1, 2)["is_reliable"]
 
 
 def test_a_speed_up_above_the_bound_is_noise():

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.measuring import Run, Step
+from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.cli.console import ProgressNotes
 from hf_speculate.tools.cli.main import main
@@ -38,9 +38,9 @@ def test_lines_come_at_most_once_in_a_while():
 def test_a_bar_or_lines_show_tokens_per_second_and_acceptance(is_terminal):
     stats, screen = SpeculationStats(), io.StringIO()
     stats.add_row(4, 3, 4)
-    with progress(Console(file=screen, force_terminal=is_terminal, width=120, color_system=None), 2) as on_step:
-        on_step(Step(Method("plain, greedy", "plain"), None))
-        on_step(Step(Method("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats)))
+    with progress(2, Console(file=screen, force_terminal=is_terminal, width=120, color_system=None)) as on_step:
+        on_step(Method("plain, greedy", "plain"), None)
+        on_step(Method("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats))
     shown = screen.getvalue()
     assert all(words in shown for words in ("2/2", "greedy, K = 4", "30 tokens/s, 75% accepted"))
     assert ("1/2 warming up: plain, greedy\n" in shown) is not is_terminal

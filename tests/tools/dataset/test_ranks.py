@@ -14,11 +14,10 @@ import pytest
 from hf_speculate.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset import ranks
-from hf_speculate.tools.dataset.decode import check_model
+from hf_speculate.tools.dataset.decode import check_model, decode_job
 from hf_speculate.tools.dataset.files import Job, cut_torn_line
 from hf_speculate.tools.dataset.row_decoder import Decoded
 from hf_speculate.tools.dataset.rows import read_rows
-from hf_speculate.tools.dataset.run import run
 from tests.tools.dataset.common import batch_words, begun_in, prompts, texts_in, write_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +75,7 @@ def run_alone(place: ranks.Ranks, output: Path, decoded: list[str]) -> None:
             decoded.extend(row.key for row in batch)
             yield Decoded([{"id": row.id, "text": "", "num_tokens": 1} for row in batch], 0, 0, 0)
 
-    run(job, lambda rows: [[row] for row in rows], engine, place)
+    decode_job(job, lambda rows: [[row] for row in rows], engine, place)
 
 
 def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):

@@ -7,11 +7,11 @@ import pytest
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.dataset.decode import decode_job
 from hf_speculate.tools.dataset.files import Job
-from hf_speculate.tools.dataset.on_ray import on_ray, resources_of
+from hf_speculate.tools.dataset.on_ray import decode_on_ray, resources_of
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.rows import batches_of, read_rows
-from hf_speculate.tools.dataset.run import run
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.dataset.common import (
     LETTERS,
@@ -45,7 +45,8 @@ def cluster():
 def decode(make, output, on_batch=None, **options):
     tokenizer = letters_tokenizer(LETTERS)
     job = Job(read_rows(TEXTS), output, {"name": "test"})
-    return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, **options), Ranks(), on_batch)
+    engine = functools.partial(decode_on_ray, make, **options)
+    return decode_job(job, lambda rows: batches_of(rows, 2, tokenizer, False), engine, Ranks(), on_batch)
 
 
 @pytest.mark.slow

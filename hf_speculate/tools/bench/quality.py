@@ -1,0 +1,199 @@
+"""Checks the outputs of methods before their speed counts.
+
+Greedy outputs of lossless methods are compared with plain decoding's. Outputs of lossy methods drift from the target's,
+which quality rules bound.
+"""
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import real
+from hf_speculate.tools.bench.decoding import Decoder
+from hf_speculate.tools.bench.measuring import Run
+from hf_speculate.tools.bench.methods import OURS, Method, split
+from hf_speculate.tools.checks.near_ties import (
+    Difference,
+    GapRecorder,
+    classify,
+    float64_copy,
+    keep_logits,
+    noise_after_text,
+)
+
+_TRANSFORMERS_TOKENS = 20  # default of its assisted generation
+_NUM_WIDE = 64  # rows of logits that are held in float32 at once
+_EXACT = "exact"
+_BOUNDS = {
+    "agreement": real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example"),
+    "drop": real(
+        "at least 0 nats per token and finite", lambda drop: 0 <= drop < math.inf, "write drop=0.05, for example"
+    ),
+}
+
+
+class Compared(NamedTuple):
+    """Numbers of rows that equal plain decoding's, differ at a near-tie, or differ for another reason."""
+
+    num_equal: int = 0
+    num_ties: int = 0
+    num_wrong: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether rounding explains every difference."""
+        return self.num_wrong == 0
+
+    def __str__(self) -> str:
+        text = f"{self.num_equal} of {sum(self)} rows equal"
+        if self.num_ties:
+            text += f", {self.num_ties} differ at a near-tie"
+        return text + (f", {self.num_wrong} differ" if self.num_wrong else "")
+
+
+class TextCheck:
+    """Compares greedy outputs; at a difference the target is run again, as `check_parity` does."""
+
+    def __init__(self, decoder: Decoder):
+        self._target, self._options = decoder.target, decoder.options
+
+    def __call__(self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run]) -> Compared:
+        """Compare the calls of a greedy, lossless method with plain decoding's of the same batches."""
+        plain = {run.key: run.texts for run in plain_runs}
+        verdicts: Counter[str] = Counter()
+        for run in runs:
+            verdicts.update(self._verdicts(method, run, plain[run.key]))
+        return Compared(verdicts["equal"], verdicts["tie"], verdicts["bug"])
+
+    @cached_property
+    def _exact(self) -> PreTrainedModel | None:
+        return float64_copy(self._target)
+
+    def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[str]:
+        """Yield "equal", "tie" or "bug" for each row."""
+        num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
+        if run.stats is not None:
+            num_drafted = max(run.stats.rounds_by_draft_len, default=0)
+        num_rows = len(plain) if method.engine == OURS else 1
+        places = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
+        last = max((at for at in places if at is not None), default=None)
+        gaps = [] if last is None else self._gaps(run, last + 1)
+        for row, (ids, others, at) in enumerate(zip(plain, run.texts, places, strict=True)):
+            if at is None:
+                yield "equal" if len(ids) == len(others) else "bug"
+                continue
+            chosen, prompt = (ids[at], others[at]), run.batch.rows[row]
+            text = torch.cat([prompt, prompt.new_tensor(others[:at])])
+            measure = partial(
+                noise_after_text, token_ids=text, chosen=chosen, block_len=num_drafted + 1, num_rows=num_rows
+            )
+            yield classify(self._target, self._exact, Difference(*chosen, float(gaps[at][row]), measure)).verdict
+
+    def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
+        """Gaps [B] of plain decoding's tokens to those of a run, for each step."""
+        ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
+        recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
+        options = self._options | {"max_new_tokens": num_steps, "do_sample": False}
+        processors = LogitsProcessorList([recorder])
+        self._target.generate(**run.batch.inputs, **options, logits_processor=processors)  # type: ignore[operator]
+        return recorder.gaps
+
+
+def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first position at which two texts differ; None if one begins with the other."""
+    return next((at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), None)
+
+
+class Drift(NamedTuple):
+    """Drift of outputs from the target's, as sums, which `+` adds."""
+
+    log_likelihood: float = 0.0  # under the target in nats, without temperature and other processors
+    num_best: int = 0  # tokens that are the target's most likely ones after the text before them
+    num_tokens: int = 0  # of the outputs
+
+    def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # tuples are joined
+        return Drift(*map(operator.add, self, other))
+
+    @property
+    def log_likelihood_per_token(self) -> float:
+        return self.log_likelihood / self.num_tokens
+
+    @property
+    def agreement(self) -> float:
+        """Share of tokens that greedy decoding would have chosen, in [0, 1]."""
+        return self.num_best / self.num_tokens
+
+
+@torch.no_grad()
+def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
+    """Drift of all outputs, each of which has at least one token."""
+    total = Drift()
+    for prompt_ids, new_ids in (pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True)):
+        text, num = prompt_ids.new_tensor(new_ids), len(new_ids)  # [N]
+        ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
+        logits = model(input_ids=ids, use_cache=False, **keep_logits(model, num + 1)).logits[0, -num - 1 : -1]  # [N, V]
+        for rows, chosen in zip(logits.split(_NUM_WIDE), text.to(logits.device).split(_NUM_WIDE), strict=True):
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            log_likelihood = -float(cross_entropy(wide, chosen, reduction="none").double().sum())
+            total += Drift(log_likelihood, int((wide.argmax(-1) == chosen).sum()), len(chosen))
+    return total
+
+
+class Rule(NamedTuple):
+    """Bounds for lossy methods; without bounds only lossless ones are allowed."""
+
+    min_agreement: float | None = None  # smallest share of tokens that greedy decoding would have chosen, in [0, 1]
+    # largest drop of the log-likelihood below plain decoding's in nats per token; when sampling also the largest rise
+    # above it
+    max_drop: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.min_agreement is None and self.max_drop is None
+
+    def complaint(self, drift: Drift, plain: Drift, do_sample: bool) -> str:
+        """The broken bound, or an empty string; `plain` is plain decoding's drift on the same prompts."""
+        drop = drop_of(drift, plain, do_sample)
+        if self.min_agreement is not None and drift.agreement < self.min_agreement:
+            return f"agreement {drift.agreement:.3f} < {self.min_agreement:g}"
+        if self.max_drop is not None and not drop <= self.max_drop:  # NaN and infinity are not allowed
+            return f"drop {drop:.3f} > {self.max_drop:g}"
+        return ""
+
+    def __str__(self) -> str:
+        bounds = [("agreement >= ", self.min_agreement), ("drop <= ", self.max_drop)]
+        return ", ".join(f"{name}{value:g}" for name, value in bounds if value is not None) or _EXACT
+
+
+def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
+    """Drop of the log-likelihood below plain decoding's in nats per token; when sampling its absolute value."""
+    drop = plain.log_likelihood_per_token - drift.log_likelihood_per_token
+    return abs(drop) if do_sample else drop
+
+
+def parse_rule(text: str) -> Rule:
+    """Parse `exact`, or bounds separated by commas: `agreement>=0.95`, `drop<=0.05`; `=` needs no quotes in a shell."""
+    words = split(text)
+    if words == [_EXACT]:
+        return Rule()
+    bounds: dict[str, float] = {}
+    for word in words or [text]:
+        name, _, bound = word.replace(" ", "").partition("=")
+        name = {"agreement>": "agreement", "drop<": "drop"}.get(name, name)
+        try:
+            check, bounds[name] = _BOUNDS[name], float(bound)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"--quality must be exact, or bounds such as agreement=0.95, got {word!r}; quote > and <, or write ="
+            ) from None
+        check(name, bounds[name])
+    return Rule(bounds.get("agreement"), bounds.get("drop"))
