@@ -13,8 +13,8 @@ from _subjects import Subject
 from transformers import CompileConfig
 
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoded, Decoder
-from hf_speculate.tools.bench.measuring import Run, measure
+from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.measuring import measure
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
@@ -83,9 +83,8 @@ class Runner:
             max_new_tokens=max_new_tokens,
             sampling=SAMPLING[mode],
         )
-        self.eos_token_ids = self.decoder.eos_token_ids
 
-    def __call__(self, method: Method, batch: Batch, seed: int = 0, max_new_tokens: int | None = None) -> Decoded:
+    def __call__(self, method: Method, batch: Batch, seed: int = 0, max_new_tokens: int | None = None) -> Run:
         """Decode a batch and wait for the device."""
         fields = {"speculation_cache": self.cache, **method.fields} if method.engine == OURS else method.fields
         options = dict(method.options)
@@ -215,18 +214,18 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
     compare, num_equal, num_rows = TextCheck(runner.decoder), 0, 0
     vocab_size = runner.subject.target.config.vocab_size
 
-    def texts(method: Method) -> list[list[int]]:
-        found = [ids.tolist() for ids in runner(method, batch, max_new_tokens=num).new_ids]
-        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in found):
+    def checked(method: Method) -> Run:
+        found = runner(method, batch, max_new_tokens=num)
+        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in found.texts):
             raise SystemExit(f"{method.name}: ids out of range, or not {num} of them")
         return found
 
     for method in methods:
         if method.engine != OURS and method != PLAIN_COMPILED:
             continue
-        found = Run(batch, 0, 1.0, texts(method), None)
+        found = checked(method)
         if runner.do_sample and method.verifier == "coupled":
-            plain = texts(Method("coupled, no draft", OURS, {"assistant_model": None, "verifier": "coupled"}))
+            plain = checked(Method("coupled, no draft", OURS, {"assistant_model": None, "verifier": "coupled"})).texts
             equal = sum(one == other for one, other in zip(plain, found.texts, strict=True))
             if equal < len(plain) and runner.subject.dtype == "float32":
                 raise SystemExit(
@@ -235,7 +234,7 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
         elif runner.do_sample or method.is_lossy:
             continue
         else:
-            compared = compare(method, [found], [Run(batch, 0, 1.0, texts(PLAIN_METHOD), None)])
+            compared = compare(method, [found], [checked(PLAIN_METHOD)])
             if not compared.ok:
                 raise SystemExit(f"{method.name}: {compared}")
             equal = compared.num_equal

@@ -18,11 +18,37 @@ from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 
-class Decoded(NamedTuple):
-    new_ids: list[Tensor]  # [N] int64 for each row, with padding after its end
-    stats: SpeculationStats | None  # of the call; None for other engines
+class Run(NamedTuple):
+    """A timed call."""
+
+    batch: Batch
+    repeat: int  # number of the repetition
+    seconds: float
+    texts: list[list[int]]  # new token ids of each row up to its end
+    stats: SpeculationStats | None  # of our engine
     first_token_s: float | None = None  # time to the first token: until the target's first forward has ended
     peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Number of the batch and repetition, by which runs of several methods are compared."""
+        return self.batch.number, self.repeat
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Milliseconds per token of the longest row after its first token; None if that is not known."""
+        num_later = max(map(len, self.texts)) - 1
+        if self.first_token_s is None or num_later < 1:
+            return None
+        return 1000 * (self.seconds - self.first_token_s) / num_later
 
 
 class Decoder:
@@ -66,8 +92,8 @@ class Decoder:
         ids = getattr(self.target.generation_config, "eos_token_id", None)
         return frozenset() if ids is None else frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
-    def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
-        """Decode a batch and wait for the device."""
+    def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
+        """Decode a batch, and wait for the device."""
         options = {**self.options, **method.options, "do_sample": method.do_sample}
         options["max_new_tokens"] = max_new_tokens or self.max_new_tokens
         stats: SpeculationStats | None = None
@@ -80,6 +106,7 @@ class Decoder:
         device = self.target.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        begin = time.perf_counter()
         with _timed_first_forward(self.target) as first_s:
             if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
@@ -88,8 +115,10 @@ class Decoder:
                 output = decode(**batch.inputs, **{"tokenizer": self.tokenizer, **options})
                 new_ids = list(output[:, batch.input_ids.shape[1] :])
         _synchronize(device)
+        seconds = time.perf_counter() - begin
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return Decoded(new_ids, stats, first_s[0] if first_s else None, peak_bytes)
+        texts = [up_to_eos(ids.tolist(), self.eos_token_ids) for ids in new_ids]
+        return Run(batch, 0, seconds, texts, stats, first_s[0] if first_s else None, peak_bytes)
 
     def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
         """Assisted generation of transformers, row by row, because it takes one row."""
@@ -131,6 +160,11 @@ def _timed_first_forward(model: PreTrainedModel) -> Iterator[list[float]]:
         yield seconds
     finally:
         handle.remove()
+
+
+def up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    end = next((at for at, one in enumerate(ids) if one in eos_token_ids), len(ids))
+    return ids[: end + 1]
 
 
 def _synchronize(device: torch.device) -> None:

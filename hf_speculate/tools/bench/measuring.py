@@ -1,51 +1,18 @@
 """Times decoding methods that alternate, batch by batch."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoded, Decoder
+from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import PLAIN, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8
 # Raised by transformers' assisted generation for pairs that it does not support.
 _ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-
-
-class Run(NamedTuple):
-    batch: Batch
-    repeat: int  # number of the repetition
-    seconds: float  # of the call
-    texts: list[list[int]]  # new token ids of each row up to its end
-    stats: SpeculationStats | None  # of our engine
-    first_token_s: float | None = None  # see `Decoded`, as for `peak_bytes`
-    peak_bytes: int | None = None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Number of the batch and repetition, by which runs of several methods are compared."""
-        return self.batch.number, self.repeat
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.texts))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def ms_per_token(self) -> float | None:
-        """Milliseconds per token of the longest row after its first token; None if that is not known."""
-        num_later = max(map(len, self.texts)) - 1
-        if self.first_token_s is None or num_later < 1:
-            return None
-        return 1000 * (self.seconds - self.first_token_s) / num_later
 
 
 Runs = dict[str, list[Run]]  # by name of the method
@@ -68,7 +35,6 @@ def measure(
     repeats: int = 1,
     is_warm: bool = False,
     seed: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
     on_step: OnStep = lambda method, run: None,
 ) -> Measured:
     """Decode each batch with each method in turn, so that all methods meet the same load of the machine.
@@ -80,7 +46,7 @@ def measure(
     left_out: dict[str, str] = {}
     order = list(methods)
 
-    def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Decoded | None:
+    def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Run | None:
         try:
             return decode(method, batch, seed + num, max_new_tokens)
         except _ASSISTED_ERRORS as error:
@@ -101,13 +67,9 @@ def measure(
             for repeat, batch in itertools.product(range(repeats), batches):
                 num = repeat * len(batches) + batch.number
                 for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
-                    begin = clock()
-                    decoded = attempt(method, batch, num)
-                    seconds = clock() - begin
-                    if decoded is not None:
-                        texts = [_up_to_eos(ids.tolist(), decode.eos_token_ids) for ids in decoded.new_ids]
-                        runs[method.name].append(Run(batch, repeat, seconds, texts, *decoded[1:]))
-                        on_step(method, runs[method.name][-1])
+                    if (run := attempt(method, batch, num)) is not None:
+                        runs[method.name].append(run._replace(repeat=repeat))
+                        on_step(method, run)
         except KeyboardInterrupt:
             return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
     return Measured(runs, left_out)
@@ -125,8 +87,3 @@ def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
     done = set.intersection(*plain) if plain else set()
     kept = {name: [run for run in of_it if run.key in done] for name, of_it in runs.items()}
     return {name: of_it for name, of_it in kept.items() if of_it}
-
-
-def _up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    end = next((at for at, one in enumerate(ids) if one in eos_token_ids), len(ids))
-    return ids[: end + 1]

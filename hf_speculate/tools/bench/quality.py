@@ -18,8 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import real
-from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.measuring import Run
+from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
 from hf_speculate.tools.checks.near_ties import (
     Difference,

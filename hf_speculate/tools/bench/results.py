@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.measuring import OnStep, Run, measure, ratios
+from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of

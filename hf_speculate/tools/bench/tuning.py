@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,8 @@ from transformers import AutoConfig, GenerationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.measuring import OnStep, Run, measure, ratios
+from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
 from hf_speculate.tools.bench.methods import (
     DraftLen,
     Method,
@@ -40,7 +39,6 @@ class Instruments(NamedTuple):
     decode: Decoder
     check: Callable[[Method, Sequence[Run], Sequence[Run]], Compared]  # see `TextCheck`
     read: Callable[[Sequence[Run]], Drift]  # see `drift_of_runs`
-    clock: Callable[[], float] = time.perf_counter  # returns seconds
     on_step: OnStep = lambda method, run: None
 
 
@@ -157,7 +155,6 @@ def tune(
             instruments.decode,
             is_warm=number > 0,
             seed=seed,
-            clock=instruments.clock,
             on_step=instruments.on_step,
         )
         used += size

@@ -13,8 +13,7 @@ from transformers.utils import logging
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
-from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.measuring import Run
+from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.bench.report.values import MISSING, Columns, Result, make_table
 from hf_speculate.tools.bench.results import environment

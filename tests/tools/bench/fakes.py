@@ -4,7 +4,7 @@ import torch
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoded
+from hf_speculate.tools.bench.decoding import Run
 from hf_speculate.tools.bench.quality import Compared, Drift
 from hf_speculate.tools.bench.tuning import Instruments
 
@@ -15,29 +15,25 @@ def empty_batches(num: int) -> list[Batch]:
 
 
 class FakeTimes:
-    """Decodes nothing; a method takes the seconds that were written down for it, and so does the clock."""
+    """Decodes nothing; a method takes the seconds that were written down for it."""
 
-    def __init__(self, seconds, texts=None, eos_token_ids=frozenset(), errors=None):
-        self.seconds, self.texts, self.eos_token_ids, self.errors = seconds, texts or {}, eos_token_ids, errors or {}
-        self.now, self.seeds = 0.0, []
+    def __init__(self, seconds, texts=None, errors=None):
+        self.seconds, self.texts, self.errors = seconds, texts or {}, errors or {}
+        self.seeds = []
         self.calls: list[tuple[str, int]] = []
 
-    def clock(self) -> float:
-        return self.now
-
     def __call__(self, method, batch, seed, max_new_tokens=None):
-        if max_new_tokens is not None:  # a warm-up, which no clock sees
-            return Decoded([torch.ones(1, dtype=torch.int64)], None)
+        if max_new_tokens is not None:  # a warm-up
+            return Run(batch, 0, 1.0, [[1]], None)
         if (method.name, batch.number) in self.errors:
             raise self.errors[method.name, batch.number]
         self.calls.append((method.name, batch.number))
         self.seeds.append(seed)
         torch.manual_seed(seed)
         seconds = self.seconds[method.name]
-        self.now += seconds[batch.number] if isinstance(seconds, list) else seconds
-        ids = torch.tensor(self.texts.get(method.name, range(10)))
         stats = SpeculationStats() if method.engine == "ours" else None
-        return Decoded([ids] * len(batch.input_ids), stats)
+        texts = [list(self.texts.get(method.name, range(10)))] * len(batch.input_ids)
+        return Run(batch, 0, seconds[batch.number] if isinstance(seconds, list) else seconds, texts, stats)
 
 
 def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
@@ -50,4 +46,4 @@ def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
     def read(runs):
         return sum((drifts[run.texts[0][0]] for run in runs), Drift())
 
-    return Instruments(times, check, read, times.clock)
+    return Instruments(times, check, read)

@@ -9,8 +9,7 @@ import torch
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.measuring import Run
+from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
 from hf_speculate.tools.bench.quality import Compared, TextCheck, drift_of_runs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -51,7 +50,7 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
     model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))  # before the first token alone
     model.register_forward_hook(lambda module, args, output: lens.append(output.logits.shape[1]))
     decoded = decoder(method, batch, 0)
-    assert [ids.tolist() for ids in decoded.new_ids] == plain_texts(target, batch, **options)
+    assert decoded.texts == plain_texts(target, batch, **options)
     assert 0.1 < decoded.first_token_s < 2
     assert len(model._forward_hooks) == 1  # the one above
     assert is_enabled(model) is enabled
@@ -72,7 +71,7 @@ def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, bat
     def texts(temperature, seed):
         sampling = {"temperature": temperature}
         decoder = Decoder(target, {"assistant_model": draft}, max_new_tokens=NUM_NEW, sampling=sampling)
-        return [ids.tolist() for ids in decoder(method, batch, seed).new_ids]
+        return decoder(method, batch, seed).texts
 
     assert texts(1e-4, 0) == plain_texts(target, batch)
     assert texts(0.8, 1) == texts(0.8, 1) != texts(0.8, 2)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.measuring import Run, measure, ratios
+from hf_speculate.tools.bench.decoding import Run, up_to_eos
+from hf_speculate.tools.bench.measuring import measure, ratios
 from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.bench.results import method_entry, reliability
 from tests.tools.bench.fakes import FakeTimes, empty_batches
@@ -15,7 +16,7 @@ BATCH = empty_batches(1)[0]
 
 def test_methods_take_turns_batch_by_batch_and_time():
     times, steps, state = FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0}), [], torch.get_rng_state()
-    options = {"repeats": 2, "seed": 5, "clock": times.clock, "on_step": lambda *step: steps.append(step)}
+    options = {"repeats": 2, "seed": 5, "on_step": lambda *step: steps.append(step)}
     measured = measure([PLAIN, OURS, THEIRS], empty_batches(2), times, **options)
     there, back = ["plain", "ours", "theirs"], ["theirs", "ours", "plain"]
     assert [name for name, _ in times.calls] == there + back + there + back
@@ -30,11 +31,10 @@ def test_methods_take_turns_batch_by_batch_and_time():
 
 
 def test_a_text_counts_up_to_and_with_its_end():
-    times = FakeTimes({"plain": 1.0}, {"plain": [5, 6, 7, 0, 0]}, frozenset({7, 9}))
-    (run,) = measure([PLAIN], empty_batches(1), times, clock=times.clock).runs["plain"]
-    assert run.texts == [[5, 6, 7]]
-    assert run.num_tokens == run.tokens_per_s == 3
-    assert run._replace(seconds=5.0, first_token_s=3.0).ms_per_token == 1000.0  # without the first token
+    assert up_to_eos([5, 6, 7, 0, 0], frozenset({7, 9})) == [5, 6, 7]
+    run = Run(BATCH, 0, 5.0, [[5, 6, 7], [5]], None, first_token_s=3.0)
+    assert (run.num_tokens, run.tokens_per_s) == (4, 0.8)
+    assert run.ms_per_token == 1000.0  # without the first token
 
 
 def test_what_transformers_cannot_do_is_left_out_with_the_reason_and_a_failure_of_ours_is_an_error():

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.measuring import Run
+from hf_speculate.tools.bench.decoding import Run
 from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.cli.console import ProgressNotes
 from hf_speculate.tools.cli.main import main
