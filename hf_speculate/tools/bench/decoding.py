@@ -52,11 +52,9 @@ class Run(NamedTuple):
 
 
 class Decoder:
-    """Decodes batches with one target and draft.
+    """Decodes batches with views of one target and draft whose generation configs hold no speculative fields.
 
-    Generation configs of the models may hold speculative fields, which would change plain decoding. The decoder uses
-    views of the models, with the same weights and without these fields. `sampling` holds arguments of methods that
-    sample, `options` those of all methods.
+    Plain decoding would read such fields. `sampling` are arguments of methods that sample, `options` those of all.
     """
 
     def __init__(
@@ -71,26 +69,15 @@ class Decoder:
         self.target = _view(target)
         self.max_new_tokens = max_new_tokens
         self.options = dict(options or {})
+        self.tokenizer: PreTrainedTokenizerBase | None = draft_arguments.get("tokenizer")
+        eos = getattr(self.target.generation_config, "eos_token_id", None)
+        self.eos_token_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
+        self.draft: PreTrainedModel | None = None  # also if a head drafts
         self._draft_arguments = dict(draft_arguments)
-        if self.draft is not None:
-            self._draft_arguments["assistant_model"] = _view(self.draft)
+        if isinstance(draft := draft_arguments.get("assistant_model"), PreTrainedModel):
+            self.draft = self._draft_arguments["assistant_model"] = _view(draft)
         self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' method
         self._sampling = sampling or {}
-
-    @property
-    def draft(self) -> PreTrainedModel | None:
-        """The draft model; None if there is none, or a head drafts."""
-        draft = self._draft_arguments.get("assistant_model")
-        return draft if isinstance(draft, PreTrainedModel) else None
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return self._draft_arguments.get("tokenizer")
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        ids = getattr(self.target.generation_config, "eos_token_id", None)
-        return frozenset() if ids is None else frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
         """Decode a batch, and wait for the device."""

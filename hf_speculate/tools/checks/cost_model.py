@@ -62,11 +62,7 @@ def size_of(
 def expected_speedup(
     acceptance_probability: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0
 ) -> float:
-    """Tokens per second over plain decoding's if all time is spent in the models.
-
-    With a = `acceptance_probability`, K = `num_draft_tokens`, c = `draft_cost` and v = `verify_cost` this is
-    (1 - a^(K+1)) / ((1 - a) (K c + v)).
-    """
+    """Tokens per second over plain decoding's if all time is spent in the models: (1 + a + ... + a^K) / (K c + v)."""
     num_tokens = sum(acceptance_probability**position for position in range(num_draft_tokens + 1))
     return num_tokens / (num_draft_tokens * draft_cost + verify_cost)
 

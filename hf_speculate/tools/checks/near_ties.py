@@ -70,11 +70,7 @@ class Difference(NamedTuple):
 
 
 def classify(model: PreTrainedModel, exact: PreTrainedModel | None, difference: Difference) -> ParityRow:
-    """Decide whether rounding explains a difference.
-
-    The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise above 64 such
-    units counts as 64, unless float64 confirms that it is rounding.
-    """
+    """Decide whether rounding explains a difference; noise of many units counts only if float64 confirms rounding."""
     exactly = None if exact is None else difference.measured_on(exact)
     measured = difference.measured_on(model)
     is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude

@@ -18,7 +18,7 @@ from hf_speculate.generation.validate_models import check_models
 from hf_speculate.models.mixers import recurrent_cache, stepped_model
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
-from hf_speculate.tools.checks.sources import Described, ModelReader, ModelSource
+from hf_speculate.tools.checks.sources import Described, ModelSource, describe
 
 LEVELS = ("ok", "warning", "does not fit", "not supported")
 
@@ -95,8 +95,7 @@ class PairReport:
     def as_dict(self) -> dict[str, Any]:
         """The report as values that JSON can hold."""
         overlap = None if self.overlap is None else {**asdict(self.overlap), "share": self.overlap.share}
-        parts = {name: [asdict(one) for one in getattr(self, name)] for name in ("findings", "gains")}
-        return asdict(self) | {"overlap": overlap, **parts}
+        return asdict(self) | {"overlap": overlap}
 
     def __str__(self) -> str:
         models = [("target", self.target_params, self.target_memory), ("draft", self.draft_params, self.draft_memory)]
@@ -147,39 +146,35 @@ def check_pair(
         ConfigError: a model has no config, or an argument is none of the above.
         UnsupportedModelError: transformers has no language model for a config.
     """
+    of_target = describe("target", target, target_tokenizer, dtype, options)
     draft_options = {name: value for name, value in options.items() if name != "revision"}
-    models = (
-        ModelReader(options, dtype).describe("target", target, target_tokenizer),
-        ModelReader(draft_options, dtype).describe("draft", draft, draft_tokenizer),
+    of_draft = describe("draft", draft, draft_tokenizer, dtype, draft_options)
+    overlap = None
+    if of_target.tokenizer is not None and of_draft.tokenizer is not None:
+        overlap = vocabulary_overlap(of_target.tokenizer, of_draft.tokenizer)
+    found = chain(
+        model_findings(of_target, of_draft),
+        vocabulary_findings(of_target, of_draft, overlap),
+        text_findings(of_target, of_draft),
+        size_findings(of_target, of_draft),
     )
-    tokenizers = [one.tokenizer for one in models if one.tokenizer is not None]
-    overlap = vocabulary_overlap(*tokenizers) if len(tokenizers) == 2 else None
-    found = (
-        model_findings(*models),
-        vocabulary_findings(*models, overlap),
-        text_findings(*models),
-        size_findings(*models),
-    )
-    findings = tuple(dict.fromkeys(chain.from_iterable(found)))  # both models may have the same one
-    sizes = [one.size for one in models]
-    memory = [Memory(one.dtype, one.size.num_bytes, one.size.kv_bytes_per_token) for one in models]
+    findings = tuple(dict.fromkeys(found))  # both models may have the same one
     return PairReport(
-        target=models[0].name,
-        draft=models[1].name,
+        target=of_target.name,
+        draft=of_draft.name,
         level=max((finding.level for finding in findings), key=LEVELS.index, default="ok"),
         findings=findings,
         overlap=overlap,
-        target_params=sizes[0].num_params,
-        draft_params=sizes[1].num_params,
-        size_ratio=sizes[1].num_read_bytes() / sizes[0].num_read_bytes(),
-        gains=estimate_gains(*sizes),
-        target_memory=memory[0],
-        draft_memory=memory[1],
+        target_params=of_target.size.num_params,
+        draft_params=of_draft.size.num_params,
+        size_ratio=of_draft.size.num_read_bytes() / of_target.size.num_read_bytes(),
+        gains=estimate_gains(of_target.size, of_draft.size),
+        target_memory=Memory(of_target.dtype, of_target.size.num_bytes, of_target.size.kv_bytes_per_token),
+        draft_memory=Memory(of_draft.dtype, of_draft.size.num_bytes, of_draft.size.kv_bytes_per_token),
     )
 
 
 def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Overlap:
-    """Count the tokens that two tokenizers spell the same."""
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     shared = target_ids.keys() & draft_ids.keys()
     num_same_id = sum(target_ids[token] == draft_ids[token] for token in shared)

@@ -1,9 +1,9 @@
 """Describes a model without its weights: config, tokenizer, generation config and parameter sizes."""
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -33,98 +33,93 @@ _AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
 _BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # if the quantisation config names none
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """A model as described by its config, tokenizer and generation config."""
 
     role: str  # "target" or "draft"
     name: str  # name or path, else the class
     model: PreTrainedModel  # the passed model, else one on the meta device
+    config: PreTrainedConfig  # the decoder's
     size: ModelSize  # of its parameters after loading
     dtype: str  # of its parameters after loading, without "torch."
     quantisation: str  # name of the method; empty if it is not quantised
     tokenizer: PreTrainedTokenizerBase | None  # None if none was found
     eos_token_ids: frozenset[int]  # empty if there are none
 
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The decoder's."""
-        config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
-        return config
+
+def describe(
+    role: str,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype_name: str | None,
+    options: Mapping[str, Any],
+) -> Described:
+    """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for that of its config.
+
+    `options` are those of `from_pretrained`.
+    """
+    get_base_model = getattr(source, "get_base_model", None)
+    if callable(get_base_model) and not isinstance(source, PreTrainedModel):
+        source = get_base_model()
+    if isinstance(source, PreTrainedModel):
+        model, config, generation_config = source, source.config, source.generation_config
+        name, dtype, bytes_per_param = config.name_or_path or type(model).__name__, model.dtype, None
+    else:
+        config = read_config(role, source, options)
+        name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
+        model = meta_model(role, config, **options)
+        generation_config = _found(GenerationConfig, name, options) or model.generation_config
+        wanted = getattr(config, "dtype", None) if dtype_name in (None, "auto") else dtype_name
+        wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
+        dtype = wanted if isinstance(wanted, torch.dtype) else torch.bfloat16
+        bytes_per_param = _bytes_per_param(config, dtype)
+    decoder_config = config.get_text_config(decoder=True)
+    eos = getattr(generation_config, "eos_token_id", None)  # `generate()` reads it first
+    eos = getattr(decoder_config, "eos_token_id", None) if eos is None else eos
+    return Described(
+        role,
+        name,
+        model,
+        decoder_config,
+        size_of(model, decoder_config, bytes_per_param, dtype.itemsize),
+        str(dtype).removeprefix("torch."),
+        str(_quantisation(config).get("quant_method", "")),
+        tokenizer if tokenizer is not None else _found(AutoTokenizer, name, options),
+        frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
+    )
 
 
-@dataclass(frozen=True)
-class ModelReader:
-    """Reads configs and tokenizers with the arguments of `from_pretrained`; never weights."""
-
-    options: dict[str, Any] = field(default_factory=dict)  # `local_files_only`, `revision`, `trust_remote_code`
-    dtype: str | None = None  # into which weights will be loaded; None or "auto" for that of the config
-
-    def describe(self, role: str, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None) -> Described:
-        """Read everything that is known of a model."""
-        get_base_model = getattr(source, "get_base_model", None)
-        if callable(get_base_model) and not isinstance(source, PreTrainedModel):
-            source = get_base_model()
-        if isinstance(source, PreTrainedModel):
-            model, config, generation_config = source, source.config, source.generation_config
-            name, dtype, bytes_per_param = config.name_or_path or type(model).__name__, model.dtype, None
-        else:
-            config = self.config(role, source)
-            name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
-            model = meta_model(role, config, **self.options)
-            generation_config = self._found(GenerationConfig, name) or model.generation_config
-            dtype = self._dtype(config)
-            bytes_per_param = _bytes_per_param(config, dtype)
-        decoder_config = config.get_text_config(decoder=True)
-        eos = getattr(generation_config, "eos_token_id", None)  # `generate()` reads it first
-        eos = getattr(decoder_config, "eos_token_id", None) if eos is None else eos
-        return Described(
-            role,
-            name,
-            model,
-            size_of(model, decoder_config, bytes_per_param, dtype.itemsize),
-            str(dtype).removeprefix("torch."),
-            str(_quantisation(config).get("quant_method", "")),
-            tokenizer if tokenizer is not None else self._found(AutoTokenizer, name),
-            frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
+def read_config(role: str, source: object, options: Mapping[str, Any]) -> PreTrainedConfig:
+    if isinstance(source, PreTrainedConfig):
+        return source
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; pass one of these"
         )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **options)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{role} must be of an architecture that this transformers knows, got {str(source)!r} "
+            f"({str(error).partition('. ')[0]}); update transformers, pass trust_remote_code, or name another model"
+        ) from error
+    except OSError as error:
+        where = "in the local cache" if options.get("local_files_only") else "on the Hub"
+        raise ConfigError(
+            f"{role} must be a folder with a config.json or the name of a model {where}, got {str(source)!r}; "
+            "check the spelling, the network and your access to the model"
+        ) from error
+    return config
 
-    def config(self, role: str, source: object) -> PreTrainedConfig:
-        if isinstance(source, PreTrainedConfig):
-            return source
-        if not isinstance(source, str | Path):
-            raise ConfigError(
-                f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; pass one of these"
-            )
-        try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(source, **self.options)
-        except ValueError as error:
-            raise UnsupportedModelError(
-                f"{role} must be of an architecture that this transformers knows, got {str(source)!r} "
-                f"({str(error).partition('. ')[0]}); update transformers, pass trust_remote_code, or name another model"
-            ) from error
-        except OSError as error:
-            where = "in the local cache" if self.options.get("local_files_only") else "on the Hub"
-            raise ConfigError(
-                f"{role} must be a folder with a config.json or the name of a model {where}, got {str(source)!r}; "
-                "check the spelling, the network and your access to the model"
-            ) from error
-        return config
 
-    def _found(self, kind: Any, name: str) -> Any:
-        try:
-            return kind.from_pretrained(name, **self.options)
-        except (OSError, ValueError, KeyError, ImportError):  # no files, or none that this machine can read
-            return None
-
-    def _dtype(self, config: PreTrainedConfig) -> torch.dtype:
-        dtype = getattr(config, "dtype", None) if self.dtype in (None, "auto") else self.dtype
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+def _found(kind: Any, name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError, ImportError):  # no files, or none that this machine can read
+        return None
 
 
 def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, **_: Any) -> PreTrainedModel:
-    """The config's model on the meta device, which takes no memory."""
     classes = [auto_class for auto_class, mapping in _AUTO_CLASSES if type(config) in mapping]
     if trust_remote_code and not classes and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         classes = [AutoModelForCausalLM]

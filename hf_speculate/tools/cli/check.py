@@ -7,7 +7,7 @@ from hf_speculate.draft.heads.fit import HeadFit
 from hf_speculate.draft.heads.load import check_head
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.tools.checks.pair import PairReport, check_pair
-from hf_speculate.tools.checks.sources import ModelReader
+from hf_speculate.tools.checks.sources import read_config
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.options import Check
@@ -23,7 +23,7 @@ def run(options: Check) -> int:
     report: PairReport | HeadFit
     try:
         if names_head(options):
-            report = check_head(draft, ModelReader(read).config("target", target))
+            report = check_head(draft, read_config("target", target, read))
         else:
             report = check_pair(target, draft, dtype=None if options.dtype == "auto" else options.dtype, **read)
         ok, text, result = report.ok, str(report), report.as_dict()

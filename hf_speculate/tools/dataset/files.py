@@ -18,8 +18,6 @@ from hf_speculate.tools.dataset.rows import Row, digest_of
 
 _BEGIN = b'{"id'  # of every line
 _REPAIR = "repair or remove that line, or choose another output"
-_IF_CHANGED = one_of("keep", "refuse", "restart")
-_SEED = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
 _FORMAT = 1
 
 
@@ -96,9 +94,8 @@ def put_in_order(path: Path, keys: Iterable[str]) -> None:
 class Job:
     """Rows to decode into an output, and the folder `<output>.run`.
 
-    `manifest.json` holds a digest of the prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N
-    that are not yet in the output. `begun-N.jsonl` lists the ids of each batch that rank N started; after a crash its
-    last line is the batch that was running.
+    `manifest.json` holds a digest of the prompts, the settings and the seed; `rank-N.jsonl` results of rank N that are
+    not yet in the output; `begun-N.jsonl` the ids of each batch that rank N started, the running one last.
     """
 
     rows: Sequence[Row]  # in the order of the prompts
@@ -109,8 +106,9 @@ class Job:
     if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
 
     def __post_init__(self) -> None:
-        _SEED("seed", self.seed)
-        _IF_CHANGED("if_changed", self.if_changed)
+        is_seed = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
+        is_seed("seed", self.seed)
+        one_of("keep", "refuse", "restart")("if_changed", self.if_changed)
 
     @property
     def folder(self) -> Path:
@@ -121,7 +119,6 @@ class Job:
         return self.folder / "manifest.json"
 
     def part(self, rank: int) -> Path:
-        """File of a rank's results."""
         return self.folder / f"rank-{rank}.jsonl"
 
     def locked(self) -> AbstractContextManager[Any]:
@@ -148,12 +145,12 @@ class Job:
         settings = json.loads(json.dumps(dict(self.settings)))
         wanted = {"format": _FORMAT, "prompts": digest_of(self.rows), "settings": settings, "seed": seed}
         changes = [] if before is None else _changes(before, wanted)
-        begun = sorted(self.folder.glob("begun-*.jsonl"))
-        for path in (self.output, *begun):
+        files = (*self.folder.glob("begun-*.jsonl"), self.output)
+        for path in files:
             cut_torn_line(path)
         self._gather_parts()
         if changes and self.if_changed == "restart":
-            for path in (*begun, self.output):
+            for path in files:
                 path.unlink(missing_ok=True)
         finished = ids_in(self.output)
         if changes and finished and self.if_changed == "refuse":

@@ -17,13 +17,12 @@ _TIMEOUT = timedelta(days=30)
 class Ranks:
     """This process among those of a launcher."""
 
-    index: int = 0  # of this process; 0 is the main one
+    index: int = 0  # of this process; the main one, 0, does what is done once for all
     num: int = 1  # number of processes
     state: Any = None  # accelerate's `PartialState`; None for a single process
 
     @property
     def is_main(self) -> bool:
-        """Whether this process does what is done once for all."""
         return self.index == 0
 
     @property

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, takewhile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,23 +40,11 @@ class RowEnds:
     known to be row-wise run again on the finished sequences. Calls of the others are recorded during decoding.
     """
 
-    def __init__(
-        self, eos_token_ids: Iterable[int], stop_strings: StopStringCriteria | None, criteria: Iterable[Any] | None
-    ):
-        ids = sorted(eos_token_ids)
-        asked: list[Any] = [EosTokenCriteria(ids)] if ids else []
-        asked += [] if stop_strings is None else [stop_strings]
-        self._watched: list[_Watched] = []
-        self.criteria = StoppingCriteriaList()
-        """The criteria to pass to `generate()`."""
-        for one in criteria or ():
-            if BlockStoppingCriteria([one]).is_row_wise:
-                asked += [] if isinstance(one, MaxTimeCriteria) else [one]
-                self.criteria.append(one)
-            else:
-                self._watched.append(_Watched(one))
-                self.criteria.append(self._watched[-1])
-        self._asked = BlockStoppingCriteria(asked)
+    def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
+        known = [one if BlockStoppingCriteria([one]).is_row_wise else _Watched(one) for one in users]
+        asked = [one for one in known if not isinstance(one, _Watched | MaxTimeCriteria)]
+        self.criteria = StoppingCriteriaList(known)
+        self._asked = BlockStoppingCriteria([*own, *asked])
 
     def find(self, token_ids: Tensor, prompt_len: int) -> list[int | None]:
         """[B] new tokens of each row up to its end, that token included; None for a row that no criterion ended."""
@@ -64,7 +52,7 @@ class RowEnds:
         verdict = self._asked(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
         found = zip(verdict.num_emitted, verdict.is_done, strict=True)
         ends: list[int | None] = [num if is_done else None for num, is_done in found]
-        for watched in self._watched:
+        for watched in (one for one in self.criteria if isinstance(one, _Watched)):
             for row, length in watched.first_lens.items():
                 num, known = length - prompt_len, ends[row]
                 ends[row] = num if known is None else min(known, num)
@@ -160,7 +148,7 @@ class RowDecoder:
             self._pad_token_id,
             on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
         )
-        prompts = (RowPrompt(self._token_ids(row), _seed_of(row, seed), row.settings, key=row) for row in rows)
+        prompts = (RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row) for row in rows)
         first = next(prompts)
         return decoder.obstacle(first) or self._refilled(decoder, chain([first], prompts), num_rows)
 
@@ -190,7 +178,7 @@ class RowDecoder:
                 attention_mask=attention_mask,
                 num_return_sequences=1,
                 return_dict_in_generate=False,
-                seed=[_seed_of(row, seed) for row in rows],
+                seed=[row_seed(seed, row) for row in rows],
                 speculation_stats=stats,
                 **{**self._all_arguments(), "stopping_criteria": ends.criteria},
             )
@@ -202,7 +190,6 @@ class RowDecoder:
         return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
     def _for_row(self, row: Row) -> "RowDecoder":
-        """The decoder with a row's own settings."""
         return replace(self, arguments={**self.arguments, **row.settings}) if row.settings else self
 
     def _token_ids(self, row: Row) -> list[int]:
@@ -224,7 +211,9 @@ class RowDecoder:
         return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras}
 
     def _ends(self) -> RowEnds:
-        return RowEnds(self._eos_token_ids, self._stop_strings, self.arguments.get("stopping_criteria"))
+        own: list[StoppingCriteria] = [EosTokenCriteria(ids)] if (ids := self._eos_token_ids) else []
+        own += [] if self._stop_strings is None else [self._stop_strings]
+        return RowEnds(own, self.arguments.get("stopping_criteria") or ())
 
     def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
         """A row's tokens without padding, and its finish reason."""
@@ -232,9 +221,8 @@ class RowDecoder:
             return ids[:num_new], "stop"
         criteria = self.arguments.get("stopping_criteria") or ()
         if self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria):
-            ids = list(ids)
-            while ids and ids[-1] == self._pad_token_id:  # rows that a clock ended are padded
-                del ids[-1]
+            num_pads = len(list(takewhile(lambda one: one == self._pad_token_id, reversed(ids))))
+            ids = ids[: len(ids) - num_pads]  # rows that a clock ended are padded
         return ids, "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
 
     @cached_property
@@ -282,11 +270,9 @@ def _out_of_memory(num_rows: int, what: str) -> ConfigError:
     return ConfigError(f"the batch must fit into memory, got {num_rows} {what}; choose fewer rows, results are kept")
 
 
-def _seed_of(row: Row, seed: int) -> int:
-    return row_seed(seed, row.key) if row.seed is None else row.seed
-
-
-def row_seed(seed: int, key: str) -> int:
-    """Seed of one row in [0, 2**63), from the data set's seed and the row's id."""
-    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+def row_seed(seed: int, row: Row) -> int:
+    """Seed of one row: its own, else one in [0, 2**63) from the data set's seed and the row's id."""
+    if row.seed is not None:
+        return row.seed
+    digest = hashlib.sha256(f"{seed}:{row.key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -14,19 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import Check, integer, is_list, real
 
-PROMPT_NAMES = ("messages", "prompt", "text", "turns")
+PROMPT_NAMES = ("messages", "prompt", "text", "turns")  # the first of "turns" is the prompt, as in Spec-Bench's files
 ID_NAMES = ("id", "question_id")
 RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result that no extra field may have
-
-
 _LEFT_OUT = "leave it out for the run's own"
-_FROM_1 = integer("an int of at least 1", 1, math.inf, _LEFT_OUT)
 _FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
 _POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf, _LEFT_OUT)
 _SHARE = real("in (0, 1]", lambda value: 0 < value <= 1, _LEFT_OUT)
 # Fields of a line that are arguments of `generate()` for its row.
 ROW_SETTINGS: dict[str, Check] = {
-    "max_new_tokens": _FROM_1,
+    "max_new_tokens": integer("an int of at least 1", 1, math.inf, _LEFT_OUT),
     "stop_strings": Check(
         "be a string or a list of strings",
         lambda value: (
@@ -78,8 +75,7 @@ class Row:
 def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
     """Read rows from a file with one JSON value per line, or from such values.
 
-    A value is a string, or an object with one of "prompt" or "text" (text), "messages" (a chat) and "turns" (a list
-    whose first entry is the prompt, as in Spec-Bench's `question.jsonl`), and optionally "id" or "question_id".
+    A value is a string, or an object with one of `PROMPT_NAMES` and optionally one of `ID_NAMES`.
     """
     if isinstance(prompts, str | Path):
         path = Path(prompts)
@@ -126,13 +122,11 @@ def _encoded(row: Row) -> bytes:
 
 
 def _row_of(entry: Any, number: int, source: str) -> Row:
-    fields: dict[str, Any] = {"prompt": entry} if isinstance(entry, str) else {}
-    if isinstance(entry, Mapping):
-        fields = dict(entry)
+    fields: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {}
     contents = {name: fields.pop(name) for name in PROMPT_NAMES if name in fields}
     given = {name: value for name, value in contents.items() if value is not None}
     content: Any
-    name, content = given.popitem() if len(given) == 1 else ("", None)
+    name, content = given.popitem() if len(given) == 1 else ("", entry if isinstance(entry, str) else None)
     num_turns = 1
     if name == "turns" and isinstance(content, list) and content:
         content, num_turns = content[0], len(content)
@@ -168,10 +162,7 @@ _TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, Value
 
 
 def token_ids_of(row: Row, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:
-    """Token ids of a row.
-
-    Messages, and with `is_chat` also texts, pass through the chat template, which adds its own special tokens.
-    """
+    """Token ids of a row; messages, and with `is_chat` also texts, pass through the chat template."""
     encoded: Any
     if isinstance(row.content, str) and not is_chat:
         encoded = tokenizer(row.content)

@@ -73,7 +73,6 @@ class GracefulServer(uvicorn.Server):
         self._engine, self._grace_s = engine, grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server.shutdown`."""
         asyncio.get_running_loop().call_later(self._grace_s, self._engine.end_requests)
         await super().shutdown(sockets)
 
@@ -152,7 +151,6 @@ def _error_body(error: RequestError) -> dict[str, Any]:
 
 
 async def _error_response(_: Request, error: Exception) -> JSONResponse:
-    """Answer an error in OpenAI's form."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"][1:]))

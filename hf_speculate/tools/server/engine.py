@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ class RequestError(Exception):
         self.param, self.code, self.status = param, code, status
 
 
+_closing = partial(RequestError, "the server is shutting down", status=503)
+
+
 class DecodeResult(NamedTuple):
     """Why a text ended, and the row with its tokens and counts of its rounds."""
 
@@ -42,11 +46,7 @@ class DecodeResult(NamedTuple):
 
 @dataclass(eq=False)
 class Engine:
-    """Decodes up to `num_rows` requests at once; a finished row's place is given to the next request.
-
-    Requests are decoded one by one with `num_rows=1`, and if `obstacle` is not empty. Raises `SpeculateError` if the
-    target cannot be decoded with the options.
-    """
+    """Decodes up to `num_rows` requests at once; a finished row's place is given to the next request."""
 
     target: PreTrainedModel  # enabled
     tokenizer: PreTrainedTokenizerBase  # the target's
@@ -57,8 +57,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        # Why requests are decoded one by one; empty if they are not, or if that is asked for.
         self.obstacle = _obstacle(self._refilling()) if self.num_rows > 1 else ""
-        """Why requests are decoded one by one; empty if they are not, or if that is asked for."""
         if self.obstacle:
             self.num_rows = 1
         self._decoder = self._make_decoder()
@@ -212,10 +212,6 @@ def _obstacle(decoder: ContinuousDecoder) -> str:
     return next((obstacle for prompt in prompts if (obstacle := decoder.obstacle(prompt))), "")
 
 
-def _closing() -> RequestError:
-    return RequestError("the server is shutting down", status=503)
-
-
 def request_error(error: BaseException) -> RequestError:
     """Status 400 for arguments that cannot be decoded, 500 for all else."""
     if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
@@ -233,23 +229,22 @@ class OneByOneDecoder:
     on_tokens: Callable[[RowPrompt, Sequence[int]], bool]  # as in `ContinuousDecoder`
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
-        """Decode until the source has no prompt; each result."""
+        """See `ContinuousDecoder.decode`."""
+        decode: Any = self.model.generate
         while (prompt := source.next()) is not None:
-            yield [self._decode(prompt)]
-
-    def _decode(self, prompt: RowPrompt) -> RowResult:
-        stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
-        input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
-        arguments = {**self.arguments, **prompt.arguments} | ({} if prompt.seed is None else {"seed": prompt.seed})
-        own: dict[str, Any] = {"streamer": streamer, "speculation_stats": stats}
-        error: Exception | None = None
-        try:
-            self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments, **own)  # type: ignore[operator]
-        except _CancelledError:
-            pass
-        except _ROW_ERRORS as raised:
-            error = raised
-        return RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)
+            stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
+            input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
+            arguments = {**self.arguments, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
+            if prompt.seed is not None:
+                arguments["seed"] = prompt.seed
+            error: Exception | None = None
+            try:
+                decode(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+            except _CancelledError:
+                pass
+            except _ROW_ERRORS as raised:
+                error = raised
+            yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
 
 
 class _CancelledError(Exception):
