@@ -16,7 +16,7 @@ from hf_speculate.tools.bench.methods import (
     split,
     threshold_methods,
 )
-from hf_speculate.tools.bench.report import write_html
+from hf_speculate.tools.bench.report.page import write_html
 from hf_speculate.tools.bench.report.values import CATEGORIES, DRIFT, LATENCIES, METHODS, field
 from hf_speculate.tools.bench.results import Comparison
 from hf_speculate.tools.cli import measuring

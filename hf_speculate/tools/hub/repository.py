@@ -25,22 +25,23 @@ TITLES = {  # by verifier
     "coupled": "coupled sampling",
     "typical": "typical acceptance",
 }
-DEFAULT = "rejection"  # described if no verifier is set
 _CARD = "README.md"
-_CONFIG = "generation_config.json"
 _FUNCTION = "custom_generate/generate.py"
-_REQUIREMENTS = "custom_generate/requirements.txt"
 
 
 def model_card(fields: Mapping[str, Any], name: str) -> str:
-    verifier = fields.get("verifier") or DEFAULT
-    values = {"verifier": verifier, "title": TITLES[verifier], "mark": CARD_MARK, "meanings": _meanings()}
+    return _render("card.md.jinja", fields, mark=CARD_MARK, name=name, meanings=_meanings())
+
+
+def function_source(fields: Mapping[str, Any]) -> str:
+    """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
+    return _render("generate.py.jinja", fields)
+
+
+def _render(template: str, fields: Mapping[str, Any], **values: Any) -> str:
+    verifier = fields.get("verifier") or "rejection"
     keeps = is_lossless(SpeculationConfig(verifier=verifier))
-    return render("card.md.jinja", **values, name=name, fields=sorted(fields.items()), is_lossless=keeps)
-
-
-def render(template: str, **values: Any) -> str:
-    """Fill in a template of this package."""
+    values |= {"verifier": verifier, "title": TITLES[verifier], "is_lossless": keeps, "fields": sorted(fields.items())}
     environment = Environment(
         loader=PackageLoader("hf_speculate.tools.hub", ""),
         undefined=StrictUndefined,
@@ -97,7 +98,7 @@ def save_config(
     name = repo_id or folder.resolve().name
     (folder / _FUNCTION).parent.mkdir(parents=True, exist_ok=True)
     _settings(model, saved).save_pretrained(folder)
-    written = {_FUNCTION: function_source(saved), _REQUIREMENTS: "transformers>=5.17\n"}
+    written = {_FUNCTION: function_source(saved), "custom_generate/requirements.txt": "transformers>=5.17\n"}
     card = folder / _CARD
     if not card.exists() or CARD_MARK.encode() in card.read_bytes().splitlines():
         written[_CARD] = model_card(saved, name)
@@ -106,15 +107,9 @@ def save_config(
     if push_to_hub:
         api, title = api or HfApi(), "Decode speculatively with hf_speculate"
         api.create_repo(name, private=private, exist_ok=True)
-        files = [_CONFIG, *written]
+        files = ["generation_config.json", *written]
         api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=files, commit_message=title)
     return folder
-
-
-def function_source(fields: dict[str, Any]) -> str:
-    """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
-    title = TITLES[fields.get("verifier") or DEFAULT]
-    return render("generate.py.jinja", title=title, fields=sorted(fields.items()))
 
 
 def _check(fields: dict[str, Any]) -> None:

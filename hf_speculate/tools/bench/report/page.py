@@ -98,13 +98,8 @@ def _fastest(methods: list[Result]) -> Result | None:
 
 
 def _bars(methods: list[Result], field: str, factor: float = 1.0) -> list[Bar]:
-    """Bars of the methods that have a value."""
-    bars = []
-    for method in methods:
-        value, name, is_lossy = spread(method.get(field), factor), name_of(method), bool(method.get("is_lossy"))
-        if value is not None:
-            bars.append(Bar(f"{name}, lossy" if is_lossy else name, name, value, is_lossy))
-    return bars
+    found = [(method, spread(method.get(field), factor)) for method in methods]
+    return [Bar(name_of(one), value, bool(one.get("is_lossy"))) for one, value in found if value is not None]
 
 
 def _series(methods: list[Result]) -> dict[str, Any]:

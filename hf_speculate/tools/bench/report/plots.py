@@ -13,11 +13,6 @@ from hf_speculate.tools.bench.report.values import TIMES, Result, Spread, spread
 _STEPS = (1, 2, 5, 10)  # what an axis counts in, times a power of ten
 
 
-class Tick(NamedTuple):
-    place: float  # where, in the axis' own unit
-    label: str
-
-
 class Axis(NamedTuple):
     """Numbers from `low` to `high`, laid over places from `start` to `end`."""
 
@@ -34,8 +29,9 @@ class Axis(NamedTuple):
         part = (value - low) / (high - low) if high > low else 0.5
         return round(self.start + min(max(part, 0.0), 1.0) * (self.end - self.start), 2)
 
-    def ticks(self, unit: str = "") -> list[Tick]:
-        return [Tick(self.place(value), label + unit) for value, label in self.labels]
+    def ticks(self, unit: str = "") -> list[tuple[float, str]]:
+        """Places, and the labels there."""
+        return [(self.place(value), label + unit) for value, label in self.labels]
 
 
 def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: int = 4) -> Axis:
@@ -60,10 +56,7 @@ def axis_of_counts(highest: int, start: float, end: float) -> Axis:
 
 
 def axis_of_values(values: Sequence[float], start: float, end: float) -> Axis:
-    """An axis that names the values themselves, logarithmic where they span a factor of ten.
-
-    Names that would stand on others are left out.
-    """
+    """An axis that names the values themselves where there is room, logarithmic where they span a factor of ten."""
     ordered = sorted(set(values))
     is_log = ordered[0] > 0 and ordered[-1] >= 10 * ordered[0]
     axis = Axis(ordered[0], ordered[-1], start, end, (), is_log)
@@ -97,10 +90,9 @@ class Key(NamedTuple):
 
 
 class Bar(NamedTuple):
-    name: str
     method: str
     value: Spread
-    is_open: bool  # drawn as an outline
+    is_lossy: bool  # drawn as an outline
 
 
 class Plot(NamedTuple):
@@ -134,7 +126,6 @@ def plot_bars(title: str, note: str, bars: Sequence[Bar], unit: str = TIMES, dec
 
 
 def plot_stacks(title: str, note: str, parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> Plot:
-    """Shares of a whole."""
     return Plot("stacks", title, note, seconds, _PERCENT, unit=" %", parts=parts)
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from hf_speculate.tools.bench.report import write_html
+from hf_speculate.tools.bench.report.page import write_html
 from tests.tools.bench.report.results import make_result
 
 pytestmark = pytest.mark.browser
