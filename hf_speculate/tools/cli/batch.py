@@ -1,6 +1,6 @@
 """`hf-speculate batch`: decodes a file of prompts into a file of results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -11,11 +11,11 @@ from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, note, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Batch, Models, Ray
-from hf_speculate.tools.dataset.decode import DatasetReport, decode_here, decode_job
+from hf_speculate.tools.dataset.decode import DatasetReport, decode_job
 from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
-from hf_speculate.tools.dataset.row_decoder import RowDecoder
+from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of
 
 _LINE_EVERY_S = 60.0
@@ -43,13 +43,15 @@ def run(options: Batch) -> int:
     if ranks.device is not None and options.device == "auto":
         options = replace(options, device=ranks.device)
     load = partial(make_decoder, options, arguments, options.chat)
-    engine = partial(decode_here, load, 0 if options.static_batches else options.rows)
-    if is_on_ray:
-        engine = partial(decode_on_ray, load, **on_ray_with)
     progress = ProgressNotes(notes(), "loading", _LINE_EVERY_S)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
         return batches_of(left, options.rows, load_tokenizer(options), options.chat)
+
+    def engine(batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin) -> Iterator[Decoded]:
+        if is_on_ray:
+            return decode_on_ray(load, batches, seed, **on_ray_with)
+        return load().decode_all(batches, seed, on_begin, 0 if options.static_batches else options.rows)
 
     def show(report: DatasetReport) -> None:
         if ranks.is_main:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.field_checks import integer
 from hf_speculate.tools.dataset.files import Job, append_json, ids_in
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
-from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
+from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of, read_rows
 
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
-# Decodes batches with a seed, and may call a function with rows before they are decoded.
-Engine = Callable[[Sequence[Sequence[Row]], int, Callable[[Sequence[Row]], None]], Iterator[Decoded]]
+Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # decodes batches with a seed
 
 
 @dataclass(frozen=True)
@@ -62,26 +60,6 @@ class DatasetReport:
         """Lines of the output, in its order."""
         with self.path.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
-
-
-def decode_here(
-    make_decoder: Callable[[], RowDecoder],
-    num_refilled: int,
-    batches: Sequence[Sequence[Row]],
-    seed: int,
-    on_begin: Callable[[Sequence[Row]], None],
-) -> Iterator[Decoded]:
-    """Decode in this process, with places for `num_refilled` rows; 0 decodes one batch after another."""
-    decoder, fallback = make_decoder(), ""
-    if num_refilled:
-        refilled = decoder.refilled(chain.from_iterable(batches), seed, num_refilled, on_begin)
-        if not isinstance(refilled, str):
-            yield from refilled
-            return
-        fallback = refilled
-    for batch in batches:
-        on_begin(batch)
-        yield decoder.decode(batch, seed)._replace(fallback=fallback)
 
 
 def decode_job(
@@ -185,7 +163,7 @@ def decode_dataset(
     settings = {"target": _described(model), "is_chat": is_chat, **_described(decoder.arguments)}
     job = Job(rows, Path(output), settings, seed, is_ordered, if_changed)
     make_batches = partial(batches_of, batch_size=batch_size, tokenizer=tokenizer, is_chat=is_chat)
-    engine = partial(decode_here, lambda: decoder, 0 if static_batches else batch_size)
+    engine = partial(decoder.decode_all, num_refilled=0 if static_batches else batch_size)
     return decode_job(job, make_batches, engine, ranks, on_batch)
 
 

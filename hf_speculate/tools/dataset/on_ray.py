@@ -21,7 +21,6 @@ def decode_on_ray(
     make_decoder: Callable[[], RowDecoder],
     batches: Sequence[Sequence[Row]],
     seed: int,
-    on_begin: object = None,  # is not called: results say which rows are finished
     *,
     workers: int | None = None,  # actors, each with its own models; None for one per GPU, or one without GPUs
     cpus_per_worker: float = 1.0,  # reserved for each actor without a GPU; also its number of threads
@@ -29,11 +28,7 @@ def decode_on_ray(
     ray_address: str | None = None,  # None for RAY_ADDRESS, a running local cluster, or a new one
     num_attempts: int = 3,  # how often a batch is started
 ) -> Iterator[Decoded]:
-    """Decode batches on actors, and yield results as they arrive.
-
-    Ray Data gives an actor few batches ahead, and none while results wait. An actor that dies is restarted with its
-    batch.
-    """
+    """Decode batches on actors, and yield results as they arrive; an actor that dies is restarted with its batch."""
     ray: Any = _connected(ray_address)
     resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
     items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]

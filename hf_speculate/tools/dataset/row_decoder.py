@@ -77,6 +77,7 @@ class _Watched(StoppingCriteria):
         return answer
 
 
+OnBegin = Callable[[Sequence[Row]], None]  # is called with rows before they are decoded
 # Arguments that the data set sets, or that would make a row's text depend on its batch.
 RESERVED_ARGUMENTS = [
     "attention_mask",
@@ -112,10 +113,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class RowDecoder:
-    """Decodes batches with one model.
-
-    When sampling, each row has its own seed. Without a draft source, `verifier="coupled"` samples by seeds.
-    """
+    """Decodes batches with one model; when sampling, each row has its own seed."""
 
     model: PreTrainedModel  # the target, enabled or not
     tokenizer: PreTrainedTokenizerBase  # the target's; not changed
@@ -130,29 +128,40 @@ class RowDecoder:
             )
         self._verifier()
 
-    def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
-        """Decode B rows of equal settings in one left-padded batch."""
-        return self._for_row(rows[0])._decode(rows, seed)
+    def decode_all(
+        self,
+        batches: Sequence[Sequence[Row]],
+        seed: int,
+        on_begin: OnBegin,
+        num_refilled: int,
+    ) -> Iterator[Decoded]:
+        """Decode with places for `num_refilled` rows, which finished rows leave to the next ones.
 
-    def refilled(
-        self, rows: Iterable[Row], seed: int, num_rows: int, on_begin: Callable[[Sequence[Row]], None]
-    ) -> Iterator[Decoded] | str:
-        """Decode rows, `num_rows` at once; a finished row's place is given to the next one.
-
-        Results come as rows finish; a text says why rows can only be decoded in static batches.
+        Without places, or if rows cannot join others, one batch is decoded after another.
         """
-        decoder = ContinuousDecoder(
-            self.model,
-            num_rows,
-            {**self._all_arguments(), "return_dict_in_generate": False},
-            self._pad_token_id,
-            on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
-        )
-        prompts = (RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row) for row in rows)
-        first = next(prompts)
-        return decoder.obstacle(first) or self._refilled(decoder, chain([first], prompts), num_rows)
+        fallback = ""
+        if num_refilled:
+            decoder = ContinuousDecoder(
+                self.model,
+                num_refilled,
+                {**self._all_arguments(), "return_dict_in_generate": False},
+                self._pad_token_id,
+                on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
+            )
+            prompts = map(partial(self._prompt, seed), chain.from_iterable(batches))
+            first = next(prompts)
+            fallback = decoder.obstacle(first)
+            if not fallback:
+                yield from self._decode_refilled(decoder, chain([first], prompts))
+                return
+        for batch in batches:
+            on_begin(batch)
+            yield self.decode(batch, seed)._replace(fallback=fallback)
 
-    def _refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt], num_rows: int) -> Iterator[Decoded]:
+    def _prompt(self, seed: int, row: Row) -> RowPrompt:
+        return RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row)
+
+    def _decode_refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt]) -> Iterator[Decoded]:
         source: Any = SimpleNamespace(next=partial(next, prompts, None))  # a `RowSource`
         try:
             for results in decoder.decode(source):
@@ -165,7 +174,11 @@ class RowDecoder:
                     decoder.num_live,
                 )
         except torch.OutOfMemoryError as error:
-            raise _out_of_memory(num_rows, "rows at once") from error
+            raise _out_of_memory(decoder.num_rows, "rows at once") from error
+
+    def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
+        """Decode B rows of equal settings in one left-padded batch."""
+        return self._for_row(rows[0])._decode(rows, seed)
 
     def _decode(self, rows: Sequence[Row], seed: int) -> Decoded:
         prompts = [self._token_ids(row) for row in rows]
@@ -186,7 +199,7 @@ class RowDecoder:
             sizes = f"rows of {prompt_len} and {self.arguments['max_new_tokens']} tokens"
             raise _out_of_memory(len(rows), sizes) from error
         found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
-        lines = [self._line(row, *self._ended(ids, num)) for row, ids, num in found]
+        lines = [self._line(row, ids, num) for row, ids, num in found]
         return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
     def _for_row(self, row: Row) -> "RowDecoder":
@@ -202,34 +215,34 @@ class RowDecoder:
     def _line_of(self, result: RowResult) -> dict[str, Any]:
         row, prompt, ids = result.prompt.key, list(result.prompt.token_ids), result.token_ids
         if result.error is not None:
-            return self._line(row, ids, "error") | {"error": f"{type(result.error).__name__}: {result.error}"}
+            line = self._line(row, ids, len(ids))
+            return line | {"finish_reason": "error", "error": f"{type(result.error).__name__}: {result.error}"}
         (num,) = self._ends().find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
-        return self._line(row, *self._ended(ids, num))
+        return self._line(row, ids, num)
 
-    def _line(self, row: Row, ids: list[int], reason: str) -> dict[str, Any]:
+    def _line(self, row: Row, ids: list[int], num_new: int | None) -> dict[str, Any]:
+        """A row's result; None if no criterion ended it."""
+        reason, criteria = "stop", self.arguments.get("stopping_criteria") or ()
+        if num_new is None:
+            if self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria):
+                num_pads = len(list(takewhile(lambda one: one == self._pad_token_id, reversed(ids))))
+                ids = ids[: len(ids) - num_pads]  # rows that a clock ended are padded
+            reason = "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
+        ids = ids[:num_new]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras}
 
     def _ends(self) -> RowEnds:
-        own: list[StoppingCriteria] = [EosTokenCriteria(ids)] if (ids := self._eos_token_ids) else []
-        own += [] if self._stop_strings is None else [self._stop_strings]
-        return RowEnds(own, self.arguments.get("stopping_criteria") or ())
-
-    def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
-        """A row's tokens without padding, and its finish reason."""
-        if num_new is not None:
-            return ids[:num_new], "stop"
-        criteria = self.arguments.get("stopping_criteria") or ()
-        if self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria):
-            num_pads = len(list(takewhile(lambda one: one == self._pad_token_id, reversed(ids))))
-            ids = ids[: len(ids) - num_pads]  # rows that a clock ended are padded
-        return ids, "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
+        return RowEnds(self._own_criteria, self.arguments.get("stopping_criteria") or ())
 
     @cached_property
-    def _stop_strings(self) -> StopStringCriteria | None:
-        stop_strings = self._setting("stop_strings")
-        tokenizer = self.arguments.get("tokenizer") or self.tokenizer
-        return None if stop_strings is None else StopStringCriteria(tokenizer, stop_strings)
+    def _own_criteria(self) -> list[StoppingCriteria]:
+        """The criteria that `generate()` makes of EOS tokens and stop strings."""
+        eos, stop_strings = self._eos_token_ids, self._setting("stop_strings")
+        found: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
+        if stop_strings is not None:
+            found.append(StopStringCriteria(self.arguments.get("tokenizer") or self.tokenizer, stop_strings))
+        return found
 
     @property
     def _eos_token_ids(self) -> list[int]:

@@ -45,8 +45,13 @@ def cluster():
 def decode(make, output, on_batch=None, **options):
     tokenizer = letters_tokenizer(LETTERS)
     job = Job(read_rows(TEXTS), output, {"name": "test"})
-    engine = functools.partial(decode_on_ray, make, **options)
-    return decode_job(job, lambda rows: batches_of(rows, 2, tokenizer, False), engine, Ranks(), on_batch)
+    return decode_job(
+        job,
+        lambda rows: batches_of(rows, 2, tokenizer, False),
+        lambda batches, seed, on_begin: decode_on_ray(make, batches, seed, **options),
+        Ranks(),
+        on_batch,
+    )
 
 
 @pytest.mark.slow
