@@ -39,8 +39,7 @@ def measure(
 ) -> Measured:
     """Decode each batch with each method in turn, so that all methods meet the same load of the machine.
 
-    Every method first decodes a few tokens untimed. Ctrl-C ends the measurement; the calls so far are returned. The
-    state of torch's global generator is restored.
+    Unless `is_warm`, every method first decodes a few tokens untimed. Ctrl-C returns the calls so far.
     """
     runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}

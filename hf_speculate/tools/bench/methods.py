@@ -69,7 +69,6 @@ def parse_draft_len(text: str) -> DraftLen:
 
 
 def parse_draft_lens(text: str) -> list[DraftLen]:
-    """Parse draft lengths separated by commas; see `parse_draft_len`."""
     lens = [parse_draft_len(word) for word in split(text)]
     if not lens:
         raise ConfigError("--num-assistant-tokens must name at least one number, got none; write 5,adaptive")
@@ -77,7 +76,6 @@ def parse_draft_lens(text: str) -> list[DraftLen]:
 
 
 def parse_thresholds(text: str) -> list[float]:
-    """Parse values of `posterior_threshold` separated by commas."""
     try:
         thresholds = [float(word) for word in split(text)]
     except ValueError as error:
@@ -97,7 +95,6 @@ def default_verifier(do_sample: bool) -> str:
 
 
 def plain_method(do_sample: bool) -> Method:
-    """Decoding without drafts."""
     return Method(f"plain, {'sampling' if do_sample else 'greedy'}", PLAIN, do_sample=do_sample)
 
 
@@ -109,7 +106,6 @@ def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
 
 
 def lookup_method(num_tokens: int, do_sample: bool) -> Method:
-    """Prompt lookup of transformers."""
     fields = {"prompt_lookup_num_tokens": num_tokens}
     return Method(f"transformers, lookup {num_tokens}", TRANSFORMERS, fields, do_sample)
 
@@ -136,13 +132,10 @@ def threshold_methods(
     do_sample: bool,
     fields: Mapping[str, Any],
 ) -> list[Method]:
-    """Each lossy verifier with each `posterior_threshold` and each draft length.
-
-    Unless `fields` set `posterior_alpha`, it is the square root of the threshold, as in the defaults: a threshold above
-    it would have no effect.
-    """
+    """Each lossy verifier with each `posterior_threshold` and each draft length."""
     found = []
     for verifier, threshold in itertools.product(verifiers, thresholds):
+        # as in the defaults; a threshold above alpha would have no effect
         alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
         found += our_methods([verifier], lens, do_sample, {**alpha, **fields, "posterior_threshold": threshold})
     return [method for method in found if method.is_lossy]

@@ -133,10 +133,7 @@ def tune(
     do_sample: bool = False,
     seed: int = 0,
 ) -> Tuned:
-    """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on.
-
-    Methods are ranked by the median over batches of their tokens per second over plain decoding's.
-    """
+    """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on."""
     plain = plain_method(do_sample)
     plain_runs: list[Run] = []
     plain_drift: Drift | None = None

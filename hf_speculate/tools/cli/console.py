@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from hf_speculate.tools.atomic_file import replace_file
 
@@ -28,13 +28,9 @@ class ProgressNotes:
     """Shows progress as a bar on a terminal, otherwise as lines, at most one per `every_s` seconds."""
 
     def __init__(self, log: Console, task: str, every_s: float = 0.0, clock: Callable[[], float] = time.monotonic):
-        texts = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-        )
-        self.bar = Progress(*texts, TimeRemainingColumn(), console=log, transient=True, disable=not log.is_terminal)
+        count, time_left = MofNCompleteColumn(), TimeRemainingColumn()
+        columns = ("{task.description}", BarColumn(), count, "{task.fields[numbers]}", time_left)
+        self.bar = Progress(*columns, console=log, transient=True, disable=not log.is_terminal)
         self._task = self.bar.add_task(task, total=None, numbers="")
         self._log, self._every_s, self._clock = log, every_s, clock
         self._shown_s = clock()

@@ -80,21 +80,19 @@ class _Worker:
         return self.make_decoder()
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        rows = [Row(**fields) for fields in json.loads(str(block["rows"][0]))]
         try:
-            content = self._decode([Row(**fields) for fields in json.loads(str(block["rows"][0]))])._asdict()
+            ray = import_extra("ray", "ray", _PACKAGE)
+            if ray.get(self.attempts.begin.remote(rows[0].key)) > self.num_attempts:
+                keys = ", ".join(row.key for row in rows[:3])
+                raise ConfigError(
+                    f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} "
+                    "died; choose a smaller batch size, or remove these prompts"
+                )
+            content = self.decoder.decode(rows, self.seed)._asdict()
         except (SpeculateError, OSError) as error:
             content = {"problem": str(error)}
         return {"decoded": [json.dumps(content)]}
-
-    def _decode(self, rows: list[Row]) -> Decoded:
-        ray = import_extra("ray", "ray", _PACKAGE)
-        if ray.get(self.attempts.begin.remote(rows[0].key)) > self.num_attempts:
-            keys = ", ".join(row.key for row in rows[:3])
-            raise ConfigError(
-                f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} died; "
-                "choose a smaller batch size, or remove these prompts"
-            )
-        return self.decoder.decode(rows, self.seed)
 
 
 def _connected(address: str | None) -> Any:

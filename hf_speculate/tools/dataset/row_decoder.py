@@ -129,11 +129,7 @@ class RowDecoder:
         self._verifier()
 
     def decode_all(
-        self,
-        batches: Sequence[Sequence[Row]],
-        seed: int,
-        on_begin: OnBegin,
-        num_refilled: int,
+        self, batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin, num_refilled: int
     ) -> Iterator[Decoded]:
         """Decode with places for `num_refilled` rows, which finished rows leave to the next ones.
 

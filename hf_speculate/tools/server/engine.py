@@ -79,10 +79,7 @@ class Engine:
     async def stream(
         self, prompt: RowPrompt, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[str | DecodeResult, None]:
-        """Yield pieces of the text, then the result; it ends without one if the client `is_gone`.
-
-        Closing the iterator frees the request's row.
-        """
+        """Yield pieces of the text, then the result unless the client `is_gone`; closing frees the request's row."""
         answer = self._submit(prompt)
         text = TextStream(self.tokenizer, prompt.arguments.get("stop_strings", ()))
         try:

@@ -8,14 +8,11 @@ _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes
 
 
 class TextStream:
-    """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
-
-    The text ends before the first stop string; `is_cut` is then True.
-    """
+    """Gives text as soon as it is final: whole characters, and no beginning of a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.is_cut = False
+        self.is_cut = False  # whether the text ended before a stop string
         self._ids: list[int] = []
         self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
         self._held = ""

@@ -51,7 +51,6 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         plots=plots,
         tables=values,
         bars=_bars,
-        curves_of=_drift_curves,
         methods=methods,
         names=list(names.values()),
         **_series(methods),
@@ -114,16 +113,3 @@ def _series(methods: list[Result]) -> dict[str, Any]:
         if any(taken.values()):
             seconds[name] = [taken[stage] for stage in STAGES]
     return {"positions": positions, "lens": lens, "seconds": seconds, "stages": STAGES}
-
-
-def _drift_curves(found: list[Result], field: str) -> tuple[dict[str, list[tuple[float, float]]], dict[str, float]]:
-    """(threshold, value) of each verifier, and the values of those without a threshold."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    references: dict[str, float] = {}
-    for row in found:
-        name, threshold, value = row["verifier"], row.get("posterior_threshold"), spread(row.get(field))
-        if value is not None and threshold is not None:
-            curves.setdefault(name, []).append((threshold, value.middle))
-        elif value is not None:
-            references[name] = value.middle
-    return curves, references

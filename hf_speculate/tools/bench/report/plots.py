@@ -96,15 +96,12 @@ class Bar(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """Values of one kind of plot with their axes; `page.html` makes none without values.
-
-    `values` is a list of `Bar` for "bars", seconds of each part by name for "stacks", (method, value) by group for
-    "dots" and (x, y) by method for "curves". `references` are values of lines across, by method.
-    """
+    """Values of one kind of plot with their axes; `page.html` makes none without values."""
 
     kind: str
     title: str
     note: str
+    # bars: of `Bar`; stacks: seconds of each part by name; dots: (method, value) by group; curves: (x, y) by method
     values: Any
     x: Axis
     y: Axis | None = None
@@ -112,7 +109,7 @@ class Plot(NamedTuple):
     decimals: int = 2
     keys: Sequence[Key] = ()
     x_label: str = ""
-    references: Mapping[str, float] = {}
+    references: Mapping[str, float] = {}  # values of lines across, by method
     parts: Sequence[str] = ()
 
 
@@ -148,11 +145,19 @@ def plot_counts(title: str, note: str, curves: Mapping[str, Sequence[float]], x_
     points = {name: _thinned(values) for name, values in curves.items()}
     x = axis_of_counts(max(map(len, curves.values()), default=1), _LEFT, _RIGHT)
     known = [0.0, 1.0, *(value for values in curves.values() for value in values)]
-    return _curves(title, note, points, x, rounded_axis(known, _BOTTOM, _TOP, num_ticks), x_label)
+    return _curves(title, note, points, x, rounded_axis(known, _BOTTOM, _TOP, num_ticks), x_label, {})
 
 
-def plot_thresholds(title: str, note: str, curves: Points, references: Mapping[str, float]) -> Plot:
-    """Values over a threshold, with lines across for methods without one."""
+def plot_thresholds(title: str, note: str, entries: Sequence[Result], field: str) -> Plot:
+    """Values over the threshold of each verifier, with lines across for those without one."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    references: dict[str, float] = {}
+    for one in entries:
+        threshold, value = one.get("posterior_threshold"), spread(one.get(field))
+        if value is not None and threshold is not None:
+            curves.setdefault(one["verifier"], []).append((threshold, value.middle))
+        elif value is not None:
+            references[one["verifier"]] = value.middle
     points = {name: sorted(pairs) for name, pairs in curves.items()}
     known = [pair for pairs in points.values() for pair in pairs] or [(0.0, 0.0)]
     x = axis_of_values([x for x, _ in known], _LEFT, _RIGHT)
@@ -161,11 +166,11 @@ def plot_thresholds(title: str, note: str, curves: Points, references: Mapping[s
 
 
 def _curves(
-    title: str, note: str, points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float] | None = None
+    title: str, note: str, points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float]
 ) -> Plot:
     keys = [Key(name, top=y.place(pairs[-1][1])) for name, pairs in points.items()]
-    keys += [Key(name, is_dashed=True, top=y.place(value)) for name, value in (references or {}).items()]
-    return Plot("curves", title, note, points, x, y, keys=_apart(keys), x_label=x_label, references=references or {})
+    keys += [Key(name, is_dashed=True, top=y.place(value)) for name, value in references.items()]
+    return Plot("curves", title, note, points, x, y, keys=_apart(keys), x_label=x_label, references=references)
 
 
 def _apart(keys: Sequence[Key]) -> list[Key]:

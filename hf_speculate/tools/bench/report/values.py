@@ -33,7 +33,6 @@ def short(value: float) -> str:
 
 
 def text(value: Any) -> str:
-    """Any plain value in a line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
