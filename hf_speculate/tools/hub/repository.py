@@ -97,7 +97,11 @@ def save_config(
     folder = Path(folder)
     name = repo_id or folder.resolve().name
     (folder / _FUNCTION).parent.mkdir(parents=True, exist_ok=True)
-    _settings(model, saved).save_pretrained(folder)
+    # A new config, because one derived from a model config loses unknown fields when it is loaded.
+    settings = {} if model is None else model.generation_config.to_diff_dict()
+    left_out = ("_from_model_config", "transformers_version")
+    kept = {name: value for name, value in settings.items() if name not in left_out}
+    GenerationConfig(**(kept | saved)).save_pretrained(folder)
     written = {_FUNCTION: function_source(saved), "custom_generate/requirements.txt": "transformers>=5.17\n"}
     card = folder / _CARD
     if not card.exists() or CARD_MARK.encode() in card.read_bytes().splitlines():
@@ -129,11 +133,3 @@ def _check(fields: dict[str, Any]) -> None:
             f"verifier must be one of {', '.join(sorted(TITLES))} to be saved, got {verifier!r}; "
             "see examples/hub/top_k for a repository that registers a verifier of its own"
         )
-
-
-def _settings(model: PreTrainedModel | None, fields: dict[str, Any]) -> GenerationConfig:
-    """A new config, because one derived from a model config loses unknown fields when it is loaded."""
-    settings = {} if model is None else model.generation_config.to_diff_dict()
-    for name in ("_from_model_config", "transformers_version"):
-        settings.pop(name, None)
-    return GenerationConfig(**(settings | fields))

@@ -57,11 +57,12 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        self._decoder = self._make_decoder()
         # Why requests are decoded one by one; empty if they are not, or if that is asked for.
-        self.obstacle = _obstacle(self._refilling()) if self.num_rows > 1 else ""
+        self.obstacle = _obstacle(self._decoder) if self.num_rows > 1 else ""
         if self.obstacle:
             self.num_rows = 1
-        self._decoder = self._make_decoder()
+            self._decoder = self._make_decoder()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._lock = threading.RLock()  # guards what follows
         self._open: set[_Answer] = set()
@@ -120,10 +121,9 @@ class Engine:
         with self._lock:
             return self._waiting.popleft().prompt if self._waiting else None
 
-    def _make_decoder(self) -> "ContinuousDecoder | OneByOneDecoder":
-        return self._refilling() if self.num_rows > 1 else OneByOneDecoder(self.target, self.options, _add_tokens)
-
-    def _refilling(self) -> ContinuousDecoder:
+    def _make_decoder(self) -> Any:
+        if self.num_rows == 1:
+            return OneByOneDecoder(self.target, self.options, _add_tokens)
         pad_id = int(self.tokenizer.pad_token_id or 0)
         return ContinuousDecoder(
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True

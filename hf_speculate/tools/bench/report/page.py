@@ -19,13 +19,9 @@ _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the envir
 
 
 def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Write a result as one page with tables and plots, without scripts or external files; returns the path.
+    """Write a result, as `hf-speculate bench --json` prints it, as one page with tables and plots; returns the path.
 
     Names and texts in the result are shown as they are, never read as HTML. Missing values are left out.
-
-    Args:
-        result: as `hf-speculate bench --json` prints it, with at least one method.
-        path: of the file, which is replaced if it exists.
     """
     methods: list[Result] = result.get("methods") or []
     if not methods:
@@ -35,6 +31,8 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
     names = {method["name"]: name_of(method) for method in methods}
     remarks = [f"{name_of(one)}: {text(reason)}" for one in methods for reason in one.get("fallbacks") or ()]
     remarks += [f"{name}: left out, {text(reason)}" for name, reason in (settings.get("left_out") or {}).items()]
+    timed = [one for one in methods if any((one.get("seconds") or {}).values())]
+    adaptive = [one for one in methods if one.get("num_assistant_tokens") is None]
     samples: dict[str, list[str]] = {}  # names of the methods that wrote a text
     for method in methods:
         if method.get("sample"):
@@ -53,7 +51,10 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         bars=_bars,
         methods=methods,
         names=list(names.values()),
-        **_series(methods),
+        positions={name_of(one): rates for one in methods if (rates := one.get("acceptance_rate_per_position"))},
+        lens={name_of(one): lens for one in adaptive if len(set(lens := one.get("draft_lens") or ())) > 1},
+        stages=STAGES,
+        seconds={name_of(one): [one["seconds"][stage] for stage in STAGES] for one in timed},
         categories=[{**one, "method": names[one["method"]]} for one in result.get("categories") or []],
         drift=result.get("drift") or [],
         drift_len=settings.get("drift_num_assistant_tokens"),
@@ -99,17 +100,3 @@ def _fastest(methods: list[Result]) -> Result | None:
 def _bars(methods: list[Result], field: str, factor: float = 1.0) -> list[Bar]:
     found = [(method, spread(method.get(field), factor)) for method in methods]
     return [Bar(name_of(one), value, bool(one.get("is_lossy"))) for one, value in found if value is not None]
-
-
-def _series(methods: list[Result]) -> dict[str, Any]:
-    """Acceptance by position, draft lengths of adaptive schedules and seconds by stage, by name of the method."""
-    positions, lens, seconds = {}, {}, {}
-    for method in methods:
-        name, drafted, taken = name_of(method), method.get("draft_lens") or [], method.get("seconds") or {}
-        if method.get("acceptance_rate_per_position"):
-            positions[name] = method["acceptance_rate_per_position"]
-        if method.get("num_assistant_tokens") is None and len(set(drafted)) > 1:
-            lens[name] = drafted
-        if any(taken.values()):
-            seconds[name] = [taken[stage] for stage in STAGES]
-    return {"positions": positions, "lens": lens, "seconds": seconds, "stages": STAGES}

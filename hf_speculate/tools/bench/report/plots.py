@@ -99,8 +99,6 @@ class Plot(NamedTuple):
     """Values of one kind of plot with their axes; `page.html` makes none without values."""
 
     kind: str
-    title: str
-    note: str
     # bars: of `Bar`; stacks: seconds of each part by name; dots: (method, value) by group; curves: (x, y) by method
     values: Any
     x: Axis
@@ -116,17 +114,17 @@ class Plot(NamedTuple):
 Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> (x, y)
 
 
-def plot_bars(title: str, note: str, bars: Sequence[Bar], unit: str = TIMES, decimals: int = 2) -> Plot:
+def plot_bars(bars: Sequence[Bar], unit: str = TIMES, decimals: int = 2) -> Plot:
     """Bars from 0; a line marks plain decoding where values are speed-ups."""
     known = [0.0, *([_PLAIN] if unit == TIMES else []), *(bar.value.high for bar in bars)]
-    return Plot("bars", title, note, bars, rounded_axis(known, 0.0, 100.0), unit=unit, decimals=decimals)
+    return Plot("bars", bars, rounded_axis(known, 0.0, 100.0), unit=unit, decimals=decimals)
 
 
-def plot_stacks(title: str, note: str, parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> Plot:
-    return Plot("stacks", title, note, seconds, _PERCENT, unit=" %", parts=parts)
+def plot_stacks(parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> Plot:
+    return Plot("stacks", seconds, _PERCENT, unit=" %", parts=parts)
 
 
-def plot_dots(title: str, note: str, categories: Sequence[Result], methods: Sequence[str]) -> Plot:
+def plot_dots(categories: Sequence[Result], methods: Sequence[str]) -> Plot:
     """Speed-ups by category of prompts; none if no category has any."""
     groups: dict[str, list[tuple[str, float]]] = {}
     for one in categories:
@@ -137,18 +135,18 @@ def plot_dots(title: str, note: str, categories: Sequence[Result], methods: Sequ
     dots = [dot for group in groups.values() for dot in group]
     used = {method for method, _ in dots}
     axis = rounded_axis([_PLAIN, *(value for _, value in dots)], 6.0, 94.0)
-    return Plot("dots", title, note, groups, axis, unit=TIMES, keys=[Key(name) for name in methods if name in used])
+    return Plot("dots", groups, axis, unit=TIMES, keys=[Key(name) for name in methods if name in used])
 
 
-def plot_counts(title: str, note: str, curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: int = 4) -> Plot:
+def plot_counts(curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: int = 4) -> Plot:
     """Values by position or round, counted from 1; many are averaged over neighbours."""
     points = {name: _thinned(values) for name, values in curves.items()}
     x = axis_of_counts(max(map(len, curves.values()), default=1), _LEFT, _RIGHT)
     known = [0.0, 1.0, *(value for values in curves.values() for value in values)]
-    return _curves(title, note, points, x, rounded_axis(known, _BOTTOM, _TOP, num_ticks), x_label, {})
+    return _curves(points, x, rounded_axis(known, _BOTTOM, _TOP, num_ticks), x_label, {})
 
 
-def plot_thresholds(title: str, note: str, entries: Sequence[Result], field: str) -> Plot:
+def plot_thresholds(entries: Sequence[Result], field: str) -> Plot:
     """Values over the threshold of each verifier, with lines across for those without one."""
     curves: dict[str, list[tuple[float, float]]] = {}
     references: dict[str, float] = {}
@@ -162,15 +160,13 @@ def plot_thresholds(title: str, note: str, entries: Sequence[Result], field: str
     known = [pair for pairs in points.values() for pair in pairs] or [(0.0, 0.0)]
     x = axis_of_values([x for x, _ in known], _LEFT, _RIGHT)
     y = rounded_axis([*(y for _, y in known), *references.values()], _BOTTOM, _TOP)
-    return _curves(title, note, points, x, y, "posterior_threshold", references)
+    return _curves(points, x, y, "posterior_threshold", references)
 
 
-def _curves(
-    title: str, note: str, points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float]
-) -> Plot:
+def _curves(points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float]) -> Plot:
     keys = [Key(name, top=y.place(pairs[-1][1])) for name, pairs in points.items()]
     keys += [Key(name, is_dashed=True, top=y.place(value)) for name, value in references.items()]
-    return Plot("curves", title, note, points, x, y, keys=_apart(keys), x_label=x_label, references=references)
+    return Plot("curves", points, x, y, keys=_apart(keys), x_label=x_label, references=references)
 
 
 def _apart(keys: Sequence[Key]) -> list[Key]:

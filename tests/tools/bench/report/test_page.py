@@ -128,6 +128,6 @@ def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> No
 
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
-    plot = plot_bars("", "", [Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)])
+    plot = plot_bars([Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)])
     assert [plot.x.place(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
     assert [label for _, label in plot.x.ticks(plot.unit)] == [f"{one}\u00d7" for one in range(5)]
