@@ -77,12 +77,8 @@ class Runner:
     def __init__(self, subject: Subject, mode: str, max_new_tokens: int, cache: str = "auto"):
         self.subject, self.mode, self.max_new_tokens, self.cache = subject, mode, max_new_tokens, cache
         self.do_sample = mode != "greedy"
-        self.decoder = Decoder(
-            subject.target,
-            {"assistant_model": subject.draft},
-            max_new_tokens=max_new_tokens,
-            sampling=SAMPLING[mode],
-        )
+        arguments = {"max_new_tokens": max_new_tokens, **SAMPLING[mode]}
+        self.decoder = Decoder(subject.target, {"assistant_model": subject.draft}, arguments)
 
     def __call__(self, method: Method, batch: Batch, seed: int = 0, max_new_tokens: int | None = None) -> Run:
         """Decode a batch and wait for the device."""

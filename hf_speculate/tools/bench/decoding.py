@@ -15,7 +15,7 @@ from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
+from hf_speculate.tools.bench.methods import OURS, SAMPLING_NAMES, TRANSFORMERS, Method
 
 
 class Run(NamedTuple):
@@ -54,21 +54,11 @@ class Run(NamedTuple):
 class Decoder:
     """Decodes batches with views of one target and draft whose generation configs hold no speculative fields.
 
-    Plain decoding would read such fields. `sampling` are arguments of methods that sample, `options` those of all.
+    Plain decoding would read such fields. `arguments` of `generate()` are those of all methods.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        draft_arguments: Mapping[str, Any],
-        *,
-        max_new_tokens: int,
-        sampling: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, target: PreTrainedModel, draft_arguments: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.target = _view(target)
-        self.max_new_tokens = max_new_tokens
-        self.options = dict(options or {})
         self.tokenizer: PreTrainedTokenizerBase | None = draft_arguments.get("tokenizer")
         eos = getattr(self.target.generation_config, "eos_token_id", None)
         self.eos_token_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
@@ -77,15 +67,21 @@ class Decoder:
         if isinstance(draft := draft_arguments.get("assistant_model"), PreTrainedModel):
             self.draft = self._draft_arguments["assistant_model"] = _view(draft)
         self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' method
-        self._sampling = sampling or {}
+        self._arguments = arguments
+
+    def options(self, do_sample: bool) -> dict[str, Any]:
+        """The arguments of all methods that sample, or of all greedy ones."""
+        left_out = () if do_sample else SAMPLING_NAMES
+        used = {name: value for name, value in self._arguments.items() if name not in left_out}
+        return used | {"do_sample": do_sample}
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
         """Decode a batch, and wait for the device."""
-        options = {**self.options, **method.options, "do_sample": method.do_sample}
-        options["max_new_tokens"] = max_new_tokens or self.max_new_tokens
+        options = {**self.options(method.do_sample), **method.options}
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
         stats: SpeculationStats | None = None
         if method.do_sample:
-            options |= self._sampling
             torch.manual_seed(seed)
         if method.engine == OURS:
             stats, seeded = SpeculationStats(), {"seed": seed} if method.do_sample else {}

@@ -11,6 +11,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.verify.base import check_verifier, is_lossless
 
 PLAIN, TRANSFORMERS, OURS = "plain", "transformers", "ours"
+SAMPLING_NAMES = ("temperature", "top_k", "top_p")  # arguments of `generate()` that only sampling reads
 _ADAPTIVE = "adaptive"
 
 

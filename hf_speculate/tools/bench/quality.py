@@ -63,7 +63,7 @@ class TextCheck:
     """Compares greedy outputs; at a difference the target is run again, as `check_parity` does."""
 
     def __init__(self, decoder: Decoder):
-        self._target, self._options = decoder.target, decoder.options
+        self._target, self._options = decoder.target, decoder.options(do_sample=False)
 
     def __call__(self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run]) -> Compared:
         """Compare the calls of a greedy, lossless method with plain decoding's of the same batches."""
@@ -101,9 +101,8 @@ class TextCheck:
         """Gaps [B] of plain decoding's tokens to those of a run, for each step."""
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
         recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
-        options = self._options | {"max_new_tokens": num_steps, "do_sample": False}
-        processors = LogitsProcessorList([recorder])
-        self._target.generate(**run.batch.inputs, **options, logits_processor=processors)  # type: ignore[operator]
+        options = self._options | {"max_new_tokens": num_steps, "logits_processor": LogitsProcessorList([recorder])}
+        self._target.generate(**run.batch.inputs, **options)  # type: ignore[operator]
         return recorder.gaps
 
 

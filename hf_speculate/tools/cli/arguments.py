@@ -10,42 +10,31 @@ from transformers import GenerationConfig
 
 from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.methods import parse_draft_len
+from hf_speculate.tools.bench.methods import SAMPLING_NAMES, parse_draft_len
 from hf_speculate.tools.cli.options import Drafting, Generation, Speculation
 from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, read_json_lines, read_rows
 from hf_speculate.verify.base import check_verifier
 
-_OWN_OPTIONS = {"max_new_tokens", "repetition_penalty", "temperature", "top_k", "top_p"}
+_OWN_OPTIONS = ("max_new_tokens", *SAMPLING_NAMES, "repetition_penalty")
 # Left out of `--set`: these have an option, or change what `generate()` returns, or how many rows.
 _OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
 
 
 class Decoding(NamedTuple):
-    """Arguments of `generate()`."""
-
-    max_new_tokens: int
-    do_sample: bool
-    sampling: dict[str, Any]  # those that only sampling reads
-    options: dict[str, Any]  # others of `GenerationConfig`
+    plain: dict[str, Any]  # arguments of `generate()`
     fields: dict[str, Any]  # of `SpeculationConfig`
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """All but the fields."""
-        own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
-        return own | self.sampling | self.options
 
 
 def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:
-    given = {name: value for name in sorted(_OWN_OPTIONS) if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name)) is not None}
     for name, value in given.items():
         ROW_SETTINGS[name]._replace(hint="leave it out for the default")(_option(name), value)
-    num = given.pop("max_new_tokens", max_new_tokens)
-    penalty = {name: given.pop(name) for name in ("repetition_penalty",) if name in given}
-    if given and not options.sample:
-        raise ConfigError(f"{_option(min(given))} must come with --sample, got it alone; add --sample")
+    sampling = [name for name in SAMPLING_NAMES if name in given]
+    if sampling and not options.sample:
+        raise ConfigError(f"{_option(sampling[0])} must come with --sample, got it alone; add --sample")
     fields, others = _settings_of(options.settings or ())
-    return Decoding(num, options.sample, given, penalty | others, fields)
+    plain = {"max_new_tokens": max_new_tokens, "do_sample": options.sample, **given, **others}
+    return Decoding(plain, fields)
 
 
 def arguments_of(options: Speculation) -> dict[str, Any]:

@@ -60,8 +60,7 @@ def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any]) ->
     dtype = str(target.dtype).removeprefix("torch.")
     where = {**environment(target.device), "dtype": dtype, "target": options.target, "draft": options.draft}
     logging.set_verbosity_error()  # warnings would break the progress bar
-    num, sampling, others = decoding.max_new_tokens, decoding.sampling, decoding.options
-    decoder = Decoder(target, draft_arguments, max_new_tokens=num, sampling=sampling, options=others)
+    decoder = Decoder(target, draft_arguments, decoding.plain)
     given = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": dict(fields)}
     return Setup(where, decoding.plain | given, batches, decoder)
 

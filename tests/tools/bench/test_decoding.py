@@ -44,7 +44,7 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
     ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
     for config in (model.generation_config, draft.generation_config) if enabled else ():
         vars(config).update(ours, prompt_lookup_num_tokens=4)
-    decoder = Decoder(model, {"assistant_model": draft}, max_new_tokens=NUM_NEW, options=options)
+    decoder = Decoder(model, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW, **options})
     if enabled:
         enable(model)
     model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))  # before the first token alone
@@ -60,7 +60,7 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
     if method.num_assistant_tokens:
         assert max(lens[1:]) == 4  # the drafted tokens and the one before them
     model.generation_config.eos_token_id = [11, 12]
-    assert Decoder(model, {}, max_new_tokens=1).eos_token_ids == {11, 12}
+    assert Decoder(model, {}, {}).eos_token_ids == {11, 12}
 
 
 @pytest.mark.parametrize("verifier", [None, "coupled"])
@@ -69,8 +69,8 @@ def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, bat
     method = our_methods([verifier], LENS, True, {})[0] if verifier else plain_method(True)
 
     def texts(temperature, seed):
-        sampling = {"temperature": temperature}
-        decoder = Decoder(target, {"assistant_model": draft}, max_new_tokens=NUM_NEW, sampling=sampling)
+        arguments = {"max_new_tokens": NUM_NEW, "temperature": temperature}
+        decoder = Decoder(target, {"assistant_model": draft}, arguments)
         return decoder(method, batch, seed).texts
 
     assert texts(1e-4, 0) == plain_texts(target, batch)
@@ -87,7 +87,7 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
     plain = plain_texts(model, batch)
     other = twin if plain[row][0] == best else best
     least = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
-    check = TextCheck(Decoder(model, {}, max_new_tokens=NUM_NEW))
+    check = TextCheck(Decoder(model, {}, {}))
     others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]  # in another order
     for text, found in (
         (plain[row], Compared(num_equal=6)),
