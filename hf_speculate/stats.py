@@ -35,8 +35,8 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     verifier: str = ""  #: name of the verifier that ran
     plan: str = ""  #: what the call decided (drafter, KV caches, schedule, compiled parts), in one line
     cache: str = ""  #: KV cache of the target, "dynamic" or "preallocated"
-    compiled: list[str] = field(default_factory=list)  #: "target", "draft": whose forwards ran compiled in all rounds
-    graphed: list[str] = field(default_factory=list)  #: the same of forwards that ran from device graphs
+    compiled: list[str] = field(default_factory=list)  #: models that ran compiled in all rounds, "target" and "draft"
+    graphed: list[str] = field(default_factory=list)  #: models that ran from device graphs in all rounds
     num_rounds: int = 0  #: rounds summed over the rows that were live in them
     num_batch_rounds: int = 0  #: rounds of the batch
     num_drafted: int = 0  #: drafted tokens that counted, summed over rows
