@@ -22,21 +22,24 @@ from transformers import (
 from hf_speculate.errors import UnsupportedModelError
 
 _OLDEST, _NEWEST = "5.17.0", "5.23.0"
+TESTED_VERSIONS = f"{_OLDEST} to {_NEWEST}"
+_OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
+_OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
+_OF_GENERATION_CONFIGS = ("_from_model_config",)
+_OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy of a generation config
 
 
 def check_private_names(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if a private name that this module reads is missing."""
-    _check(model, "_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
-    _check(model.config, "_attn_implementation", "_attn_implementation_internal")
-    _check(model.generation_config, "_from_model_config")
+    _check((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
 
 
-def _check(holder: object, *names: str) -> None:
-    missing = [f"{type(holder).__name__}.{name}" for name in names if not hasattr(holder, name)]
+def _check(*holders: tuple[object, Sequence[str]]) -> None:
+    missing = [f"{type(one).__name__}.{name}" for one, names in holders for name in names if not hasattr(one, name)]
     if missing:
         raise UnsupportedModelError(
             f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; hf_speculate was "
-            f"tested with {_OLDEST} to {_NEWEST}: install one of these"
+            f"tested with {TESTED_VERSIONS}: install one of these"
         )
 
 
@@ -130,7 +133,7 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
 
 def pad_token_id(config: GenerationConfig) -> int | None:
     """Padding token of finished rows, as `generate` prepared it; None if there is none."""
-    _check(config, "_pad_token_tensor")
+    _check((config, _OF_PREPARED_CONFIGS))
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)
 
