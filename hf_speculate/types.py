@@ -90,6 +90,7 @@ class Trimmed(NamedTuple):
     num_emitted: list[int]  # [B]
     is_stopped: list[bool]  # [B] a stopping criterion ends the row at its last emitted token
     is_finished: list[bool]  # [B] the row needs no further token after this round
+    num_new: list[int]  # [B] tokens that each row has emitted since its prompt
 
 
 class StageSeconds(NamedTuple):
@@ -106,12 +107,11 @@ class RoundRecord(NamedTuple):
     """What one round did; observers read it after the round."""
 
     num_round: int  # counted from 1; 0 for the token that follows the prompt
-    row_ids: tuple[int, ...]  # [B] the output row of each row
-    was_live: tuple[bool, ...]  # [B] rows that were not finished before the round
+    row_ids: list[int]  # [B] the output row of each row
+    was_live: list[bool]  # [B] rows that were not finished before the round
     num_draft_tokens: int  # K, the number that the drafter was asked for
     num_fed: int  # tokens of each row that the drafter read
-    num_new: tuple[int, ...]  # [B] tokens that each row has emitted since its prompt
-    num_left: tuple[int, ...]  # [B] tokens that each row may still emit, 0 if it stopped
+    num_left: list[int]  # [B] tokens that each row has room for
     draft: DraftOut
     scored: Scored
     verified: Verified

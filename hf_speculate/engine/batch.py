@@ -13,15 +13,13 @@ from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
 _NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
 _BY_ROW = (
-    "num_prompt_tokens",
-    "num_pads",
+    "num_hidden",
     "max_lengths",
     "row_ids",
     "is_finished",
     "prompt_lens",
     "draft_limits",
     "_rounds_before",
-    "_num_hidden",
 )  # lists with one entry per row
 _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
 
@@ -35,7 +33,6 @@ class Batch:
         seeds: Tensor,  # [B] int64 row seeds
         max_length: int,  # columns of the output at most
         num_prompt_tokens: Sequence[int],  # [B] real tokens of each prompt, those of a passed cache included
-        num_pads: Sequence[int],  # [B] padding tokens before each prompt
         reads_keys: bool = True,  # if nobody reads the keys of the noise, `keys` gives those of no round
         first_row: int = 0,  # number of the first output row
         draft_limits: Sequence[int] | None = None,  # [B] tokens that a round drafts at most
@@ -45,17 +42,15 @@ class Batch:
         self.tokens = TokenBuffer(input_ids, capacity)  # on the target's device
         self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         self.seeds = seeds
-        self.num_prompt_tokens = list(num_prompt_tokens)
-        self.num_pads = list(num_pads)
+        self.num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns
         self.max_lengths = [max_length] * num_rows
         self.row_ids = list(range(first_row, first_row + num_rows))
         self.is_finished = [False] * num_rows
-        self.was_live = (True,) * num_rows  # rows that were not finished before the last commit
+        self.was_live = [True] * num_rows  # rows that were not finished before the last commit
         self.num_rounds = 0
         self.prompt_lens = [self.prompt_len] * num_rows
         self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * num_rows)
         self._rounds_before = [0] * num_rows  # rounds of the batch before each row joined it
-        self._num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
         self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions that keys hold
@@ -77,7 +72,7 @@ class Batch:
     def keys(self) -> NoiseKeys:
         """The keys of the current round's noise."""
         if self._key_offsets is None:
-            self._key_offsets = upload(self._num_hidden, self.seeds.device)
+            self._key_offsets = upload(self.num_hidden, self.seeds.device)
         if not self._reads_keys:
             return NoiseKeys(self.seeds, self._key_offsets, self._key_offsets)
         lens = self.tokens.row_lens
@@ -95,7 +90,7 @@ class Batch:
 
     def commit(self, verified: Verified, trimmed: Trimmed) -> None:
         """Append the emitted tokens of a round, and note which rows are finished."""
-        self.was_live = tuple(not is_finished for is_finished in self.is_finished)
+        self.was_live = [not is_finished for is_finished in self.is_finished]
         self.tokens.append(verified.token_ids, self._counts(verified, trimmed))
         if self.host_tokens is not self.tokens:
             width = verified.token_ids.shape[1]

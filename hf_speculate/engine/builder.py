@@ -17,10 +17,9 @@ from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.distributed import (
     BroadcastDrafter,
     BroadcastSchedule,
-    BroadcastVerifier,
+    BroadcastStopping,
     Criteria,
     broadcast_criteria,
-    broadcast_stopping,
 )
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
@@ -38,7 +37,7 @@ from hf_speculate.engine.observers import (
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, cost_ratio, make_plan
 from hf_speculate.engine.stage_clock import StageClock
-from hf_speculate.engine.stop_tracker import BlockStopping, StopTracker
+from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
 from hf_speculate.models.language_model import device_of
@@ -50,7 +49,7 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.verify.base import Verifier, make_verifier
+from hf_speculate.verify.base import make_verifier
 from hf_speculate.verify.spans import make_spans
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -94,7 +93,7 @@ def build_decoder(
     schedule = _make_schedule(plan, call, drafter)
     draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
     pads_ended_rows = plan.pad_token_id is not None
-    stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
+    stops = StopTracker(_make_stopping(call), call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
     padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
     wanted = {
@@ -159,9 +158,8 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
         seeds,
         call.max_length,
         call.num_prompt_tokens,
-        call.num_pads,
         plan.reads_keys,
-        call.row_ids.start,
+        call.first_row,
         plan.config.draft_limits(call.batch_size),
     )
 
@@ -210,32 +208,27 @@ def _make_schedule(plan: Plan, call: Call, drafter: Drafter) -> Schedule:
     return schedule
 
 
-def _stopping(call: Call) -> BlockStopping:
+def _make_stopping(call: Call) -> BlockStoppingCriteria | StoppingGroups:
     stopping = BlockStoppingCriteria(call.criteria)
     if call.rows_leave and stopping.is_row_wise:
         max_length = min(call.max_length, stopping.max_length or call.max_length)
         return StoppingGroups(stopping, [max_length] * call.batch_size)
     if call.group is None or stopping.reads_text_alone:
         return stopping
-    return broadcast_stopping(stopping, call.group)
+    return BroadcastStopping(stopping, call.group)
 
 
 def _make_verification(plan: Plan, call: Call) -> Verification:
-    group, config = call.group, plan.config
-
-    def on_all_ranks(verifier: Verifier) -> Verifier:
-        return verifier if group is None else BroadcastVerifier(verifier, group)
-
-    verifier = on_all_ranks(make_verifier(config))
-    spans = make_spans(config, call.do_sample, call.num_pads, on_all_ranks)
-    if plan.is_lock_step:
-        criteria: Criteria = call.criteria
-        if group is not None and not BlockStoppingCriteria(call.criteria).reads_text_alone:
-            criteria = broadcast_criteria(criteria, group)
-        pad = plan.pad_token_id if plan.eos_token_ids is not None else None
-        return LockStepVerification(verifier, call.processors, criteria, pad, call.recorded.scores, spans)
-    listed = BlockLogitsProcessorList(call.processors)
-    return RowWiseVerification(verifier, ProcessorGroups(listed, call.batch_size) if call.rows_leave else listed, spans)
+    config, group = plan.config, call.group
+    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), group
+    if not plan.is_lock_step:
+        processors = BlockLogitsProcessorList(call.processors)
+        return RowWiseVerification(*rule, ProcessorGroups(processors, call.batch_size))
+    criteria: Criteria = call.criteria
+    if group is not None and not BlockStoppingCriteria(call.criteria).reads_text_alone:
+        criteria = broadcast_criteria(criteria, group)
+    pad = plan.pad_token_id if plan.eos_token_ids is not None else None
+    return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
 
 def _make_observers(plan: Plan, call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:

@@ -91,21 +91,19 @@ class SpeculativeDecoder:
     def _observe(
         self, batch: Batch, num_draft_tokens: int, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed
     ) -> None:
-        stopped = zip(batch.num_left, trimmed.is_stopped, strict=True)
         record = RoundRecord(
-            batch.num_rounds,
-            tuple(batch.row_ids),
-            batch.was_live,
-            num_draft_tokens,
-            self.drafts.num_fed,
-            tuple(self.stops.num_new[row_id] for row_id in batch.row_ids),
-            tuple(0 if is_stopped else left for left, is_stopped in stopped),
-            draft,
-            scored,
-            verified,
-            trimmed,
-            self.clock.lap(),
-            self.clock.total_s,
+            num_round=batch.num_rounds,
+            row_ids=batch.row_ids,
+            was_live=batch.was_live,
+            num_draft_tokens=num_draft_tokens,
+            num_fed=self.drafts.num_fed,
+            num_left=batch.num_left,
+            draft=draft,
+            scored=scored,
+            verified=verified,
+            trimmed=trimmed,
+            seconds=self.clock.lap(),
+            total_s=self.clock.total_s,
         )
         for observer in self.observers:
             self.clock.enter(observer.stage)
@@ -117,16 +115,15 @@ class SpeculativeDecoder:
         if self.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
             return
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
-        self.stops.rows(live, batch.row_ids)
-        for part in (batch, self.target, self.drafts, self.verification):
+        for part in (batch, self.stops, self.target, self.drafts, self.verification):
             part.rows(live)
 
     def _finish(self, batch: Batch) -> None:
         """Drop what was decoded past the end of the output, and bring the caches to their final state."""
         self.clock.enter(Stage.PAD)
-        end = self.stops.end()
+        end = self.stops.end
         self.output.truncate(end)
-        self.target.finish(batch, self.stops.surplus(batch.row_ids))
+        self.target.finish(batch, self.stops.surplus())
         self.drafts.end(batch)
         seconds = self.clock.lap()
         for observer in self.observers:

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.engine.stop_tracker import BlockStopping
-from hf_speculate.processors.stopping_criteria import StopVerdict, as_flags
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows, as_flags
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
@@ -147,16 +145,18 @@ class BroadcastVerifier:
         return Verdict(agreed[:, :-2], agreed[:, -2].to(torch.int32), agreed[:, -1].to(torch.int32))
 
 
-def broadcast_stopping(stopping: BlockStopping, group: TensorParallelGroup) -> BlockStopping:
-    """Stopping criteria on blocks of which rank 0's verdict counts: another rank's may read another clock."""
+class BroadcastStopping(BlockStoppingCriteria):
+    """Stopping criteria on a tensor-parallel group: rank 0's verdict counts, another rank's may read another clock."""
 
-    def stop(tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
-        own = stopping(tokens, new_ids)
+    def __init__(self, criteria: Iterable[Any], group: TensorParallelGroup):
+        super().__init__(criteria)
+        self._group = group
+
+    def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
+        own = super().__call__(tokens, new_ids)
         verdict = torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64, device="cpu")  # [2, B]
-        num_emitted, is_done = group.broadcast(verdict).tolist()
+        num_emitted, is_done = self._group.broadcast(verdict).tolist()
         return StopVerdict(num_emitted, [bool(done) for done in is_done])
-
-    return stop
 
 
 def broadcast_criteria(criteria: Criteria, group: TensorParallelGroup) -> Criteria:

@@ -18,14 +18,14 @@ from hf_speculate.types import KVState
 class DraftCacheReuse:
     """Fills a call's draft cache from a `DraftState`, and the state at the end; finished rows stay in the batch."""
 
-    def __init__(self, state: DraftState, key: DraftCacheKey, kv_cache: KVCache):
+    def __init__(self, state: DraftState, key: DraftCacheKey, kv_cache: KVCache, num_pads: Sequence[int]):
         self._state, self._key, self._kv_cache = state, key, kv_cache
-        self._num_valid: list[int] = []  # [B] real tokens of each row that the draft cache holds for sure
+        self._num_pads = num_pads  # [B] padding tokens before each prompt
+        self._num_valid = [0] * len(num_pads)  # [B] real tokens of each row that the draft cache holds for sure
 
     def recall(self, batch: Batch) -> int:
         """Fill the empty draft cache with the longest common beginning of all rows; the columns of every row then."""
-        held, pads = self._state.take(), batch.num_pads
-        self._num_valid = [0] * len(pads)
+        held, pads = self._state.take(), self._num_pads
         if held is None or held.key != self._key or len(held.token_ids) != len(pads):
             return 0
         prompts = batch.tokens.token_ids[:, : batch.prompt_len]
@@ -42,7 +42,7 @@ class DraftCacheReuse:
 
         It held `certain` [B] columns of each row before. A finished row is fed tokens that are not its own.
         """
-        rows = zip(self._num_valid, certain, batch.num_pads, batch.was_live, strict=True)
+        rows = zip(self._num_valid, certain, self._num_pads, batch.was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
         lens = self._kv_cache.num_real_tokens
         self._num_valid = [min(num, length) for num, length in zip(valid, lens, strict=True)]
@@ -52,7 +52,7 @@ class DraftCacheReuse:
         counts = self._num_valid
         states = self._kv_cache.first_tokens(counts) if any(counts) else None
         if states is not None:
-            spans = zip(batch.tokens.token_ids.tolist(), batch.num_pads, counts, strict=True)
+            spans = zip(batch.tokens.token_ids.tolist(), self._num_pads, counts, strict=True)
             self._state.put(SavedDraftCache(self._key, [row[pad : pad + num] for row, pad, num in spans], states))
 
 
@@ -70,7 +70,8 @@ def make_draft_cache_reuse(
     adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
     adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
     ids = b"" if call.vocabulary is None else call.vocabulary.draft_ids.cpu().numpy().tobytes()
-    return DraftCacheReuse(state, DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids), kv_cache)
+    key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids)
+    return DraftCacheReuse(state, key, kv_cache, call.num_pads)
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -46,7 +46,7 @@ class DraftLength(Observer):
         row_ids = [record.row_ids[row] for row in live]
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
-        num_left = [record.num_left[row] for row in live]
+        num_left = [0 if record.trimmed.is_stopped[row] else record.num_left[row] for row in live]
         if self.is_lock_step:
             row_ids, num_left = row_ids[:1], [max(num_left)]
             num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]

@@ -52,7 +52,7 @@ class DraftSession:
         """Keep the target's hidden states of a part of the prompt, whose last `num_ahead` columns begin with it."""
         if self.hidden_states is not None:
             # a prompt of embeddings may have more tokens than ids
-            num_tokens = [min(num, batch.prompt_len + 1) for num in batch.num_prompt_tokens]
+            num_tokens = [batch.prompt_len + min(num, 1) for num in batch.num_hidden]
             self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
 
     def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import RoundRecord, RoundReport, StageSeconds
-from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
+from hf_speculate.types import RoundRecord, RoundReport, StageSeconds, Status
+
+_BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)  # a draft's logits may set these flags too
 
 
 class Observer:
@@ -61,14 +64,32 @@ class StatsObserver(Observer):
         self.stats.num_longest += num_new_tokens - 1
 
 
-def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, int, BadLogitsError]]:
-    """Of rows whose last token was sampled from logits that define no distribution: row id, tokens before it, error."""
-    for row in record.live_rows if record.verified.status & BAD_LOGITS else ():
-        row_id, num, num_new = record.row_ids[row], record.trimmed.num_emitted[row], record.num_new[row] - 1
+def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError]]:
+    """The rows whose last token was sampled from logits that define no distribution, with the errors."""
+    for row in record.live_rows if record.verified.status & _BAD_LOGITS else ():
+        num = record.trimmed.num_emitted[row]
         if num and num == len(record.verified.new_ids[row]):
-            error = bad_logits_error(record.verified.scores[row, num - 1], row_id, num_new)
+            scores, num_before = record.verified.scores[row, num - 1], record.trimmed.num_new[row] - 1
+            error = _bad_logits_error(scores, record.row_ids[row], num_before)
             if error is not None:
-                yield row_id, num_new, error
+                yield row, error
+
+
+def _bad_logits_error(scores: Tensor, row_id: int, num_before: int) -> BadLogitsError | None:
+    """The error if plain `generate` could not sample from these logits [V] after `num_before` tokens; or None."""
+    if scores.isnan().any():
+        what = "NaN"
+    elif scores.isposinf().any():
+        what = "+inf"
+    elif scores.isneginf().all():
+        what = "-inf for every token"
+    else:
+        return None
+    return BadLogitsError(
+        f"logits must be finite or -inf, and not all -inf, to draw a token, got {what} in row {row_id} after "
+        f"{num_before} new tokens; look for overflow in the model or a processor that forbids every token, or pass "
+        "remove_invalid_values=True"
+    )
 
 
 class BadLogitsObserver(Observer):
@@ -84,8 +105,8 @@ class BadLogitsObserver(Observer):
         self._late: list[tuple[int, BadLogitsError]] = []  # by the number of new tokens before it
 
     def on_round(self, record: RoundRecord) -> None:
-        for row_id, num_new, error in bad_logits_errors(record):
-            stop = self._stops.stop_lens[row_id]
+        for row, error in bad_logits_errors(record):
+            stop, num_new = self._stops.stop_lens[row], record.trimmed.num_new[row] - 1
             if stop is None or num_new < stop:
                 raise error
             self._late.append((num_new, error))

@@ -119,8 +119,8 @@ class _RowObserver(Observer):
             gained = 1, verified.num_drafted[row], num_accepted
             counts = self._counts.get(row_id, [0, 0, 0])
             self._counts[row_id] = [count + more for count, more in zip(counts, gained, strict=True)]
-        for row_id, _, error in bad_logits_errors(record) if self._samples else ():
-            self._errors[row_id], self._batch.is_finished[self._batch.row_ids.index(row_id)] = error, True
+        for row, error in bad_logits_errors(record) if self._samples else ():
+            self._errors[record.row_ids[row]], self._batch.is_finished[row] = error, True
 
 
 def join_obstacle(prepared: Prepared) -> str:

@@ -1,15 +1,11 @@
 """Stop tracker: where each row stops, and which rows are finished."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
 from hf_speculate.processors.row_groups import StoppingGroups
-from hf_speculate.processors.stopping_criteria import StopVerdict
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import Trimmed, Verified
-
-BlockStopping = Callable[[TokenBuffer, Sequence[list[int]]], StopVerdict]
-"""Stopping criteria on blocks of new tokens, such as `BlockStoppingCriteria`."""
 
 
 class StopTracker:
@@ -21,14 +17,15 @@ class StopTracker:
 
     def __init__(
         self,
-        stopping: BlockStopping,
-        row_ids: Sequence[int],
+        stopping: BlockStoppingCriteria | StoppingGroups,
+        num_rows: int,
         max_new_tokens: int,
         pads_ended_rows: bool,
         is_lock_step: bool,
     ):
-        self.num_new = dict.fromkeys(row_ids, 0)  # tokens that an output row has emitted
-        self.stop_lens: dict[int, int | None] = dict.fromkeys(row_ids)  # the same where it stopped, or None
+        self.num_new = [0] * num_rows  # tokens that each row has emitted
+        self.stop_lens: list[int | None] = [None] * num_rows  # the same where it stopped, or None
+        self.end = 0  # the largest of these, of rows that have left the batch too; at last that of the longest row
         self._stopping = stopping
         self._max_new_tokens = max_new_tokens
         self._pads_ended_rows = pads_ended_rows
@@ -43,46 +40,37 @@ class StopTracker:
         goes_on = not self._pads_ended_rows or self._is_lock_step
         num_emitted = []
         for row, (num, stops) in enumerate(zip(counts, is_stopped, strict=True)):
-            row_id = batch.row_ids[row]
-            if stops and self.stop_lens[row_id] is None:
-                self.stop_lens[row_id] = self.num_new[row_id] + num
+            if stops and self.stop_lens[row] is None:
+                self.stop_lens[row] = stop = self.num_new[row] + num
+                self.end = max(self.end, stop)
             if batch.is_finished[row] and not self._is_lock_step:
                 num = 0
             elif goes_on:
                 num = len(verified.new_ids[row])
-            self.num_new[row_id] += num
             num_emitted.append(num)
-        return Trimmed(num_emitted, is_stopped, self._finished(batch.row_ids))
+        self.num_new = [before + num for before, num in zip(self.num_new, num_emitted, strict=True)]
+        return Trimmed(num_emitted, is_stopped, self._is_finished(), self.num_new)
 
-    def rows(self, indices: Sequence[int], row_ids: Sequence[int]) -> None:
-        """Keep the rows `indices` of those with output rows `row_ids`; the others are forgotten if that is safe."""
-        if isinstance(self._stopping, StoppingGroups):  # else the end of the call depends on all rows
-            kept = [row_ids[row] for row in indices]
-            self.num_new = {row_id: self.num_new[row_id] for row_id in kept}
-            self.stop_lens = {row_id: self.stop_lens[row_id] for row_id in kept}
-            self._stopping.rows(indices)
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`; the others have stopped."""
+        self.num_new = [self.num_new[row] for row in indices]
+        self.stop_lens = [self.stop_lens[row] for row in indices]
+        self._stopping.rows(indices)
 
     def join(self, other: "StopTracker") -> None:
-        """Add the rows of `other`, whose criteria are `StoppingGroups` too, behind these."""
-        self.num_new |= other.num_new
-        self.stop_lens |= other.stop_lens
-        if isinstance(self._stopping, StoppingGroups) and isinstance(other._stopping, StoppingGroups):
-            self._stopping.join(other._stopping)
+        """Add the rows of `other` behind these."""
+        self.num_new = self.num_new + other.num_new
+        self.stop_lens = self.stop_lens + other.stop_lens
+        self._stopping.join(other._stopping)
 
-    def end(self) -> int:
-        """The number of new tokens of the longest row, once all rows are finished."""
-        return max(stop for stop in self.stop_lens.values() if stop is not None)
+    def surplus(self) -> list[int]:
+        """[B] tokens that rows have emitted past the end of the output."""
+        return [max(num - self.end, 0) for num in self.num_new]
 
-    def surplus(self, row_ids: Sequence[int]) -> list[int]:
-        """Tokens that rows have emitted past the end of the output."""
-        end = self.end()
-        return [max(self.num_new[row_id] - end, 0) for row_id in row_ids]
-
-    def _finished(self, row_ids: Sequence[int]) -> list[bool]:
+    def _is_finished(self) -> list[bool]:
+        has_stopped = [stop is not None for stop in self.stop_lens]
         if self._pads_ended_rows:
-            return [self.stop_lens[row_id] is not None for row_id in row_ids]
-        stops = [stop for stop in self.stop_lens.values() if stop is not None]
-        end = self._max_new_tokens
-        if len(stops) == len(self.stop_lens):
-            end = min(end, max(stops))  # rows go on until the last one has stopped
-        return [self.num_new[row_id] >= end for row_id in row_ids]
+            return has_stopped
+        # rows go on until the last one has stopped
+        end = min(self._max_new_tokens, self.end) if all(has_stopped) else self._max_new_tokens
+        return [num >= end for num in self.num_new]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_speculate.engine.batch import Batch
-from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.engine.distributed import BroadcastVerifier, TensorParallelGroup
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import as_flags
 from hf_speculate.transfers import Download
@@ -18,8 +18,13 @@ from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
 
 
+@dataclass
 class Verification:
     """Decides which tokens of a round are accepted."""
+
+    verifier: Verifier  # the verification rule
+    spans: Spans | None  # restricts a lossy verifier to spans; None if it decides everywhere
+    group: TensorParallelGroup | None  # processes that use the verdict of rank 0, or None
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read."""
@@ -33,8 +38,12 @@ class Verification:
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         raise NotImplementedError
 
-    def join(self, other: Any) -> None:
-        """Add the rows of `other` behind these."""
+    def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
+        """The verifier from a position of the round on, if the tokens before it were accepted."""
+        verifier = self.verifier
+        if self.spans is not None:
+            verifier = self.spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
+        return verifier if self.group is None else BroadcastVerifier(verifier, self.group)
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round that were not emitted."""
@@ -42,20 +51,21 @@ class Verification:
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order."""
 
+    def join(self, other: Any) -> None:
+        """Add the rows of `other` behind these."""
+
 
 @dataclass
 class RowWiseVerification(Verification):
     """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
 
-    verifier: Verifier  # the verification rule
-    processors: BlockLogitsProcessorList | ProcessorGroups  # the call's logits processors, all of them row-wise
-    spans: Spans | None = None  # restricts a lossy verifier to spans; None if it decides everywhere
+    processors: ProcessorGroups  # the logits processors of each row, all of them row-wise
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         tokens, scores = batch.tokens, logits
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
-        verdict = _verifier_at(batch, draft, 0, self.verifier, self.spans).verify(scores, draft, keys)
+        verdict = self._verifier_at(0, batch, draft).verify(scores, draft, keys)
         counts = torch.stack([verdict.num_accepted, verdict.status, draft.lens.to(torch.int32)], dim=1)  # [B, 3]
         packed = Download(torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1)).tolist()  # the one wait
         num_accepted = [row[-3] for row in packed]
@@ -79,13 +89,12 @@ class RowWiseVerification(Verification):
             self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.processors = self.processors.rows(indices)
+        self.processors.rows(indices)
         if self.spans is not None:
             self.spans.rows(indices)
 
     def join(self, other: "RowWiseVerification") -> None:
-        if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
-            self.processors.join(other.processors)
+        self.processors.join(other.processors)
 
 
 @dataclass
@@ -96,13 +105,11 @@ class LockStepVerification(Verification):
     position at which a live row rejects its draft or a row finishes.
     """
 
-    verifier: Verifier  # the verification rule; it sees one position at a time
     processors: LogitsProcessorList  # the call's whole list
     criteria: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]  # the call's whole list, as `StoppingCriteriaList`
     # what finished rows go on with; None if finished rows go on decoding, as without an EOS token
     pad_token_id: int | None
     records_scores: bool  # whether criteria are shown the scores so far
-    spans: Spans | None = None  # restricts a lossy verifier to spans; None if it decides everywhere
     _is_finished: Tensor | None = None  # [B] bool
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
@@ -116,7 +123,7 @@ class LockStepVerification(Verification):
         status, columns, scores = 0, [], []
         for position in range(num_positions):
             step_scores = self.processors(input_ids, logits[:, position].to(torch.float32, copy=True))
-            verifier = _verifier_at(batch, draft, position, self.verifier, self.spans)
+            verifier = self._verifier_at(position, batch, draft)
             verdict = verifier.verify(*_one_position(step_scores, draft, keys, position))
             next_ids = verdict.token_ids[:, 0]
             if self.pad_token_id is not None:
@@ -151,13 +158,6 @@ class LockStepVerification(Verification):
             num_host_syncs=len(columns) + 1,
             num_user_host_syncs=len(columns),
         )
-
-
-def _verifier_at(batch: Batch, draft: DraftOut, position: int, verifier: Verifier, spans: Spans | None) -> Verifier:
-    """The verifier from a position of the round on, if the tokens before it were accepted."""
-    if spans is None:
-        return verifier
-    return spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
 
 
 def _one_position(

@@ -21,7 +21,7 @@ _Group = tuple[Settings, list[int]]  # the rows of the batch that they are for, 
 
 
 class ProcessorGroups:
-    """Runs every row's own logits processors on all K+1 positions of a round; none of them has state."""
+    """Runs every row's own logits processors on all K+1 positions of a round."""
 
     def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
         self._groups: list[_Group[BlockLogitsProcessorList]] = [(processors, list(range(num_rows)))]
@@ -54,10 +54,12 @@ class ProcessorGroups:
         return any(processors.reads_token_ids for processors, _ in self._groups)
 
     def forked(self) -> "ProcessorGroups":
+        """The groups themselves: rows of different calls join only if no processor has state."""
         return self
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Does nothing: no processor has state."""
+        for processors, rows in self._groups:
+            processors.rollback([num_calls[row] for row in rows])
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
         self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
@@ -95,7 +97,7 @@ class StoppingGroups:
         self._groups = [(criteria, rows) for criteria, _, rows in _kept(self._groups, indices)]
         self._max_lengths = [self._max_lengths[row] for row in indices]
 
-    def join(self, other: "StoppingGroups") -> None:
+    def join(self, other: Any) -> None:
         self._groups = _joined(self._groups, other._groups, len(self._max_lengths))
         self._max_lengths += other._max_lengths
 

@@ -112,6 +112,12 @@ class BlockStoppingCriteria:
         cut(self._find_registered(tokens, new_ids, num_emitted))
         return StopVerdict(num_emitted, is_done)
 
+    def rows(self, indices: Sequence[int]) -> None:
+        """Does nothing: the criteria are those of every row."""
+
+    def join(self, other: Any) -> None:
+        """Does nothing: `other` has the same criteria."""
+
     def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
         max_length = self.max_length
         if max_length is None:

@@ -1,6 +1,6 @@
 """Spans: a lossy verifier decides inside spans of the sequence, a lossless one outside."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -90,17 +90,11 @@ class Spans:
         self._num_read, self._is_open = self._num_read[list(indices)], self._is_open[list(indices)]
 
 
-def make_spans(
-    config: SpeculationConfig,
-    do_sample: bool,
-    num_pads: Sequence[int],
-    wrap: Callable[[Verifier], Verifier] | None = None,
-) -> Spans | None:
+def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans | None:
     """What restricts the call's verifier to spans; None if it decides everywhere."""
     if config.relax_only_inside is None:
         return None
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
-    exact = exact if wrap is None else wrap(exact)
     return Spans(Span(*map(int, config.relax_only_inside)), exact, num_pads)
 
 

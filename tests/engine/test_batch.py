@@ -17,12 +17,12 @@ from tests.tiny import ragged_prompts
 
 def test_rows_that_stay_keep_what_belongs_to_them():
     ids = torch.tensor([[0, 5, 6], [1, 2, 3], [0, 0, 9]])
-    batch = Batch(ids, torch.tensor([11, 12, 13]), 8, [2, 3, 1], [1, 0, 2])
+    batch = Batch(ids, torch.tensor([11, 12, 13]), 8, [2, 3, 1])
     assert batch.begin_round().positions.tolist() == [2, 3, 1]
     batch.is_finished = [False, True, False]
     batch.rows([2, 0])
     assert (batch.row_ids, batch.is_finished) == ([2, 0], [False, False])
-    assert (batch.num_pads, batch.num_prompt_tokens, batch.num_left) == ([2, 1], [1, 2], [5, 5])
+    assert (batch.num_hidden, batch.num_left) == ([-2, -1], [5, 5])
     assert batch.tokens.token_ids[:, :3].tolist() == [[0, 0, 9], [0, 5, 6]]
     keys = batch.begin_round()
     assert (keys.seeds.tolist(), keys.rounds.tolist(), keys.positions.tolist()) == ([13, 11], [2, 2], [1, 2])
@@ -38,8 +38,8 @@ def test_finished_rows_are_not_learned_from():
     schedule = ScriptedSchedule([3])
     ids = torch.zeros(2, 3, dtype=torch.int64)
     draft, verified = DraftOut(ids, ids[:, 0], None, None), Verified(ids, [[1], [2, 5]], [3, 2], [0, 1], 0, ids)
-    rest = Scored(ids), verified, Trimmed([0, 2], [False, False], [True, False]), StageSeconds(), 0.0
-    record = RoundRecord(1, (4, 6), (False, True), 3, 1, (9, 3), (0, 7), draft, *rest)
+    rest = Scored(ids), verified, Trimmed([0, 2], [False, False], [True, False], [9, 3]), StageSeconds(), 0.0
+    record = RoundRecord(1, [4, 6], [False, True], 3, 1, [0, 7], draft, *rest)
     DraftLength(schedule, 10).on_round(record)
     (outcome,) = schedule.outcomes
     assert (outcome.row_ids, outcome.num_drafted, outcome.num_accepted, outcome.num_left) == ([6], [2], [1], [7])
@@ -60,7 +60,7 @@ class ProposesNothing(Drafter):
 
 def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
     drafter = ProposesNothing()
-    batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3], [0])
+    batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3])
     drafts = DraftSession(drafter, None, SampleStrategy.GREEDY)
     drafts.begin(batch)
     drafts.propose(batch, 2, batch.begin_round())

@@ -38,8 +38,8 @@ MUTANTS = (
         {
             "decoder: finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
             "decoder: verification keeps dropped rows": Fault(
-                "(batch, self.target, self.drafts, self.verification)",
-                "(batch, self.target, self.drafts)",
+                "(batch, self.stops, self.target, self.drafts, self.verification)",
+                "(batch, self.stops, self.target, self.drafts)",
                 "generation/test_rollback.py generation/test_spans.py generation/test_matrix.py",
             ),
             "decoder: the output is not truncated": Fault(
@@ -117,18 +117,16 @@ MUTANTS = (
         "hf_speculate/engine/stop_tracker.py",
         "generation/test_options.py generation/test_matrix.py",
         {
-            "stops: a row stops one token late": Fault(
-                "self.num_new[row_id] + num\n", "self.num_new[row_id] + num + 1\n"
-            ),
+            "stops: a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
             "stops: a finished row emits on": Fault(
                 "if batch.is_finished[row] and not self._is_lock_step:", "if False:"
             ),
             "stops: rows without padding end at their own stop": Fault(
-                "end = min(end, max(stops))", "end = min(end, min(stops))"
+                "end = min(self._max_new_tokens, self.end) if", "end = min(self._max_new_tokens, *self.stop_lens) if"
             ),
             "stops: the shortest row ends the output": Fault(
-                "return max(stop for stop in",
-                "return min(stop for stop in",
+                "self.end = max(self.end, stop)",
+                "self.end = min(self.end or stop, stop)",
                 "processors/test_stopping_criteria.py generation/test_options.py",
             ),
         },
