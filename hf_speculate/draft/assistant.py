@@ -94,7 +94,7 @@ def map_vocabularies(
         warnings.warn(
             f"the target has {num_target} ids and the draft {num_draft}; their tokenizers were not found, so ids are "
             "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure",
-            stacklevel=5,
+            stacklevel=6,
         )
         return padding_mapping(num_target, num_draft)
     else:

@@ -2,9 +2,9 @@
 
 import logging
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import windows_of
@@ -12,7 +12,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, make_language_model
+from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.distributed import (
     BroadcastDrafter,
@@ -40,7 +40,7 @@ from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
-from hf_speculate.models.language_model import device_of
+from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -55,18 +55,19 @@ from hf_speculate.verify.spans import make_spans
 LOGGER = logging.getLogger("hf_speculate")
 
 
-def build_decoder(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    config: SpeculationConfig,
-    call: Call,
-    stats: SpeculationStats,
-    clock: StageClock,
-) -> tuple[SpeculativeDecoder, Batch]:
-    """The decoder and the batch that it is to decode."""
-    for model in (target, draft):
-        if model is not None:
-            check_backend(config.verifier_backend, device_of(model))
+class Prepared(NamedTuple):
+    """A call up to its decoder, which has not read the prompts."""
+
+    decoder: SpeculativeDecoder
+    batch: Batch
+    plan: Plan
+    stats: SpeculationStats
+
+
+def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Prepared:
+    """Plan a call, and make its decoder and batch."""
+    for model in call.models:
+        check_backend(call.config.verifier_backend, device_of(model))
 
     def forget_compiled(part: str, reason: str) -> None:
         for parts in (stats.compiled, stats.graphed):
@@ -74,26 +75,29 @@ def build_decoder(
                 parts.remove(part)
         stats.add_fallback(f"{part}: {reason}")
 
-    custom = make_custom_drafter(target, config, call, forget_compiled)
-    plan = make_plan(target, draft, config, call, custom)
+    custom = make_custom_drafter(call, forget_compiled)
+    plan = make_plan(call, custom)
+    call = plan.call
     _report_plan(plan, stats)
     if custom is not None and custom.is_compiled:
         stats.compiled.append("draft")
-    batch = _make_batch(plan, call)
-    target_cache = _make_cache(plan.target, plan, call)
+    batch = _make_batch(plan)
+    target_cache = _make_cache(plan.target, plan)
+    capture = _make_capture(plan)
     keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
-    capture = _make_capture(plan, call)
-    language_model = make_language_model(
-        plan.target, plan.compile, call.max_position, keeps_states, forget_compiled, capture
+    compiled = make_compiled_model(plan.target, plan.compile, call.max_position, forget_compiled, capture)
+    language_model = compiled or LanguageModel(
+        call.target, call.max_position, keeps_states, call.target_inputs, capture=capture
     )
-    drafter = custom or make_drafter(plan, call, forget_compiled)
+    drafter = custom or make_drafter(plan, forget_compiled)
     hidden_states = None
     if plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
-    schedule = _make_schedule(plan, call, drafter)
+    schedule = _make_schedule(plan, drafter)
     draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
-    pads_ended_rows = plan.pad_token_id is not None
-    stops = StopTracker(_make_stopping(call), call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
+    stops = StopTracker(
+        _make_stopping(call), call.batch_size, call.max_new_tokens, plan.pad_token_id is not None, plan.is_lock_step
+    )
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
     padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
     wanted = {
@@ -101,20 +105,20 @@ def build_decoder(
         "output_attentions": call.recorded.attentions,
     }
     options = {name: value for name, value in wanted.items() if value}
-    text_config = target.config.get_text_config(decoder=True)
+    text_config = call.target.config.get_text_config(decoder=True)
     output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache))
     decoder = SpeculativeDecoder(
         target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
-        drafts=_make_draft_session(plan, call, drafter, hidden_states),
-        verification=_make_verification(plan, call),
+        drafts=_make_draft_session(plan, drafter, hidden_states),
+        verification=_make_verification(plan),
         stops=stops,
         draft_length=draft_length,
         output=output,
-        observers=[*_make_observers(plan, call, stats, stops), output, draft_length],
+        observers=[*_make_observers(call, stats, stops), output, draft_length],
         clock=clock,
         keeps_rows=plan.keeps_rows,
     )
-    return decoder, batch
+    return Prepared(decoder, batch, plan, stats)
 
 
 def build_schedule(
@@ -141,7 +145,8 @@ def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     LOGGER.debug("%s", stats.plan)
 
 
-def _make_cache(one: ModelPlan, plan: Plan, call: Call) -> KVCache:
+def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
+    call = plan.call
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
     capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
@@ -149,47 +154,43 @@ def _make_cache(one: ModelPlan, plan: Plan, call: Call) -> KVCache:
     return cache_plan.make(one.model, cache, call.batch_size, mask, one.device, model_state(one.model).buffers)
 
 
-def _make_batch(plan: Plan, call: Call) -> Batch:
-    seeds = plan.config.row_seeds(call.batch_size, call.do_sample).to(call.input_ids.device)
+def _make_batch(plan: Plan) -> Batch:
+    call, num_rows = plan.call, plan.call.batch_size
+    seeds = plan.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
+    limits = plan.config.draft_limits(num_rows)
     return Batch(
-        call.input_ids,
-        seeds,
-        call.max_length,
-        call.num_prompt_tokens,
-        plan.reads_keys,
-        call.first_row,
-        plan.config.draft_limits(call.batch_size),
+        call.input_ids, seeds, call.max_length, call.num_prompt_tokens, plan.reads_keys, call.first_row, limits
     )
 
 
-def _make_capture(plan: Plan, call: Call) -> LayerCapture | None:
+def _make_capture(plan: Plan) -> LayerCapture | None:
     """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
     layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
     is_eager = "target" not in (*plan.compile.settings, *plan.compile.graphed)
-    is_returned = call.generator is not None or (layers == (FINAL_STATE,) and is_eager)
+    is_returned = plan.call.generator is not None or (layers == (FINAL_STATE,) and is_eager)
     return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
 
-def _make_draft_session(plan: Plan, call: Call, drafter: Drafter, hidden_states: HiddenStates | None) -> DraftSession:
+def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None) -> DraftSession:
     kv_cache, reuse = None, None
     if plan.draft is not None:
-        kv_cache = _make_cache(plan.draft, plan, call)
-        reuse = make_draft_cache_reuse(plan.config.draft_state, plan.draft.model, kv_cache, call)
-    if call.group is not None:
-        drafter = BroadcastDrafter(drafter, call.group)
+        kv_cache = _make_cache(plan.draft, plan)
+        reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
+    if plan.call.group is not None:
+        drafter = BroadcastDrafter(drafter, plan.call.group)
     padding_id = plan.pad_token_id if plan.is_lock_step else None
     return DraftSession(
         drafter, kv_cache, plan.draft_strategy, padding_id, reuse, placeless_id(plan.target.model), hidden_states
     )
 
 
-def _make_schedule(plan: Plan, call: Call, drafter: Drafter) -> Schedule:
-    config, target, most = plan.config, plan.target.model, drafter.max_draft_tokens
+def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
+    call, config, most = plan.call, plan.config, drafter.max_draft_tokens
+    target, draft = call.target, call.draft
     if most == 0:
         return ConstantSchedule(0)
-    draft = None if plan.draft is None else plan.draft.model
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
     history = None
@@ -218,24 +219,23 @@ def _make_stopping(call: Call) -> BlockStoppingCriteria | StoppingGroups:
     return BroadcastStopping(stopping, call.group)
 
 
-def _make_verification(plan: Plan, call: Call) -> Verification:
-    config, group = plan.config, call.group
-    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), group
+def _make_verification(plan: Plan) -> Verification:
+    call, config = plan.call, plan.config
+    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
     if not plan.is_lock_step:
-        processors = BlockLogitsProcessorList(call.processors)
-        return RowWiseVerification(*rule, ProcessorGroups(processors, call.batch_size))
+        return RowWiseVerification(*rule, ProcessorGroups(BlockLogitsProcessorList(call.processors), call.batch_size))
     criteria: Criteria = call.criteria
-    if group is not None and not BlockStoppingCriteria(call.criteria).reads_text_alone:
-        criteria = broadcast_criteria(criteria, group)
+    if call.group is not None and not BlockStoppingCriteria(call.criteria).reads_text_alone:
+        criteria = broadcast_criteria(criteria, call.group)
     pad = plan.pad_token_id if plan.eos_token_ids is not None else None
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
 
-def _make_observers(plan: Plan, call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
+def _make_observers(call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
     observers.append(StatsObserver(stats, num_user_host_syncs=int(call.on_tokens is not None)))
     if call.on_tokens is not None:
         observers.append(StreamObserver(call.on_tokens))
-    if plan.config.speculation_callback is not None:
-        observers.append(CallbackObserver(plan.config.speculation_callback))
+    if call.config.speculation_callback is not None:
+        observers.append(CallbackObserver(call.config.speculation_callback))
     return observers

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.layers import num_held
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.compile_plan import CompilePlan
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
@@ -18,8 +19,11 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call."""
+    """A prepared call: what is asked for."""
 
+    target: PreTrainedModel
+    draft: PreTrainedModel | None  # the model that drafts, or None
+    config: SpeculationConfig  # resolved settings
     input_ids: Tensor  # [B, T] int64, the left-padded prompts
     query_ids: Tensor  # [B, Q] int64, the prompt tokens that the cache does not hold
     attention_mask: Tensor | None  # [B, P] int64 over the cache's states and the query; None if nothing is padded
@@ -35,9 +39,6 @@ class Call:
     prefill_chunk_size: int | None  # prompt tokens per forward; None for all at once
     recorded: Recorded  # the outputs that the call asked for
     on_tokens: Callable[[list[int]], None] | None  # a streamer's callback, or None
-    target_attention: str  # name of the target's attention implementation
-    draft_attention: str  # the same of the draft model
-    static_cache: Cache | None = None  # the static cache that the user passed and `cache` is a copy of, or None
     static: CompilePlan = field(default_factory=CompilePlan)  # the fixed buffers and compiled forwards asked for
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     generator: CandidateGenerator | None = None  # a candidate generator that drafts, or None
@@ -48,6 +49,10 @@ class Call:
     group: TensorParallelGroup | None = None  # the processes that compute a model together, or None
     first_row: int = 0  # number of the first output row
     rows_leave: bool = False  # whether each row ends by itself, to make room for another prompt
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
 
     @property
     def row_ids(self) -> range:

@@ -19,12 +19,12 @@ from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel, Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS, Graphing
-from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.models.quirks import growing_rope
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
+_warn_once = cache(LOGGER.warning)
 
 
 @dataclass(frozen=True)
@@ -131,24 +131,23 @@ def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
     return (*(1 << power for power in range(1, 8) if 1 << power < num), num)  # at most half of a draft is unused
 
 
-def make_language_model(
+def make_compiled_model(
     one: ModelPlan,
     plan: CompilePlan,
     max_position: int | None,
-    keeps_states: bool,
     on_failure: Callable[[str, str], None],  # called with the part and the reason if it cannot be compiled or captured
     capture: LayerCapture | None = None,
-) -> LanguageModel:
-    """A model of the call as a `LanguageModel`, compiled or run from graphs if the plan says so."""
-    units, fail, is_draft = model_state(one.model).units, partial(on_failure, one.part), one.part == "draft"
+) -> CompiledLanguageModel | None:
+    """A model of the call whose forwards are compiled or run from graphs; None if the plan lets them run eagerly."""
+    units, fail = model_state(one.model).units, partial(on_failure, one.part)
     if one.part in plan.settings:
         runner: Runner = Compilation(one.model, plan.settings[one.part], units, fail)
     elif one.part in plan.graphed:
         runner = Graphing(one.model, units, fail)
     else:
-        return LanguageModel(one.model, max_position, keeps_states, one.inputs, is_draft, capture)
+        return None
     varies = runner.varies and one.model.device.type != "cuda"
-    query_lens = (STEP_QUERY_LEN,) if is_draft else _query_lens(plan.lens, varies)
+    query_lens = (STEP_QUERY_LEN,) if one.part == "draft" else _query_lens(plan.lens, varies)
     return CompiledLanguageModel(one.model, max_position, runner, query_lens, one.inputs, capture)
 
 
@@ -195,8 +194,3 @@ def _ungraphed_reason(one: ModelPlan, is_compiled: bool) -> str:
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     return f"{name}: {reason}" if reason else ""
-
-
-@cache
-def _warn_once(text: str) -> None:
-    LOGGER.warning(text)

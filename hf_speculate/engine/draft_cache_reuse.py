@@ -56,11 +56,9 @@ class DraftCacheReuse:
             self._state.put(SavedDraftCache(self._key, [row[pad : pad + num] for row, pad, num in spans], states))
 
 
-def make_draft_cache_reuse(
-    state: DraftState | None, draft: PreTrainedModel, kv_cache: KVCache, call: Call
-) -> DraftCacheReuse | None:
+def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache) -> DraftCacheReuse | None:
     """The reuse of a call; None if there is nothing to reuse, or if the mask of the text has holes."""
-    mask = call.text_mask
+    state, mask = call.config.draft_state, call.text_mask
     if state is None or not call.draft_inputs.is_empty:
         return None
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):

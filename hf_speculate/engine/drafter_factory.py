@@ -3,9 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from transformers import PreTrainedModel
-
-from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.draft.custom import CustomDrafter
@@ -20,10 +17,9 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, draft_lens, make_language_model
+from hf_speculate.engine.compile_plan import ModelPlan, draft_lens, make_compiled_model
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.compilation import CompiledUnits
-from hf_speculate.models.compiled import CompiledLanguageModel
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel, last_position, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -36,12 +32,10 @@ from hf_speculate.types import DraftOut
 from hf_speculate.verify.base import draft_stream, reads_draft_logits
 
 
-def make_custom_drafter(
-    target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
-) -> Drafter | None:
+def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> Drafter | None:
     """The user's own drafter, or an adapter of a candidate generator; None if the call has neither."""
-    if config.drafter is not None:
-        return CustomDrafter(config.drafter, _setup(target, config, call, on_failure))
+    if call.config.drafter is not None:
+        return CustomDrafter(call.config.drafter, _setup(call, on_failure))
     if call.generator is None:
         return None
     layers = layers_read(call.generator)
@@ -63,10 +57,10 @@ class NoDrafter(Drafter):
         return
 
 
-def make_drafter(plan: Plan, call: Call, on_failure: Callable[[str, str], None]) -> Drafter:
+def make_drafter(plan: Plan, on_failure: Callable[[str, str], None]) -> Drafter:
     """The drafter of a plan, unless it is a custom one."""
-    num_lookup, device = plan.config.prompt_lookup_num_tokens, call.input_ids.device
-    model = None if plan.draft is None else _model_drafter(plan, call, plan.draft, on_failure)
+    num_lookup, device = plan.config.prompt_lookup_num_tokens, plan.target.device
+    model = None if plan.draft is None else _model_drafter(plan, plan.draft, on_failure)
     if num_lookup is None:
         return model or NoDrafter()
     settings = SuffixSettings(
@@ -75,27 +69,25 @@ def make_drafter(plan: Plan, call: Call, on_failure: Callable[[str, str], None])
         eos_token_ids=plan.eos_token_ids or frozenset(),
         vocab_size=vocab_size_of(plan.target.model),
         store=plan.config.suffix_store,
-        num_pads=call.num_pads,
+        num_pads=plan.call.num_pads,
     )
     if model is None:
         return SuffixDrafter(settings, device)
     return HybridDrafter(model, settings, plan.config.max_model_tokens, device)
 
 
-def _setup(
-    target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
-) -> DrafterSetup:
-    compilation = None
+def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
+    config, compilation = call.config, None
     settings = call.static.settings.get("target")
     if settings is not None:
         compilation = DraftCompilation(settings, draft_lens(config), CompiledUnits(), partial(on_failure, "draft"))
     return DrafterSetup(
-        target=target,
+        target=call.target,
         batch_size=call.batch_size,
         num_pads=tuple(call.num_pads),
         max_length=call.max_length,
         max_draft_tokens=config.max_draft_tokens,
-        vocab_size=vocab_size_of(target),
+        vocab_size=vocab_size_of(call.target),
         eos_token_ids=BlockStoppingCriteria(call.criteria).eos_token_ids or frozenset(),
         device=call.input_ids.device,
         processors=BlockLogitsProcessorList(call.processors).for_draft(),
@@ -107,8 +99,8 @@ def _setup(
     )
 
 
-def _model_drafter(plan: Plan, call: Call, draft: ModelPlan, on_failure: Callable[[str, str], None]) -> ModelDrafter:
-    config, eos, device = plan.config, plan.eos_token_ids, draft.device
+def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str], None]) -> ModelDrafter:
+    call, config, eos, device = plan.call, plan.config, plan.eos_token_ids, draft.device
     is_synced = call.ranks is not None or call.group is not None
     max_position = min(call.max_position, last_position(draft.model, call.max_position))
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
@@ -124,11 +116,12 @@ def _model_drafter(plan: Plan, call: Call, draft: ModelPlan, on_failure: Callabl
         stream=draft_stream(config),
         backend=config.verifier_backend,
     )
-    language_model: LanguageModel
+    compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
+    if compiled is not None:
+        return CompiledDrafter(compiled, processors, settings, chunk_size)
+    eager: LanguageModel
     if call.vocabulary is not None:
-        language_model = TranslatedLanguageModel(draft.model, call.vocabulary, max_position, draft.inputs, is_synced)
+        eager = TranslatedLanguageModel(draft.model, call.vocabulary, max_position, draft.inputs, is_synced)
     else:
-        language_model = make_language_model(draft, plan.compile, max_position, is_synced, on_failure)
-    if isinstance(language_model, CompiledLanguageModel):
-        return CompiledDrafter(language_model, processors, settings, chunk_size)
-    return ModelDrafter(Inferencer(language_model, chunk_size, not is_synced), of_rows, settings)
+        eager = LanguageModel(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
+    return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)

@@ -7,6 +7,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
+from hf_speculate.compat import attention_name
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
@@ -25,7 +26,7 @@ from hf_speculate.verify.base import reads_keys
 class Plan:
     """What a call decides."""
 
-    config: SpeculationConfig  # resolved settings, with the fallbacks applied
+    call: Call  # with the fallbacks applied to its settings
     target: ModelPlan
     draft: ModelPlan | None  # the model that drafts; None if none does
     drafter: str  # what drafts, in words; "none" if nothing is drafted
@@ -39,8 +40,11 @@ class Plan:
     keeps_rows: bool  # whether finished rows stay in the batch
     end_padding_id: int | None  # fills a kept target cache after finished rows, see `EndPadding`; None if nothing does
     eos_token_ids: frozenset[int] | None  # tokens that end a row, or None
-    self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
+
+    @property
+    def config(self) -> SpeculationConfig:
+        return self.call.config
 
     @property
     def is_lock_step(self) -> bool:
@@ -60,74 +64,69 @@ class Plan:
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
-            "self-test": self.self_test,
+            "self-test": self.call.self_test,
         }
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
 
-def make_plan(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    config: SpeculationConfig,
-    call: Call,
-    custom: Drafter | None,
-) -> Plan:
+def make_plan(call: Call, custom: Drafter | None) -> Plan:
     """Decide what a call does."""
     fallbacks: list[str] = []
-    if config.prompt_lookup_num_tokens is not None:
-        if draft is not None and config.schedule == "adaptive" and cost_ratio(target, draft) >= 1:
-            fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
-            draft = None
-        config = config.for_lookup_alone() if draft is None else config
+    call = _without_useless_draft(call, fallbacks)
     processors, stopping = BlockLogitsProcessorList(call.processors), BlockStoppingCriteria(call.criteria)
     goes_on = stopping.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
-    foreign = [*processors.foreign_names, *stopping.foreign_names]
-    lock_step = _lock_step_reason(call, foreign, goes_on, [target] if draft is None else [target, draft])
+    lock_step = _lock_step_reason(call, [*processors.foreign_names, *stopping.foreign_names], goes_on)
     if lock_step:
         fallbacks.append(lock_step)
-    strategy = _draft_strategy(draft, config, call)
-    config = _without_useless_block(config, strategy, bool(lock_step), fallbacks)
-    drafter = _drafter_text(draft, config, call)
-    lens = draft_lens(config) if drafter != "none" else ()
+    strategy = _draft_strategy(call)
+    call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
+    drafter = _drafter_text(call)
+    lens = draft_lens(call.config) if drafter != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
-    models = _plan_models(target, draft, config, call, hidden_layers)
-    compile_plan = make_compile_plan(call.static, lens, models, config.speculation_graphs)
+    target = _plan_target(call, hidden_layers)
+    draft = None if call.draft is None else _plan_draft(call, call.draft, target)
+    models = [target] if draft is None else [target, draft]
+    compile_plan = make_compile_plan(call.static, lens, models, call.config.speculation_graphs)
     fallbacks += compile_plan.reasons
-    reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
+    reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
-        config=config,
-        target=models[0],
-        draft=models[1] if draft is not None else None,
+        call=call,
+        target=target,
+        draft=draft,
         drafter=drafter,
         draft_strategy=strategy,
         compile=compile_plan,
-        reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or reads_keys(config),
+        reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or reads_keys(call.config),
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
         keeps_rows=bool(
             lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache
         ),
-        end_padding_id=_end_padding_id(target, call, ends_apart=not goes_on and not lock_step),
+        end_padding_id=_end_padding_id(call, ends_apart=not goes_on and not lock_step),
         eos_token_ids=stopping.eos_token_ids,
-        self_test=call.self_test,
         fallbacks=tuple(fallbacks),
     )
 
 
-def target_cache_plan(config: SpeculationConfig, call: Call, target: PreTrainedModel) -> CachePlan:
+def target_cache_plan(call: Call) -> CachePlan:
     """The target's KV cache, with buffers that grow."""
     plan = CachePlan(
-        config.speculation_cache,
-        call.target_attention,
+        call.config.speculation_cache,
+        attention_of(call.target),
         call.is_cache_passed,
         call.is_cache_kept,
         call.recorded.attentions,
         call.target_inputs.crosses,
         max_columns=call.max_columns,
-        num_recurrent_states=call.batch_size * (config.max_draft_tokens + 1),
+        num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
     )
-    return plan.choose(target, call.cache, call.attention_mask, call.input_ids.device)
+    return plan.choose(call.target, call.cache, call.attention_mask, call.input_ids.device)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The attention implementation that the model's decoder looks up at every forward."""
+    return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
@@ -135,7 +134,7 @@ def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return _num_bytes(draft) / max(_num_bytes(target), 1)
 
 
-def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
+def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
     """Why all rows must advance together; empty if they need not.
 
     `foreign` names what is not row-wise; with `goes_on`, rows go on until the last one has stopped.
@@ -149,89 +148,93 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models:
             "lock step, because rows without EOS are cut back to one length, past what window or recurrent layers can "
             "restore"
         )
-    counting = sorted({type(model).__name__ for at, model in enumerate(models) if counts_columns(model, at > 0)})
+    counting = {type(model).__name__ for model in call.models if counts_columns(model, model is call.draft)}
     if counting and call.batch_size > 1:
-        return f"lock step, because {', '.join(counting)} takes no positions but counts columns"
+        return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
     return ""
 
 
-def _end_padding_id(target: PreTrainedModel, call: Call, *, ends_apart: bool) -> int | None:
+def _end_padding_id(call: Call, *, ends_apart: bool) -> int | None:
     """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
     if not ends_apart or not call.is_cache_kept or call.batch_size < 2:
         return None
-    pad, vocab_size = call.pad_token_id or 0, vocab_size_of(target)
-    return pad if pad < vocab_size else 0  # without an embedding plain generate() fails; here any id keeps the columns
+    pad = call.pad_token_id or 0
+    # without an embedding plain generate() fails; here any id keeps the columns
+    return pad if pad < vocab_size_of(call.target) else 0
 
 
-def _without_useless_block(
-    config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
-) -> SpeculationConfig:
-    """The settings, with rejection instead of block verification if block gains nothing."""
-    if config.verifier != "block":
-        return config
+def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
+    """The call, without a draft model if prompt lookup gains more alone."""
+    config, draft = call.config, call.draft
+    if config.prompt_lookup_num_tokens is None:
+        return call
+    if draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1:
+        fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
+        draft = None
+    return replace(call, draft=draft, config=config.for_lookup_alone() if draft is None else config)
+
+
+def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]) -> Call:
+    """The call, with rejection instead of block verification if block gains nothing."""
+    if call.config.verifier != "block":
+        return call
     if is_lock_step:
         reason = "because rows in lock step are verified token by token"
     elif strategy is SampleStrategy.GREEDY:
         reason = "which is the same if the draft takes its argmax"
     else:
-        return config
+        return call
     fallbacks.append(f"rejection in place of block, {reason}")
-    return replace(config, verifier="rejection")
+    return replace(call, config=replace(call.config, verifier="rejection"))
 
 
-def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> SampleStrategy:
-    drafts_itself = draft is not None or config.drafter is not None
-    samples = drafts_itself and call.do_sample and config.draft_sampling == "sample"
+def _draft_strategy(call: Call) -> SampleStrategy:
+    drafts_itself = call.draft is not None or call.config.drafter is not None
+    samples = drafts_itself and call.do_sample and call.config.draft_sampling == "sample"
     if call.generator is not None:
         samples = call.do_sample and samples_its_logits(call.generator)
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def _drafter_text(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> str:
+def _drafter_text(call: Call) -> str:
     parts = []
-    if draft is not None:
-        parts.append(f"model {type(draft).__name__}")
-    if config.prompt_lookup_num_tokens is not None:
+    if call.draft is not None:
+        parts.append(f"model {type(call.draft).__name__}")
+    if call.config.prompt_lookup_num_tokens is not None:
         parts.append("prompt lookup")
-    if config.drafter is not None:
-        parts.append(getattr(config.drafter, "description", None) or "custom drafter")
+    if call.config.drafter is not None:
+        parts.append(getattr(call.config.drafter, "description", None) or "custom drafter")
     if call.generator is not None:
         parts.append(f"candidate generator {type(call.generator).__name__}")
     return " and ".join(parts) or "none"
 
 
-def _plan_models(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    config: SpeculationConfig,
-    call: Call,
-    hidden_layers: tuple[int, ...] | None,
-) -> list[ModelPlan]:
-    """The target and, if there is one, the draft model."""
+def _plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
     eager_reason = ""
     if hidden_layers and call.generator is not None:
         eager_reason = "whose hidden states a candidate generator reads"
-    elif target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
+    elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
-    cache = target_cache_plan(config, call, target)
-    plans = [ModelPlan("target", target, call.input_ids.device, call.target_inputs, cache, eager_reason, ungraphed)]
-    if draft is not None:
-        kind, device = config.speculation_cache, device_of(draft)
-        if kind == "auto" and config.draft_state is not None and not call.static.is_static:
-            # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
-            layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
-            kind = "dynamic" if any(layers.is_sliding) else kind
-        cache = CachePlan(
-            kind,
-            call.draft_attention,
-            crosses=call.draft_inputs.crosses,
-            max_columns=call.max_length,
-            num_recurrent_states=cache.num_recurrent_states,
-        ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
-        ungraphed = ungraphed if call.vocabulary is None else "its vocabulary is another one"
-        plans.append(ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed))
-    return plans
+    device, inputs = call.input_ids.device, call.target_inputs
+    return ModelPlan("target", call.target, device, inputs, target_cache_plan(call), eager_reason, ungraphed)
+
+
+def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
+    kind, device = call.config.speculation_cache, device_of(draft)
+    if kind == "auto" and call.config.draft_state is not None and not call.static.is_static:
+        # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
+        layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        kind = "dynamic" if any(layers.is_sliding) else kind
+    cache = CachePlan(
+        kind,
+        attention_of(draft),
+        crosses=call.draft_inputs.crosses,
+        max_columns=call.max_length,
+        num_recurrent_states=target.cache.num_recurrent_states,
+    ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
+    ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
+    return ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed)
 
 
 def _num_bytes(model: PreTrainedModel) -> int:

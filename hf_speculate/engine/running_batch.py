@@ -1,37 +1,17 @@
 """Running batch: rows join it once they have read their prompts, and leave it one by one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.call import Call
-from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.observers import Observer, StatsObserver, bad_logits_errors
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.processors.registry import Reads, find_reads
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import RoundRecord
-
-
-class Prepared(NamedTuple):
-    """A call up to its decoder, which has not read the prompts."""
-
-    decoder: SpeculativeDecoder
-    batch: Batch
-    call: Call
-    config: SpeculationConfig
-    stats: SpeculationStats
-
-
-@dataclass
-class Preparation:
-    """A request to prepare a call instead of decoding it."""
-
-    first_row: int  # number of the first output row
-    prepared: list[Prepared] = field(default_factory=list)  # the result, once there is one
 
 
 class FinishedRow(NamedTuple):
@@ -53,7 +33,7 @@ class RunningBatch:
 
     def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
         self._batch = first.batch
-        self._rows = _RowObserver(first.batch, first.call.do_sample)
+        self._rows = _RowObserver(first.batch, first.plan.call.do_sample)
         given = first.decoder
         observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length]
         self._decoder = replace(given, observers=observers, clock=clock)
@@ -125,14 +105,15 @@ class _RowObserver(Observer):
 
 def join_obstacle(prepared: Prepared) -> str:
     """Why the rows of a call cannot join a running batch; empty if they can."""
-    decoder, _, call, config, stats = prepared
-    if stats.lock_step:
-        return stats.fallbacks[-1] if stats.fallbacks else "rows move in lock step"
+    decoder, _, plan, stats = prepared
+    call = plan.call
+    if plan.is_lock_step:
+        return plan.lock_step
     if stats.compiled:
         return f"compiled forwards ({', '.join(stats.compiled)}) have a fixed number of rows"
-    for name, cache in (("target", decoder.target.kv_cache), ("draft", decoder.drafts.kv_cache)):
-        if cache is not None and cache.kind != "preallocated":
-            return f"the states of the {name} model need a {cache.kind} cache"
+    for one in (plan.target, plan.draft):
+        if one is not None and one.cache.kind != "preallocated":
+            return f"the states of the {one.part} model need a {one.cache.kind} cache"
     if not (call.target_inputs.is_empty and call.draft_inputs.is_empty):
         return "the models read more than tokens"
     if any(find_reads(one) is Reads.HISTORY for one in call.processors):
@@ -140,6 +121,6 @@ def join_obstacle(prepared: Prepared) -> str:
     if not decoder.drafts.can_join:
         return "the drafter has states that cannot be joined"
     is_distributed = call.ranks is not None or call.group is not None
-    if decoder.keeps_rows or is_distributed or config.relax_only_inside is not None:
+    if plan.keeps_rows or is_distributed or plan.config.relax_only_inside is not None:
         return "the call depends on its rows staying together"
     return ""

@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.suffix_store import SuffixStore
-from hf_speculate.engine.running_batch import FinishedRow, Prepared, RunningBatch, join_obstacle
+from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
@@ -157,7 +158,7 @@ class ContinuousDecoder:
 
     def _read(self, prepared: Prepared) -> list[FinishedRow]:
         """Read prompts, and let the rows that are not finished join a running batch."""
-        decoder, batch, call = prepared.decoder, prepared.batch, prepared.call
+        decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
         with torch.no_grad(), decoder.clock:
             decoder.prefill(batch)
             left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
@@ -223,7 +224,7 @@ class ContinuousDecoder:
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
         arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._suffix_store = prepared.config.suffix_store
+        self._suffix_store = prepared.plan.config.suffix_store
         return prepared
 
 

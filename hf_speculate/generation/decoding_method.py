@@ -10,16 +10,15 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
-from hf_speculate.compat import adapters_by_row, attention_name, pad_token_id
+from hf_speculate.compat import adapters_by_row, pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.assistant import ResolvedAssistant
 from hf_speculate.draft.from_candidate_generator import make_generator
-from hf_speculate.engine.builder import build_decoder
+from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import static_request
 from hf_speculate.engine.distributed import synced_ranks, tensor_parallel_group
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
-from hf_speculate.engine.running_batch import Preparation, Prepared
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_source import DraftSource
@@ -41,35 +40,29 @@ from hf_speculate.generation.validate_models import (
     check_rope,
 )
 from hf_speculate.models.attention_switch import folded_attention_for
-from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
 
-class _Run(NamedTuple):
+class _Inputs(NamedTuple):
+    """What transformers has prepared."""
+
     model: PreTrainedModel
-    input_ids: Tensor  # [B, P] int64
+    input_ids: Tensor  # [B, T] int64
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     inputs_tensor: Tensor | None
     model_kwargs: dict[str, Any]
-
-
-class _Text(NamedTuple):
-    query_ids: Tensor  # [B, Q] int64, the tokens that the cache does not hold
-    mask: Tensor | None
-    cache: Cache
-    static_cache: Cache | None  # the one that was passed, whose states `cache` holds
-    model_kwargs: dict[str, Any]  # with `cache`
+    static_cache: Cache | None  # the passed one, whose states a dynamic cache in `model_kwargs` holds; or None
 
 
 class SpeculativeDecoding:
     """A `custom_generate` function that decodes for one `generate()` call, with fixed buffers if `is_static`.
 
     A model's own `generate`, such as Whisper's, may call it several times: for parts of the input, or to try again.
-    With a `preparation`, the decoder is handed over to that instead of run.
+    With the number of a first row, the decoder is made but not run, so that its rows may join others.
     """
 
     def __init__(
@@ -79,19 +72,19 @@ class SpeculativeDecoding:
         call: dict[str, Any],
         is_static: bool,
         source: DraftSource,
-        preparation: Preparation | None = None,
+        first_row: int | None = None,
     ):
-        self.preparation = preparation
         self.assistant = assistant
         self.is_static = is_static
         self.source = source
+        self.first_row = first_row
+        self.prepared: Prepared  # set by a run, if there is a first row
         self.stats = config.speculation_stats or SpeculationStats()
         self.stats.reset()
         self.config = replace(config, speculation_stats=self.stats)
         self.num_runs = 0
         self.clock = StageClock()
         self.passed = {name: value for name, value in call.items() if value is not None}  # by the user
-        self.streamer = call.get("streamer")
         self.is_cache_passed = not self.passed.keys().isdisjoint(CACHE_NAMES)
 
     def __call__(
@@ -105,137 +98,145 @@ class SpeculativeDecoding:
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
         self.clock.enter(Stage.PREPARE, 0)
-        input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
         config = self.config.for_run(self.num_runs).resolve(bool(generation_config.do_sample))
         self.num_runs += 1
         check_verifier(config)
         check_span_ids(config, model)
-        run = _Run(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
+        check_attention(model, bool(generation_config.output_attentions), self.source)
+        streamer = self.passed.get("streamer")
+        check_prepared(model, input_ids, generation_config, model_kwargs, streamer, self.source)
+        input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
+        cache, static_cache = model_kwargs[cache_name(model)], None
+        if is_static(cache):
+            static_cache = cache
+            model_kwargs["past_key_values"] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
+        inputs = _Inputs(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor,
+            model_kwargs,
+            static_cache,
         )
-        call = self._prepared(run, config)
-        self_test = check_decoding(model, call, config, generation_config, model_kwargs, self.source)
-        call = replace(call, self_test=self_test)
-        if self.preparation is not None:
-            call = replace(call, first_row=self.preparation.first_row, rows_leave=True)
-        decoder, batch = build_decoder(model, self.assistant.model, config, call, self.stats, self.clock)
-        if self.preparation is not None:
-            self.preparation.prepared = [Prepared(decoder, batch, call, config, self.stats)]
+        call = self._call(inputs, config)
+        call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
+        prepared = build_decoder(call, self.stats, self.clock)
+        if self.first_row is not None:
+            self.prepared = prepared
             return input_ids
-        folded = folded_attention_for([] if call.recorded.attentions else self._models(model))
+        output = self._decode(prepared, inputs)
+        self.clock.enter(None)
+        return output
+
+    def _decode(self, prepared: Prepared, inputs: _Inputs) -> GenerateOutput | Tensor:
+        decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
+        folded = folded_attention_for([] if call.recorded.attentions else self._models(inputs.model))
         with folded, decoder.released(), decoder.target.restored_on_error(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
             decoder.target.kv_cache.hand_back()
-            cache, pad_id = self._returned_cache(model, call, generation_config), call.pad_token_id or 0
-            if self.streamer is not None:
-                self.streamer.end()
+            cache, pad_id = self._returned_cache(inputs, call), call.pad_token_id or 0
+            if "streamer" in self.passed:
+                self.passed["streamer"].end()
             output: GenerateOutput | Tensor
-            if generation_config.return_dict_in_generate:
-                output = decoder.output.output(input_ids, pad_id, cache, encoder_hidden_states(model_kwargs))
+            if inputs.generation_config.return_dict_in_generate:
+                encoder_states = encoder_hidden_states(inputs.model_kwargs)
+                output = decoder.output.output(inputs.input_ids, pad_id, cache, encoder_states)
             else:
-                output = decoder.output.sequences(input_ids, pad_id)
-            if config.suffix_store is not None:
+                output = decoder.output.sequences(inputs.input_ids, pad_id)
+            if call.config.suffix_store is not None:
                 for ids in decoder.output.new_ids.values():
-                    config.suffix_store.add(ids)
-            if call.static_cache is not None:
-                write_back(call.cache, call.static_cache)  # the last step, which nothing would undo
-        self.clock.enter(None)
+                    call.config.suffix_store.add(ids)
+            if inputs.static_cache is not None:
+                write_back(call.cache, inputs.static_cache)  # the last step, which nothing would undo
         return output
 
-    def _prepared(self, run: _Run, config: SpeculationConfig) -> Call:
-        model, draft, generation_config = run.model, self.assistant.model, run.generation_config
-        text = self._text(run)
-        num_query, has_positions = text.query_ids.shape[1], "position_ids" in self.passed
-        context = target_inputs(model, run.input_ids, num_query, text.model_kwargs, has_positions=has_positions)
-        check_context(context, run.input_ids, generation_config, draft, self.assistant.vocabulary)
-        is_static = self.is_static or text.static_cache is not None
-        static = static_request(model, draft, generation_config, is_static, self.assistant.eager_reason)
-        device = run.input_ids.device
+    def _call(self, inputs: _Inputs, config: SpeculationConfig) -> Call:
+        model, input_ids, processors, criteria, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
+        draft, vocabulary, device = self.assistant.model, self.assistant.vocabulary, input_ids.device
+        mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+        query_ids = self._query(inputs, mask)
+        has_positions = "position_ids" in self.passed
+        extra = target_inputs(model, input_ids, query_ids.shape[1], model_kwargs, has_positions=has_positions)
+        check_context(extra, input_ids, generation_config, draft, vocabulary)
+        reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
+        encoded = inputs_tensor if reads_tensor else None
+        is_fixed = self.is_static or static_cache is not None
+        static = static_request(model, draft, generation_config, is_fixed, self.assistant.eager_reason)
         ranks = synced_ranks(self.passed.get("synced_gpus"), self._models(model), device)
         if ranks is not None:
             check_synced(config, generation_config, static.is_static, self.source)
         return Call(
-            input_ids=run.input_ids,
-            query_ids=text.query_ids,
-            attention_mask=checked_mask(text.mask),
-            cache=text.cache,
-            static_cache=text.static_cache,
-            is_cache_passed=self.is_cache_passed and text.static_cache is None,
+            target=model,
+            draft=draft,
+            config=config,
+            input_ids=input_ids,
+            query_ids=query_ids,
+            attention_mask=checked_mask(mask),
+            cache=model_kwargs[cache_name(model)],
+            is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
             keeps_rows=adapters_by_row(model),
-            processors=run.logits_processor,
-            criteria=run.stopping_criteria,
+            processors=processors,
+            criteria=criteria,
             do_sample=bool(generation_config.do_sample),
             max_length=generation_config.max_length,
             pad_token_id=pad_token_id(generation_config),
             prefill_chunk_size=generation_config.prefill_chunk_size,
             recorded=recorded_of(generation_config),
-            on_tokens=self._stream if self.streamer is not None else None,
-            target_attention=_attention(model),
-            draft_attention=_attention(draft),
+            on_tokens=self._stream if "streamer" in self.passed else None,
             static=static,
-            target_inputs=context,
-            draft_inputs=self._draft_inputs(run, text),
-            vocabulary=self.assistant.vocabulary,
+            target_inputs=extra,
+            draft_inputs=draft_inputs(draft, model, encoded, model_kwargs, len(input_ids), vocabulary),
+            vocabulary=vocabulary,
             generator=make_generator(
                 config.candidate_generator,
-                input_ids=run.input_ids,
+                input_ids=input_ids,
                 generation_config=generation_config,
-                model_kwargs=text.model_kwargs,
-                inputs_tensor=run.input_ids if run.inputs_tensor is None else run.inputs_tensor,
-                logits_processor=run.logits_processor,
+                model_kwargs=model_kwargs,
+                inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
+                logits_processor=processors,
                 vocab_size=vocab_size_of(model),
             ),
             ranks=ranks,
             group=tensor_parallel_group(self._models(model), device),
+            first_row=self.first_row or 0,
+            rows_leave=self.first_row is not None,
         )
 
-    def _text(self, run: _Run) -> _Text:
-        """The text that is decoded from, after the checks of models, cache and mask."""
-        model, generation_config, input_ids = run.model, run.generation_config, run.input_ids
-        has_encoder = bool(model.config.is_encoder_decoder)
-        check_attention(model, _attention(model), bool(generation_config.output_attentions), self.source)
-        check_prepared(input_ids, generation_config, run.model_kwargs, has_encoder, self.streamer, self.source)
-        mask = run.model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-        if has_encoder:
-            check_decoder_prompt(model, mask, self.source)
-        cache, static_cache, model_kwargs = run.model_kwargs[cache_name(model)], None, run.model_kwargs
-        text_config = model.config.get_text_config(decoder=True)
-        if is_static(cache):
-            static_cache, cache = cache, dynamic_copy(cache, text_config)
-            model_kwargs = {**model_kwargs, "past_key_values": cache}
-        embeds = model_kwargs.get("inputs_embeds")
+    def _query(self, inputs: _Inputs, mask: Tensor | None) -> Tensor:
+        """[B, Q] int64, the prompt tokens that the cache does not hold, after the checks of mask, length and cache."""
+        model, input_ids, generation_config = inputs.model, inputs.input_ids, inputs.generation_config
+        cache = inputs.model_kwargs[cache_name(model)]
         mask_shape = None if mask is None else tuple(mask.shape)
-        passed = mask if has_encoder else self.passed.get("attention_mask")
-        query = uncached(
-            input_ids, cache, None if passed is None else passed.shape[-1], None if has_encoder else embeds
-        )
-        if not has_encoder and (mask is None or bool((mask != 0).all())):
-            mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
-        check_mask(mask_shape, query, num_held(cache), text_prefix(model))
-        max_tokens = generation_config.max_length + num_held(cache) + query.shape[1] - input_ids.shape[1]
+        if model.config.is_encoder_decoder:
+            check_decoder_prompt(model, mask, self.source)
+            query = uncached(input_ids, cache, None if mask is None else mask.shape[-1])
+        else:
+            embeds, passed = inputs.model_kwargs.get("inputs_embeds"), self.passed.get("attention_mask")
+            query = uncached(input_ids, cache, None if passed is None else passed.shape[-1], embeds)
+            if mask is None or bool((mask != 0).all()):
+                mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
+        num_held_before = num_held(cache)
+        check_mask(mask_shape, query, num_held_before, text_prefix(model))
+        max_tokens = generation_config.max_length + num_held_before + query.shape[1] - input_ids.shape[1]
         check_chunks(model, generation_config, self.source)
         check_rope(model, max_tokens, self.source)
-        if static_cache is not None:
-            check_room(room_in(static_cache, text_config), max_tokens - 1)
-        return _Text(query, mask, cache, static_cache, model_kwargs)
+        if inputs.static_cache is not None:
+            check_room(room_in(inputs.static_cache, model.config.get_text_config(decoder=True)), max_tokens - 1)
+        return query
 
-    def _draft_inputs(self, run: _Run, text: _Text) -> ExtraInputs:
-        reads_tensor = "encoder_outputs" not in self.passed and text.model_kwargs.get("inputs_embeds") is None
-        inputs = run.inputs_tensor if reads_tensor else None
-        draft, batch_size = self.assistant.model, run.input_ids.shape[0]
-        return draft_inputs(draft, run.model, inputs, text.model_kwargs, batch_size, self.assistant.vocabulary)
-
-    def _returned_cache(self, model: PreTrainedModel, call: Call, generation_config: GenerationConfig) -> Cache:
+    def _returned_cache(self, inputs: _Inputs, call: Call) -> Cache:
         """The cache that plain `generate` returns: the passed one, or one of the requested kind."""
-        if call.static_cache is not None:
-            return call.static_cache
+        if inputs.static_cache is not None:
+            return inputs.static_cache
         if not self.is_static or not call.is_cache_kept:
             return call.cache
         num_columns = call.max_length + call.query_ids.shape[1] - call.input_ids.shape[1] - 1
-        max_cache_len = max(num_columns, getattr(generation_config, "max_cache_len", None) or 0)
-        return static_copy(call.cache, model.config.get_text_config(decoder=True), max_cache_len)
+        max_cache_len = max(num_columns, getattr(inputs.generation_config, "max_cache_len", None) or 0)
+        return static_copy(call.cache, inputs.model.config.get_text_config(decoder=True), max_cache_len)
 
     def _shape_of_ones(self, prompt: Tensor) -> tuple[int, ...] | None:
         """The shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""
@@ -251,9 +252,4 @@ class SpeculativeDecoding:
 
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            self.streamer.put(torch.tensor([token_id], device="cpu"))  # type: ignore[union-attr]
-
-
-def _attention(model: PreTrainedModel | None) -> str:
-    """The implementation that the model's decoder looks up at every forward."""
-    return "" if model is None else str(attention_name(model.config.get_text_config(decoder=True)))
+            self.passed["streamer"].put(torch.tensor([token_id], device="cpu"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -16,11 +16,12 @@ from hf_speculate.compat import check_private_names, comes_from_model_config, st
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
 from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
+from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
-from hf_speculate.engine.running_batch import Preparation, Prepared
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.arguments import (
+    BoundCall,
     bind,
     own_early_exit,
     own_mtp,
@@ -102,9 +103,11 @@ def generate(
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
-    preparation = Preparation(first_row)
-    _generate(model, _plain_generate(model), (), kwargs, {}, preparation)
-    return preparation.prepared[0]
+    plain = _plain_generate(model)
+    bound = bind(plain, (), kwargs)
+    decoding = cast(SpeculativeDecoding, _find_decoding(model, plain, bound.call, {}, first_row))
+    _run(model, plain, bound, decoding)
+    return decoding.prepared
 
 
 @contextmanager
@@ -130,12 +133,36 @@ def _generate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     saved: Mapping[str, Any],
-    preparation: Preparation | None = None,
 ) -> GenerateOutput | Tensor:
     bound = bind(plain, args, kwargs)
-    call = bound.call
-    if isinstance(call.get("custom_generate"), str):
+    if isinstance(bound.call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
+    decoding = _find_decoding(model, plain, bound.call, saved)
+    if decoding is None:
+        return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
+    output = _run(model, plain, bound, decoding)
+    (draft, _, is_vocabulary_assumed, _), head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
+    reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
+    is_tallied = is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
+    if draft is not None and is_tallied and model_state(model).tallies.add(draft, stats):
+        warn_of_low_acceptance(model, draft)
+    if isinstance(head, DraftHead) and decoding.source in (ASSISTED, MTP):
+        warn_of_low_first_acceptance(head.spec, stats)
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info("%s", stats.summary())
+    if isinstance(output, ModelOutput):
+        output.speculation = stats
+    return output
+
+
+def _find_decoding(
+    model: PreTrainedModel,
+    plain: Callable[..., GenerateOutput | Tensor],
+    call: dict[str, Any],
+    saved: Mapping[str, Any],
+    first_row: int | None = None,
+) -> SpeculativeDecoding | None:
+    """Take what concerns speculation out of a call, and check it; None if nothing drafts and no row is the first."""
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = unwrapped(call.pop("assistant_model", None))
     if isinstance(assistant, str | Path):  # a draft head's folder or id
@@ -148,17 +175,15 @@ def _generate(
     source = find_draft_source(assistant, early_exit, config, samples(model, plain, call))
     if source in (None, COUPLED_ALONE) and own_mtp(model, call):
         source, assistant = MTP, model_state(model).heads.get(str(model.config.name_or_path), model)
-    head = assistant if isinstance(assistant, DraftHead) else None
-    if head is not None:
-        config, assistant = with_head(config, head, source or ASSISTED), None
-    if source is None and preparation is not None:
-        source = NO_DRAFTS
-    if source is None:
+    if isinstance(assistant, DraftHead):
+        config, assistant = with_head(config, assistant, source or ASSISTED), None
+    if source is None and first_row is None:
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
-        return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
-    check_call(call, source)
+        return None
+    source = source or NO_DRAFTS
+    check_call(model, call, source)
     if assistant is not None:
         check_assistant(assistant)
     models = [model] if assistant is None else [model, assistant]
@@ -169,7 +194,16 @@ def _generate(
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    decoding = SpeculativeDecoding(resolved, config, call, is_static, source, preparation)
+    return SpeculativeDecoding(resolved, config, call, is_static, source, first_row)
+
+
+def _run(
+    model: PreTrainedModel,
+    plain: Callable[..., GenerateOutput | Tensor],
+    bound: BoundCall,
+    decoding: SpeculativeDecoding,
+) -> GenerateOutput | Tensor:
+    call = bound.call
     if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
         raise UnsupportedGenerationError(
             "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
@@ -181,20 +215,8 @@ def _generate(
     if not decoding.num_runs:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
-            f"own; {source.hint}"
+            f"own; {decoding.source.hint}"
         )
-    if preparation is not None:
-        return output
-    reads_text = call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor, whatever its ids
-    is_tallied = resolved.is_vocabulary_assumed and reads_text and config.prompt_lookup_num_tokens is None
-    if assistant is not None and is_tallied and model_state(model).tallies.add(assistant, decoding.stats):
-        warn_of_low_acceptance(model, assistant)
-    if head is not None:
-        warn_of_low_first_acceptance(head.spec, decoding.stats)
-    if LOGGER.isEnabledFor(logging.INFO):
-        LOGGER.info("%s", decoding.stats.summary())
-    if isinstance(output, ModelOutput):
-        output.speculation = decoding.stats
     return output
 
 

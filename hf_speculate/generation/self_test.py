@@ -23,10 +23,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
-from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.engine.plan import target_cache_plan
+from hf_speculate.engine.plan import attention_of, target_cache_plan
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.models.attention_switch import folded_attention_for
@@ -43,18 +42,13 @@ _lock = threading.Lock()
 
 
 def check_decoding(
-    model: PreTrainedModel,
-    call: Call,
-    config: SpeculationConfig,
-    generation_config: GenerationConfig,
-    model_kwargs: Mapping[str, Any],
-    source: DraftSource,
+    call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
 ) -> str:
-    """Compare a model of unknown type with plain decoding, at its first call of this kind, and refuse it if it differs.
+    """Compare a target of unknown type with plain decoding at its first call of this kind; refuse it if it differs.
 
     The result is in words, empty if the type of the model is known to agree.
     """
-    num_tokens = min(NUM_TOKENS, call.max_new_tokens - 1)
+    model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
     if is_shown(model) or num_tokens < 1:
         return ""
     if model.training:  # dropout draws anew in every forward
@@ -67,9 +61,9 @@ def check_decoding(
         call.batch_size > 1,
         padding,
         tuple(call.target_inputs.prompt_names),
-        config.speculation_cache,
+        call.config.speculation_cache,
         call.is_cache_passed,
-        call.target_attention,
+        attention_of(model),
         _dtype(model),
     )
     with _lock:
@@ -78,7 +72,7 @@ def check_decoding(
     if call.ranks is not None:  # forwards wait for those of the other ranks
         is_due = bool(call.ranks.max(int(is_due)))
     if is_due:
-        difference = _measure(model, call, config, generation_config, model_kwargs, num_tokens, source)
+        difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
         if call.group is not None:
             measured = torch.tensor(difference, dtype=torch.float64, device="cpu")
             difference = float(call.group.broadcast(measured))
@@ -117,15 +111,14 @@ def relative_difference(plain: Tensor, ours: Tensor) -> float:
 
 
 def _measure(
-    model: PreTrainedModel,
     call: Call,
-    config: SpeculationConfig,
     generation_config: GenerationConfig,
     model_kwargs: Mapping[str, Any],
     num_tokens: int,
     source: DraftSource,
 ) -> float:
     """The difference between plain steps and our forwards, on copies of the call's cache."""
+    model = call.target
     plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
     with _same_randomness(model):
         plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
@@ -133,11 +126,12 @@ def _measure(
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
     folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
-        plan = target_cache_plan(config, ours, model)
-        cache = plan.make(model, ours.cache, call.batch_size, call.attention_mask, call.input_ids.device)
+        cache = target_cache_plan(ours).make(
+            model, ours.cache, call.batch_size, call.attention_mask, call.input_ids.device
+        )
         with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:
             stack.callback(cache.release)
-            return _difference_to(plain, model, ours, cache, num_tokens)
+            return _difference_to(plain, ours, cache, num_tokens)
     except (SpeculateError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -147,8 +141,8 @@ def _measure(
         ) from error
 
 
-def _difference_to(plain: PlainSteps, model: PreTrainedModel, call: Call, cache: KVCache, num_tokens: int) -> float:
-    batch_size, device = call.batch_size, call.input_ids.device
+def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: int) -> float:
+    model, batch_size, device = call.target, call.batch_size, call.input_ids.device
     language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
     for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)

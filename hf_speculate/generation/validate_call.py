@@ -12,6 +12,7 @@ from hf_speculate.cache.static import described, is_static
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.generation.arguments import setting
 from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import CACHE_NAMES, vocab_size_of
@@ -33,45 +34,36 @@ _DECODER_KWARGS = set(
 # Plain generation never hands labels to the model, Seq2SeqTrainer passes them; the routers' logits go nowhere.
 _PASSED_OVER = {"labels", "output_router_logits"}
 
-# Fields that ask for drafts from the hidden states of the target.
-_OF_TARGETS_STATES = ("speculation_type", "use_mtp")
 
-
-def check_call(call: dict[str, Any], source: DraftSource) -> None:
+def check_call(model: PreTrainedModel, call: dict[str, Any], source: DraftSource) -> None:
     """Refuse arguments, before transformers prepares the call."""
     refused = {
-        "custom_generate": call.get("custom_generate"),
-        "inputs_embeds": call.get("inputs_embeds") if source is GENERATOR else None,
-        "return_token_timestamps": call.get("return_token_timestamps") or None,
-        **{name: call.get(name) or None for name in _OF_TARGETS_STATES},
+        "custom_generate": call.get("custom_generate") is not None,
+        "inputs_embeds": source is GENERATOR and call.get("inputs_embeds") is not None,
+        "return_token_timestamps": bool(call.get("return_token_timestamps")),
+        "speculation_type": bool(setting(model, call, "speculation_type")),
+        "use_mtp": bool(setting(model, call, "use_mtp")),
     }
-    for name, value in refused.items():
-        if value is not None:
-            raise _left_out(name, source)
+    _refuse(refused, f"with {source.cause}, got one; {source.hint}")
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
         raise UnsupportedGenerationError(
             f"attention_mask must be [B, P] over inputs_embeds with {source.cause}, got {list(mask.shape)}; "
             "pass which of them are padding"
         )
-    if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
-        raise UnsupportedGenerationError(
-            f"cache_implementation must be left out with {source.cause}, got 'paged'; {source.hint}"
-        )
+    is_paged = call.get("cache_implementation") == "paged"  # transformers would batch continuously, past our loop
+    _refuse({"cache_implementation": is_paged}, f"with {source.cause}, got 'paged'; {source.hint}")
 
 
 def check_prepared(
+    model: PreTrainedModel,
     input_ids: Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    has_encoder: bool,
     streamer: object,
     source: DraftSource,
 ) -> None:
     """Refuse arguments, after transformers has prepared the call."""
-    for name in _OF_TARGETS_STATES:
-        if getattr(generation_config, name, None):
-            raise _left_out(name, source)
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
@@ -84,33 +76,32 @@ def check_prepared(
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
+    has_encoder = model.config.is_encoder_decoder
     known = _ENCODER_DECODER_KWARGS if has_encoder else _DECODER_KWARGS
     extra = sorted({name for name, value in model_kwargs.items() if value is not None} - known - _PASSED_OVER)
     if extra:
         raise UnsupportedGenerationError(
             f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {source.hint}"
         )
-    if has_encoder and generation_config.output_attentions:
-        raise UnsupportedGenerationError(
-            f"output_attentions must be left out for an encoder-decoder with {source.cause}, got True; {source.hint}"
-        )
+    returns_attentions = bool(generation_config.output_attentions)
+    _refuse(
+        {"output_attentions": has_encoder and returns_attentions},
+        f"for an encoder-decoder with {source.cause}, got True; {source.hint}",
+    )
     for name in CACHE_NAMES:
         if model_kwargs.get(name) is not None:
             _check_cache(model_kwargs[name], source)
-    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
+    num_rows, num_ids = input_ids.shape
+    if num_ids == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {source.hint}")
     one_row_only = {
         "candidate_generator": source is GENERATOR,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
-        "output_attentions": bool(generation_config.output_attentions),
+        "output_attentions": returns_attentions,
     }
-    for name, is_wanted in one_row_only.items():
-        if is_wanted and input_ids.shape[0] > 1:
-            raise UnsupportedGenerationError(
-                f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; "
-                "decode the rows one by one"
-            )
+    if num_rows > 1:
+        _refuse(one_row_only, f"for more than one row, got {num_rows} rows; decode the rows one by one")
 
 
 def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
@@ -146,12 +137,11 @@ def check_synced(
         "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
         "cache_implementation and compile_config": is_static,
     }
-    for name, is_wanted in refused.items():
-        if is_wanted:
-            raise UnsupportedGenerationError(
-                f"{name} must be left out with synced_gpus and {source.cause}, got one; ranks of different texts would "
-                "run different numbers of forwards"
-            )
+    _refuse(
+        refused,
+        f"with synced_gpus and {source.cause}, got one; ranks of different texts would run different numbers of "
+        "forwards",
+    )
 
 
 def check_context(
@@ -164,11 +154,11 @@ def check_context(
     """Refuse arguments that exclude inputs besides the text."""
     if not context.prompt_names:
         return
-    if generation_config.prefill_chunk_size is not None:
-        raise UnsupportedGenerationError(
-            f"prefill_chunk_size must be left out with {', '.join(context.prompt_names)}, got "
-            f"{generation_config.prefill_chunk_size}; feed such a prompt at once"
-        )
+    size = generation_config.prefill_chunk_size
+    _refuse(
+        {"prefill_chunk_size": size is not None},
+        f"with {', '.join(context.prompt_names)}, got {size}; feed such a prompt at once",
+    )
     if assistant is not None and input_ids.shape[1]:
         embeddings: Any = assistant.get_input_embeddings()
         size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.draft_ids)
@@ -180,8 +170,11 @@ def check_context(
             )
 
 
-def _left_out(name: str, source: DraftSource) -> UnsupportedGenerationError:
-    return UnsupportedGenerationError(f"{name} must be left out with {source.cause}, got one; {source.hint}")
+def _refuse(refused: dict[str, bool], reason: str) -> None:
+    """Refuse the first of the named arguments that is given."""
+    for name, is_given in refused.items():
+        if is_given:
+            raise UnsupportedGenerationError(f"{name} must be left out {reason}")
 
 
 def _check_cache(cache: Any, source: DraftSource) -> None:

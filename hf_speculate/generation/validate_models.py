@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.compat import has_own_loop
+from hf_speculate.engine.plan import attention_of
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, DraftSource
 from hf_speculate.models.language_model import cache_name
@@ -87,8 +88,9 @@ def check_rope(target: PreTrainedModel, max_length: int, source: DraftSource) ->
         )
 
 
-def check_attention(target: PreTrainedModel, name: str, returns_weights: bool, source: DraftSource) -> None:
+def check_attention(target: PreTrainedModel, returns_weights: bool, source: DraftSource) -> None:
     """Check that the target's attention gets a mask, without which drafts see wrong columns, and gives its weights."""
+    name = attention_of(target)
     has_mask = source is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface()
     if not has_mask:
         raise UnsupportedModelError(
