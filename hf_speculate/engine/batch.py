@@ -70,7 +70,6 @@ class Batch:
         return self.keys()
 
     def keys(self) -> NoiseKeys:
-        """The keys of the current round's noise."""
         if self._key_offsets is None:
             self._key_offsets = upload(self.num_hidden, self.seeds.device)
         if not self._reads_keys:

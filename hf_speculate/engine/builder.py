@@ -14,13 +14,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.distributed import (
-    BroadcastDrafter,
-    BroadcastSchedule,
-    BroadcastStopping,
-    Criteria,
-    broadcast_criteria,
-)
+from hf_speculate.engine.distributed import BroadcastDrafter, BroadcastSchedule, BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
@@ -95,9 +89,13 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     schedule = _make_schedule(plan, drafter)
     draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
-    stops = StopTracker(
-        _make_stopping(call), call.batch_size, call.max_new_tokens, plan.pad_token_id is not None, plan.is_lock_step
-    )
+    criteria = _make_criteria(call)
+    stopping: BlockStoppingCriteria | StoppingGroups = criteria
+    if call.rows_leave and criteria.is_row_wise:
+        max_length = min(call.max_length, criteria.max_length or call.max_length)
+        stopping = StoppingGroups(criteria, [max_length] * call.batch_size)
+    pads_ended_rows = plan.pad_token_id is not None
+    stops = StopTracker(stopping, call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
     padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
     wanted = {
@@ -110,7 +108,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     decoder = SpeculativeDecoder(
         target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
         drafts=_make_draft_session(plan, drafter, hidden_states),
-        verification=_make_verification(plan),
+        verification=_make_verification(plan, criteria),
         stops=stops,
         draft_length=draft_length,
         output=output,
@@ -209,24 +207,18 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     return schedule
 
 
-def _make_stopping(call: Call) -> BlockStoppingCriteria | StoppingGroups:
-    stopping = BlockStoppingCriteria(call.criteria)
-    if call.rows_leave and stopping.is_row_wise:
-        max_length = min(call.max_length, stopping.max_length or call.max_length)
-        return StoppingGroups(stopping, [max_length] * call.batch_size)
-    if call.group is None or stopping.reads_text_alone:
-        return stopping
-    return BroadcastStopping(stopping, call.group)
+def _make_criteria(call: Call) -> BlockStoppingCriteria:
+    criteria = BlockStoppingCriteria(call.criteria)
+    if call.group is None or criteria.reads_text_alone:
+        return criteria
+    return BroadcastStopping(criteria, call.group)
 
 
-def _make_verification(plan: Plan) -> Verification:
+def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
     call, config = plan.call, plan.config
     rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
     if not plan.is_lock_step:
         return RowWiseVerification(*rule, ProcessorGroups(BlockLogitsProcessorList(call.processors), call.batch_size))
-    criteria: Criteria = call.criteria
-    if call.group is not None and not BlockStoppingCriteria(call.criteria).reads_text_alone:
-        criteria = broadcast_criteria(criteria, call.group)
     pad = plan.pad_token_id if plan.eos_token_ids is not None else None
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 

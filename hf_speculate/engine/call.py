@@ -64,7 +64,6 @@ class Call:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that a row may emit."""
         return self.max_length - self.input_ids.shape[1]
 
     @property
@@ -74,7 +73,6 @@ class Call:
 
     @property
     def max_columns(self) -> int:
-        """Columns of the target's KV cache at most."""
         return self.max_length + self.num_hidden
 
     @property

@@ -63,10 +63,15 @@ class SpeculativeDecoder:
         return True
 
     @contextmanager
-    def released(self) -> Iterator[None]:
-        """Release the caches' buffers after the block, also after an error."""
+    def caches(self, is_passed: bool) -> Iterator[None]:
+        """Restore the target's cache if it was passed and the block fails, and release all buffers after the block."""
+        restore = self.target.kv_cache.snapshot() if is_passed else None
         try:
             yield
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
         finally:
             for kv_cache in (self.target.kv_cache, self.drafts.kv_cache):
                 if kv_cache is not None:

@@ -1,6 +1,6 @@
 """Distributed calls: ranks that must run equally many forwards, and tensor-parallel groups that follow rank 0."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,10 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows, as_flags
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
-
-Criteria = Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
-"""Stopping criteria on single tokens, such as `StoppingCriteriaList`."""
 
 
 @dataclass(frozen=True)
@@ -158,12 +155,6 @@ class BroadcastStopping(BlockStoppingCriteria):
         num_emitted, is_done = self._group.broadcast(verdict).tolist()
         return StopVerdict(num_emitted, [bool(done) for done in is_done])
 
-
-def broadcast_criteria(criteria: Criteria, group: TensorParallelGroup) -> Criteria:
-    """Stopping criteria on single tokens of which rank 0's answer counts."""
-
-    def stop(input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        flags = as_flags(criteria(input_ids, scores))
-        return group.broadcast(flags.to(torch.uint8)).bool()  # [B]; not every backend sends bool
-
-    return stop
+    def ask(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
+        flags = super().ask(input_ids, scores)
+        return self._group.broadcast(flags.to(torch.uint8)).bool()  # not every backend sends bool

@@ -73,7 +73,6 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences have in common at their beginning."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length

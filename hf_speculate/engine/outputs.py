@@ -1,8 +1,7 @@
 """Output recorder: collects what `generate()` returns, row by row and token by token."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ LayerStates = tuple[Tensor, ...]
 GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """The outputs that the call asked for besides tokens."""
 
     scores: bool = False
@@ -41,9 +39,7 @@ class OutputRecorder(Observer):
 
     stage = Stage.EMIT
 
-    def __init__(
-        self, row_ids: Sequence[int], recorded: Recorded, windows: Callable[[], Sequence[int | None]] | None = None
-    ):
+    def __init__(self, row_ids: Sequence[int], recorded: Recorded, windows: Callable[[], Sequence[int | None]]):
         self.recorded = recorded
         self.new_ids: dict[int, list[int]] = {row_id: [] for row_id in row_ids}
         self.hidden_states: list[LayerStates] = []  # one entry per token
@@ -78,7 +74,7 @@ class OutputRecorder(Observer):
             self.hidden_states += [] if hidden_states is None else [hidden_states]
             self.attentions += [] if attentions is None else [attentions]
             return
-        windows = self._windows() if self._windows is not None and attentions else []  # SDPA returns no attentions
+        windows = self._windows() if attentions else []  # SDPA returns no attentions
         num_query = record.draft.token_ids.shape[1] + 1
         for position in range(record.trimmed.num_emitted[0]):
             if hidden_states is not None:
@@ -90,7 +86,6 @@ class OutputRecorder(Observer):
                 )
 
     def truncate(self, num_new_tokens: int) -> None:
-        """Keep at most `num_new_tokens` of every row."""
         rows: list[list[Any]] = [*self.new_ids.values(), *self._scores.values(), *self._logits.values()]
         for row in rows:
             del row[num_new_tokens:]
@@ -106,21 +101,19 @@ class OutputRecorder(Observer):
     def output(
         self, input_ids: Tensor, pad_token_id: int, cache: Cache, encoder_hidden_states: LayerStates | None = None
     ) -> GenerateOutput:
-        """The output object, as plain `generate` returns it."""
+        wants = self.recorded
         parts: dict[str, Any] = {
             "sequences": self.sequences(input_ids, pad_token_id),
-            "scores": _by_position(self._scores, pad_token_id) if self.recorded.scores else None,
-            "logits": _by_position(self._logits, pad_token_id) if self.recorded.logits else None,
+            "scores": _by_position(self._scores, pad_token_id) if wants.scores else None,
+            "logits": _by_position(self._logits, pad_token_id) if wants.logits else None,
             "past_key_values": cache,
         }
-        hidden_states: Any = tuple(self.hidden_states) if self.recorded.hidden_states else None
-        attentions: Any = tuple(self.attentions) if self.recorded.attentions else None
+        states: Any = tuple(self.hidden_states) if wants.hidden_states else None
         if isinstance(cache, EncoderDecoderCache):
-            encoded: Any = encoder_hidden_states if self.recorded.hidden_states else None
-            return GenerateEncoderDecoderOutput(
-                **parts, decoder_hidden_states=hidden_states, encoder_hidden_states=encoded
-            )
-        return GenerateDecoderOnlyOutput(**parts, attentions=attentions, hidden_states=hidden_states)
+            encoded: Any = encoder_hidden_states if wants.hidden_states else None
+            return GenerateEncoderDecoderOutput(**parts, decoder_hidden_states=states, encoder_hidden_states=encoded)
+        attentions: Any = tuple(self.attentions) if wants.attentions else None
+        return GenerateDecoderOnlyOutput(**parts, attentions=attentions, hidden_states=states)
 
 
 def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
@@ -146,9 +139,4 @@ def recorded_of(generation_config: GenerationConfig) -> Recorded:
     """The outputs that a call asks for."""
     if not generation_config.return_dict_in_generate:
         return Recorded()
-    return Recorded(
-        scores=bool(generation_config.output_scores),
-        logits=bool(generation_config.output_logits),
-        hidden_states=bool(generation_config.output_hidden_states),
-        attentions=bool(generation_config.output_attentions),
-    )
+    return Recorded(*(bool(getattr(generation_config, f"output_{name}")) for name in Recorded._fields))

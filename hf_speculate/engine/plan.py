@@ -135,10 +135,7 @@ def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
-    """Why all rows must advance together; empty if they need not.
-
-    `foreign` names what is not row-wise; with `goes_on`, rows go on until the last one has stopped.
-    """
+    """Why all rows must advance together; empty if they need not. `foreign` names what is not row-wise."""
     if foreign:
         return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)

@@ -1,6 +1,7 @@
 """Stage clock: times the stages of a call, and names the current stage in a note on an error that leaves it."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
@@ -29,8 +30,7 @@ class Stage(Enum):
     RETURN = "the output was put together"
 
 
-_FIELD_OF = {Stage.PREFILL: 0, Stage.DRAFT: 1, Stage.SCORE: 2, Stage.VERIFY: 3}  # others: bookkeeping
-_BOOKKEEPING = 4
+_FIELD_OF = {Stage.PREFILL: "prefill", Stage.DRAFT: "draft", Stage.SCORE: "score", Stage.VERIFY: "verify"}
 
 
 class StageClock:
@@ -45,12 +45,12 @@ class StageClock:
         self.num_round = 0  # of the loop, counted from 1; 0 before it
         self._now = now
         self._began = self._since = 0.0
-        self._seconds = [0.0] * len(StageSeconds._fields)
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
 
     def start(self, stage: Stage) -> None:
         """Begin a run of the decoder with `stage`, before its first round."""
         self._began = self._since = self._now()
-        self._seconds = [0.0] * len(StageSeconds._fields)
+        self._seconds.clear()
         self.stage, self.num_round = stage, 0
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
@@ -61,15 +61,14 @@ class StageClock:
             self.num_round = num_round
 
     def lap(self) -> StageSeconds:
-        """Seconds of each stage since the last lap."""
         self._book()
-        seconds, self._seconds = StageSeconds(*self._seconds), [0.0] * len(StageSeconds._fields)
+        seconds = StageSeconds(**self._seconds)
+        self._seconds.clear()
         return seconds
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of the prefill since the last lap."""
-        return self._seconds[_FIELD_OF[Stage.PREFILL]]
+        return self._seconds["prefill"]
 
     @property
     def total_s(self) -> float:
@@ -79,7 +78,7 @@ class StageClock:
     def _book(self) -> None:
         now = self._now()
         if self.stage is not None:
-            self._seconds[_FIELD_OF.get(self.stage, _BOOKKEEPING)] += now - self._since
+            self._seconds[_FIELD_OF.get(self.stage, "bookkeeping")] += now - self._since
         self._since = now
 
     def __str__(self) -> str:

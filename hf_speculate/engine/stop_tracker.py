@@ -58,7 +58,6 @@ class StopTracker:
         self._stopping.rows(indices)
 
     def join(self, other: "StopTracker") -> None:
-        """Add the rows of `other` behind these."""
         self.num_new = self.num_new + other.num_new
         self.stop_lens = self.stop_lens + other.stop_lens
         self._stopping.join(other._stopping)

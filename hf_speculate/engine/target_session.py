@@ -1,7 +1,6 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,16 +123,5 @@ class TargetSession:
         self.model.rows(indices)
 
     def join(self, other: "TargetSession") -> None:
-        """Add the rows of `other`, which have read their prompts, behind these."""
         self.kv_cache.join(other.kv_cache)
         self.model.join(other.model)
-
-    @contextmanager
-    def restored_on_error(self, is_cache_passed: bool) -> Iterator[None]:
-        restore = self.kv_cache.snapshot() if is_cache_passed else None
-        try:
-            yield
-        except BaseException:
-            if restore is not None:
-                restore()
-            raise

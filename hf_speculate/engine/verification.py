@@ -1,6 +1,6 @@
 """Verification: runs logits processors and the verifier on a round, for all rows at once or in lock step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import BroadcastVerifier, TensorParallelGroup
 from hf_speculate.processors.row_groups import ProcessorGroups
-from hf_speculate.processors.stopping_criteria import as_flags
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import Download
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier
@@ -106,7 +106,7 @@ class LockStepVerification(Verification):
     """
 
     processors: LogitsProcessorList  # the call's whole list
-    criteria: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]  # the call's whole list, as `StoppingCriteriaList`
+    criteria: BlockStoppingCriteria  # the call's whole list
     # what finished rows go on with; None if finished rows go on decoding, as without an EOS token
     pad_token_id: int | None
     records_scores: bool  # whether criteria are shown the scores so far
@@ -133,8 +133,8 @@ class LockStepVerification(Verification):
             scores.append(step_scores)
             if self.records_scores:
                 self._scores.append(step_scores)
-            answers = self.criteria(input_ids, tuple(self._scores) if self.records_scores else None)
-            is_finished = was_finished | as_flags(answers)
+            shown_scores = tuple(self._scores) if self.records_scores else None
+            is_finished = was_finished | self.criteria.ask(input_ids, shown_scores)
             stays = verdict.num_accepted.bool()
             if self.pad_token_id is not None:
                 stays = stays | was_finished  # their draft is the padding that they go on with

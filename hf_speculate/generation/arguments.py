@@ -45,10 +45,8 @@ def run(plain: Callable[..., Any], bound: BoundCall) -> Any:
 
 
 def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:
-    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's.
-
-    A `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0.
-    """
+    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's."""
+    # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
     if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
         return True
     if "do_sample" in call:
@@ -119,8 +117,7 @@ def own_mtp(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:
     """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings [B, P, hidden].
 
-    The input ids [B, T] int64 are the whole text or what is new; with embeddings they stand in the output for them. The
-    user's mask, if any, has `passed_mask_len` columns.
+    The input ids [B, T] int64 are the whole text or what is new; with embeddings they stand in the output for them.
     """
     num_before = num_held(cache)
     num_prompt = input_ids.shape[1]

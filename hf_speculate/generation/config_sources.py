@@ -25,8 +25,12 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
         for name in FIELD_NAMES:
             if name in source and name not in settled and name not in shut_out:
                 settled[name] = source[name]
-    _check_kind("suffix_store", settled.get("suffix_store"), SuffixStore)
-    _check_kind("draft_state", settled.get("draft_state"), DraftState)
+    for name, kind in (("suffix_store", SuffixStore), ("draft_state", DraftState)):
+        value = settled.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
+            )
     # an explicit None keeps weaker sources out, then means the default
     return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
 
@@ -51,10 +55,3 @@ def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
             'write {"verifier": "typical"}, say'
         )
     return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise ConfigError(
-            f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
-        )

@@ -184,10 +184,7 @@ class ContinuousDecoder:
         return finished
 
     def _isolate(self, error: Exception) -> list[RowResult]:
-        """Decode the rows that are in no running batch from their beginning, one by one, after an error among them.
-
-        A row that fails again has its own error.
-        """
+        """Decode the rows of no running batch anew, one by one, after an error; one that fails again has its own."""
         running = {row_id for batch in self._running.values() for row_id in batch.row_ids}
         prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
         if len(prompts) == 1:

@@ -133,7 +133,7 @@ class SpeculativeDecoding:
     def _decode(self, prepared: Prepared, inputs: _Inputs) -> GenerateOutput | Tensor:
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
         folded = folded_attention_for([] if call.recorded.attentions else self._models(inputs.model))
-        with folded, decoder.released(), decoder.target.restored_on_error(call.is_cache_passed):
+        with folded, decoder.caches(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
             decoder.target.kv_cache.hand_back()

@@ -15,16 +15,16 @@ class DraftSource(NamedTuple):
     hint: str
 
 
-ASSISTED = DraftSource("assistant_model", "leave assistant_model out to decode without speculation")
-EARLY_EXIT = DraftSource("assistant_early_exit", "leave assistant_early_exit out to decode without speculation")
-GENERATOR = DraftSource("candidate_generator", "leave candidate_generator out to decode without speculation")
-CUSTOM = DraftSource("drafter", "leave drafter out to decode without speculation")
-LOOKUP = DraftSource(
-    "prompt_lookup_num_tokens",
-    "leave prompt_lookup_num_tokens out to decode without speculation, or hf_speculate.disable(model) for transformers'"
-    " own prompt lookup",
-)
-MTP = DraftSource("use_mtp", "leave use_mtp out to decode without speculation")
+def _argument(name: str, other: str = "") -> DraftSource:
+    return DraftSource(name, f"leave {name} out to decode without speculation{other}")
+
+
+ASSISTED = _argument("assistant_model")
+EARLY_EXIT = _argument("assistant_early_exit")
+GENERATOR = _argument("candidate_generator")
+CUSTOM = _argument("drafter")
+LOOKUP = _argument("prompt_lookup_num_tokens", ", or hf_speculate.disable(model) for transformers' own prompt lookup")
+MTP = _argument("use_mtp")
 NO_DRAFTS = DraftSource("continuous batching", "decode static batches")
 COUPLED_ALONE = DraftSource("verifier='coupled'", "set verifier='rejection' to sample as transformers does")
 

@@ -27,10 +27,7 @@ _BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of 
 def target_inputs(
     model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any], *, has_positions: bool
 ) -> ExtraInputs:
-    """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it.
-
-    Of the prompts [B, T] int64, the cache does not hold the last `num_query` tokens.
-    """
+    """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
     if model.config.is_encoder_decoder:
         every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
         given = {name: value for name, value in every.items() if value is not None}
@@ -66,8 +63,7 @@ def draft_inputs(
 ) -> ExtraInputs:
     """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
 
-    It is read in the draft's dtype and on its device. The draft's encoder runs once on `inputs`, those of the target's
-    encoder, unless both are one.
+    The draft's encoder runs once on `inputs`, those of the target's encoder, unless both are one.
     """
     if draft is None:
         return ExtraInputs()

@@ -44,10 +44,7 @@ _lock = threading.Lock()
 def check_decoding(
     call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
 ) -> str:
-    """Compare a target of unknown type with plain decoding at its first call of this kind; refuse it if it differs.
-
-    The result is in words, empty if the type of the model is known to agree.
-    """
+    """Compare a target of unknown type with plain decoding at its first call of this kind, and refuse it or tell how."""
     model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
     if is_shown(model) or num_tokens < 1:
         return ""

@@ -30,17 +30,14 @@ from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.processors.registry import Reads, find_context_len, find_reads, name_of
 from hf_speculate.processors.rollback import ForkedProcessor
-from hf_speculate.processors.top_k_top_p import apply_cutoff, supports_cutoff
+from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
 
 
 class BlockLogitsProcessorList(LogitsProcessorList):
-    """A LogitsProcessorList that also takes scores [B, K+1, V].
-
-    With scores [B, V] it is the plain list.
-    """
+    """A LogitsProcessorList that also takes scores [B, K+1, V]; with scores [B, V] it is the plain list."""
 
     def __call__(
         self,
@@ -108,11 +105,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return [name_of(processor) for processor in self if find_reads(processor) is None]
 
     def row_wise_part(self) -> "BlockLogitsProcessorList":
-        """The pure row-wise processors, which may run on any model.
-
-        The ones that size themselves at their first call are copied, so that a draft model's vocabulary size or
-        device does not become the target's.
-        """
+        """The pure row-wise processors, which may run on any model."""
         return BlockLogitsProcessorList(_unsized(p) for p in self if find_reads(p) not in (None, Reads.HISTORY))
 
     def for_draft(self) -> "BlockLogitsProcessorList":
@@ -127,21 +120,13 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return BlockLogitsProcessorList(p.fork() if _has_state(p) else p for p in self)
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Has the processors with state take back each row's last calls.
-
-        Args:
-            num_calls: [B] positions of the last block that are not part of the text.
-        """
+        """Has the processors with state take back each row's last calls, as many as `num_calls` [B]."""
         if any(num_calls):
             for processor in filter(_has_state, self):
                 processor.rollback(num_calls)
 
     def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
-        """The same list for a batch of which only the named rows are kept.
-
-        Args:
-            indices: [N] rows of the present batch, in their new order. Processors with state drop the others in place.
-        """
+        """The list for the rows `indices` [N], in that order; processors with state drop the others in place."""
         kept = torch.as_tensor(indices, dtype=torch.int64, device="cpu")  # [N]
         return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
 
@@ -152,8 +137,8 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes, block)
     if reads is Reads.NOTHING:
-        takes_shortcut = supports_cutoff(processor, flat)
-        processed = apply_cutoff(processor, flat) if takes_shortcut else processor(prefixes.input_ids, flat)
+        processed = apply_cutoff(processor, flat)
+        processed = processor(prefixes.input_ids, flat) if processed is None else processed
         return cast(Tensor, processed).view(block.shape)
     groups = prefixes.group_by(partial(find_context_len, processor))
     processed = _run_padded(processor, prefixes, flat) if len(groups) > 1 else None
@@ -221,7 +206,6 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
 
 
 def _for_rows(processor: Any, row_indices: Tensor) -> Any:
-    """The processor for the named rows of the batch."""
     if _has_state(processor):
         processor.rows(row_indices.tolist())
         return processor
@@ -233,12 +217,11 @@ def _for_rows(processor: Any, row_indices: Tensor) -> Any:
 
 
 def _has_state(processor: Any) -> bool:
-    """Whether the processor runs in a block by taking calls back."""
     return find_reads(processor) is Reads.HISTORY
 
 
 def _unsized(processor: Any) -> Any:
-    """A copy that will size itself again, of the processors that do so at their first call."""
+    """A copy of a processor that sizes itself at its first call, so that it takes the draft model's V and device."""
     if type(processor) not in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         return processor
     unsized = copy.copy(processor)

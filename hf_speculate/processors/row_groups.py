@@ -1,7 +1,4 @@
-"""Row groups: logits processors and stopping criteria of a batch whose rows belong to calls with other settings.
-
-Rows whose processors or criteria are equal form a group, which is processed together.
-"""
+"""Row groups: logits processors and stopping criteria of a batch; rows with equal ones are processed together."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar

@@ -112,6 +112,10 @@ class BlockStoppingCriteria:
         cut(self._find_registered(tokens, new_ids, num_emitted))
         return StopVerdict(num_emitted, is_done)
 
+    def ask(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
+        """[B] bool, the answers on sequences [B, T] of equal length, asked as plain `generate` does."""
+        return _ask(self._criteria, input_ids, scores)
+
     def rows(self, indices: Sequence[int]) -> None:
         """Does nothing: the criteria are those of every row."""
 
@@ -171,10 +175,10 @@ def _any_ids(num: int) -> Tensor:
     return torch.zeros((1, 1), dtype=torch.int64, device="cpu").expand(1, num)
 
 
-def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:
+def _ask(criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
     """The list's answers [N] bool on ids [N, n]; a criterion that answers with one bool means every row."""
     plain: Callable[..., Tensor] = StoppingCriteriaList(criteria)
-    return as_flags(plain(input_ids, None))  # [N]
+    return as_flags(plain(input_ids, scores))  # [N]
 
 
 def as_flags(answers: Tensor) -> Tensor:

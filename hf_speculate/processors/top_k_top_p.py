@@ -24,15 +24,13 @@ class Cutoffs(NamedTuple):
     scratch: Tensor  # [N, V] float32, memory for the result: new memory is not in the CPU's caches
 
 
-def supports_cutoff(processor: Any, scores: Tensor) -> bool:
-    """Whether `apply_cutoff` gives the processor's result for scores [N, V]."""
-    return type(processor) in _FIND and scores.device.type == "cpu" and scores.dtype == torch.float32
-
-
-def apply_cutoff(processor: Any, scores: Tensor) -> Tensor:
-    """The processor's result for scores [N, V] float32 on a CPU, bitwise equal, as a new tensor."""
+def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
+    """The processor's result for scores [N, V], bitwise equal, as a new tensor; None if it has to run itself."""
+    find = _FIND.get(type(processor))
+    if find is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
+        return None
     scores = scores.detach()
-    lowest, is_split, processed = _FIND[type(processor)](processor, scores.numpy())
+    lowest, is_split, processed = find(processor, scores.numpy())
     _drop_below(scores, torch.from_numpy(lowest)[:, None], processor.filter_value, out=processed)
     if is_split is not None and is_split.any():
         rows = torch.from_numpy(is_split)

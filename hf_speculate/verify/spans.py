@@ -86,7 +86,6 @@ class Spans:
         return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
         self._num_read, self._is_open = self._num_read[list(indices)], self._is_open[list(indices)]
 
 

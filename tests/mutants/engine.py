@@ -50,6 +50,9 @@ MUTANTS = (
             "decoder: the draft is not told its end": Fault(
                 "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
             ),
+            "decoder: a passed cache is not restored": Fault(
+                "                restore()\n", "                pass\n", "reliability generation/test_passed_caches.py"
+            ),
             "decoder: buffers are not released": Fault(
                 "kv_cache.release()", "kv_cache.kind", "generation/test_compiled.py cache/test_memory.py"
             ),
@@ -64,9 +67,6 @@ MUTANTS = (
             ),
             "target: surplus tokens stay in the cache": Fault(
                 "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_passed_caches.py"
-            ),
-            "target: a passed cache is not restored": Fault(
-                "                restore()\n", "                pass\n", "reliability generation/test_passed_caches.py"
             ),
             "target: chunks are placed wrongly": Fault(
                 "num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"
