@@ -29,7 +29,7 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.types import DraftOut
-from hf_speculate.verify.base import draft_stream, reads_draft_logits
+from hf_speculate.verify.base import traits_of
 
 
 def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> Drafter | None:
@@ -77,7 +77,7 @@ def make_drafter(plan: Plan, on_failure: Callable[[str, str], None]) -> Drafter:
 
 
 def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
-    config, compilation = call.config, None
+    config, traits, compilation = call.config, traits_of(call.config), None
     settings = call.static.settings.get("target")
     if settings is not None:
         compilation = DraftCompilation(settings, draft_lens(config), CompiledUnits(), partial(on_failure, "draft"))
@@ -91,8 +91,8 @@ def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
         eos_token_ids=BlockStoppingCriteria(call.criteria).eos_token_ids or frozenset(),
         device=call.input_ids.device,
         processors=BlockLogitsProcessorList(call.processors).for_draft(),
-        stream=draft_stream(config),
-        keeps_logits=reads_draft_logits(config),
+        stream=traits.draft_stream,
+        keeps_logits=traits.reads_draft_logits,
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         backend=config.verifier_backend,
         compilation=compilation,
@@ -109,11 +109,12 @@ def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str]
     if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
         processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
     of_rows = ProcessorGroups(processors, call.batch_size) if call.rows_leave else processors
+    traits = traits_of(config)
     settings = DraftSettings(
         eos_token_ids=None if eos is None else upload(sorted(eos), device),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
-        keeps_logits=reads_draft_logits(config),
-        stream=draft_stream(config),
+        keeps_logits=traits.reads_draft_logits,
+        stream=traits.draft_stream,
         backend=config.verifier_backend,
     )
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)

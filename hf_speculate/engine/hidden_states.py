@@ -32,7 +32,7 @@ class HiddenStates:
         return [len(columns) for columns in self._columns]
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append the states of a part of the prompt, whose last `num_ahead` columns and `num_tokens` [B] tokens count."""
+        """Append states of the prompt, `num_ahead` columns before its end on, of the last `num_tokens` [B] tokens."""
         states = self._states(output)
         width = states.shape[1]
         self._add(states, [range(min(max(num_ahead - num, 0), width), width) for num in num_tokens])

@@ -25,11 +25,6 @@ class Recorded(NamedTuple):
     hidden_states: bool = False
     attentions: bool = False
 
-    @property
-    def ungraphed(self) -> str:
-        """Why forwards that give this cannot run from graphs; empty if they can."""
-        return "hidden states or attentions are returned" if self.hidden_states or self.attentions else ""
-
 
 class OutputRecorder(Observer):
     """Keeps each row's new tokens, and the scores and states that `generate()` returns with them.

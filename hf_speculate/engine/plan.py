@@ -19,7 +19,7 @@ from hf_speculate.models.language_model import counts_columns, device_of, vocab_
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import SampleStrategy
-from hf_speculate.verify.base import reads_keys
+from hf_speculate.verify.base import traits_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         drafter=drafter,
         draft_strategy=strategy,
         compile=compile_plan,
-        reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or reads_keys(call.config),
+        reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
@@ -212,7 +212,11 @@ def _plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan
         eager_reason = "whose hidden states a candidate generator reads"
     elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
-    ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
+    ungraphed = ""
+    if call.rows_leave:
+        ungraphed = "rows of the batch are refilled"
+    elif call.recorded.hidden_states or call.recorded.attentions:
+        ungraphed = "hidden states or attentions are returned"
     device, inputs = call.input_ids.device, call.target_inputs
     return ModelPlan("target", call.target, device, inputs, target_cache_plan(call), eager_reason, ungraphed)
 

@@ -17,10 +17,16 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 
 class BoundCall(NamedTuple):
-    """The arguments of a `generate()` call."""
+    """A `generate` function, and the arguments of a call."""
 
-    call: dict[str, Any]  # all of them, by name
+    plain: Callable[..., Any]
+    call: dict[str, Any]  # all arguments, by name
     positional_names: list[str]  # those that must be passed by position, because the function takes *args
+
+    def run(self) -> Any:
+        """Call the function; a positional argument that was removed from the call is passed as None."""
+        by_name = {name: value for name, value in self.call.items() if name not in self.positional_names}
+        return self.plain(*(self.call.get(name) for name in self.positional_names), **by_name)
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
@@ -35,19 +41,14 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + place :]  # None stands for self
             call.update(named)
             positional_names = [*list(signature.parameters)[:place], *dict(named)]
-    return BoundCall(call, positional_names)
+    return BoundCall(plain, call, positional_names)
 
 
-def run(plain: Callable[..., Any], bound: BoundCall) -> Any:
-    """Call a function with bound arguments; a positional one that was removed from the call is passed as None."""
-    by_name = {name: value for name, value in bound.call.items() if name not in bound.positional_names}
-    return plain(*(bound.call.get(name) for name in bound.positional_names), **by_name)
-
-
-def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:
+def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
     """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's."""
+    call = bound.call
     # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
-    if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
+    if call.get("temperature") and "temperature" in inspect.signature(bound.plain).parameters:
         return True
     if "do_sample" in call:
         return bool(call["do_sample"])

@@ -37,14 +37,14 @@ def find_draft_source(
         raise ConfigError(
             "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
         )
-    models = ((assistant, ASSISTED), (early_exit, EARLY_EXIT))
-    given = [name for source, name in models if source is not None]
-    if config.candidate_generator is not None:
-        given.append(GENERATOR)
-    if config.drafter is not None:
-        given.append(CUSTOM)
-    is_model = given in ([ASSISTED], [EARLY_EXIT])
-    if config.prompt_lookup_num_tokens is not None and not is_model:
+    sources = {
+        ASSISTED: assistant,
+        EARLY_EXIT: early_exit,
+        GENERATOR: config.candidate_generator,
+        CUSTOM: config.drafter,
+    }
+    given = [source for source, value in sources.items() if value is not None]
+    if config.prompt_lookup_num_tokens is not None and given not in ([ASSISTED], [EARLY_EXIT]):
         given.append(LOOKUP)
     if len(given) > 1:
         names = " and ".join(source.cause for source in given)

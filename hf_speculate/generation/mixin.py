@@ -28,7 +28,6 @@ from hf_speculate.generation.arguments import (
     own_prompt_lookup,
     own_static_cache,
     own_stop_strings,
-    run,
     samples,
     setting,
     unwrapped,
@@ -41,6 +40,7 @@ from hf_speculate.generation.validate_models import check_assistant, check_model
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
+Generate = Callable[..., GenerateOutput | Tensor]
 _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
 # of ours alone: transformers has the others, too
 _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), name)}
@@ -58,9 +58,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
 
         Raises:
-            ConfigError: a field has a wrong value.
-            UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
-            UnsupportedModelError: a model cannot take part.
+            SpeculateError: see `hf_speculate.generate`.
         """
         plain = super().generate  # type: ignore[misc]  # self is a model wherever the mixin is used
         return _generate(self, plain, args, kwargs, {})  # type: ignore[arg-type]
@@ -103,10 +101,9 @@ def generate(
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
-    plain = _plain_generate(model)
-    bound = bind(plain, (), kwargs)
-    decoding = cast(SpeculativeDecoding, _find_decoding(model, plain, bound.call, {}, first_row))
-    _run(model, plain, bound, decoding)
+    bound = bind(_plain_generate(model), (), kwargs)
+    decoding = cast(SpeculativeDecoding, _find_decoding(model, bound, {}, first_row))
+    _run(model, bound, decoding)
     return decoding.prepared
 
 
@@ -128,19 +125,15 @@ def _plain_generate(model: PreTrainedModel) -> Any:
 
 
 def _generate(
-    model: PreTrainedModel,
-    plain: Callable[..., GenerateOutput | Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    saved: Mapping[str, Any],
+    model: PreTrainedModel, plain: Generate, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Mapping[str, Any]
 ) -> GenerateOutput | Tensor:
     bound = bind(plain, args, kwargs)
     if isinstance(bound.call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
-    decoding = _find_decoding(model, plain, bound.call, saved)
+    decoding = _find_decoding(model, bound, saved)
     if decoding is None:
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
-    output = _run(model, plain, bound, decoding)
+    output = _run(model, bound, decoding)
     (draft, _, is_vocabulary_assumed, _), head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
     reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
     is_tallied = is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
@@ -156,13 +149,10 @@ def _generate(
 
 
 def _find_decoding(
-    model: PreTrainedModel,
-    plain: Callable[..., GenerateOutput | Tensor],
-    call: dict[str, Any],
-    saved: Mapping[str, Any],
-    first_row: int | None = None,
+    model: PreTrainedModel, bound: BoundCall, saved: Mapping[str, Any], first_row: int | None = None
 ) -> SpeculativeDecoding | None:
     """Take what concerns speculation out of a call, and check it; None if nothing drafts and no row is the first."""
+    call = bound.call
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = unwrapped(call.pop("assistant_model", None))
     if isinstance(assistant, str | Path):  # a draft head's folder or id
@@ -172,7 +162,7 @@ def _find_decoding(
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
     early_exit = own_early_exit(model, call)
-    source = find_draft_source(assistant, early_exit, config, samples(model, plain, call))
+    source = find_draft_source(assistant, early_exit, config, samples(model, bound))
     if source in (None, COUPLED_ALONE) and own_mtp(model, call):
         source, assistant = MTP, model_state(model).heads.get(str(model.config.name_or_path), model)
     if isinstance(assistant, DraftHead):
@@ -197,12 +187,7 @@ def _find_decoding(
     return SpeculativeDecoding(resolved, config, call, is_static, source, first_row)
 
 
-def _run(
-    model: PreTrainedModel,
-    plain: Callable[..., GenerateOutput | Tensor],
-    bound: BoundCall,
-    decoding: SpeculativeDecoding,
-) -> GenerateOutput | Tensor:
+def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
     call = bound.call
     if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
         raise UnsupportedGenerationError(
@@ -211,7 +196,7 @@ def _run(
         )
     with decoding.clock, _provide_tokenizer(call.get("tokenizer")):
         call["custom_generate"] = decoding
-        output: GenerateOutput | Tensor = run(plain, bound)
+        output: GenerateOutput | Tensor = bound.run()
     if not decoding.num_runs:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "

@@ -141,9 +141,7 @@ def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
     num_query = positions.shape[1]
     attention_mask = model_kwargs.get("attention_mask")
     if attention_mask is None:
-        start = model_kwargs["past_key_values"].get_seq_length()
-        counted = torch.arange(start, start + num_query, device=positions.device)
-        return bool((positions == counted).all())
+        return bool((positions == _columns(model_kwargs, num_query, positions.device)).all())
     is_masked = attention_mask[:, -num_query:] == 0
     counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:].masked_fill(is_masked, 0)
     is_counted = positions == counted

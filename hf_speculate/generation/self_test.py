@@ -44,7 +44,7 @@ _lock = threading.Lock()
 def check_decoding(
     call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
 ) -> str:
-    """Compare a target of unknown type with plain decoding at its first call of this kind, and refuse it or tell how."""
+    """Compare a target of unknown type with plain decoding at its first call of this kind; the result in words."""
     model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
     if is_shown(model) or num_tokens < 1:
         return ""

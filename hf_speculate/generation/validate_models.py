@@ -118,7 +118,7 @@ def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None,
 
 
 def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, source: DraftSource) -> None:
-    """Refuse chunked prefill for models whose path for several tokens ignores states; plain `generate` reads at once."""
+    """Refuse chunked prefill for models that ignore earlier states; plain `generate` reads their prompts at once."""
     cache = None if generation_config.prefill_chunk_size is None else recurrent_cache(target)
     if cache is None or attention_layers(cache.layers):
         return

@@ -13,7 +13,6 @@ entries, which the CPU sums in pieces, one per thread (differences of 5e-7 to 2e
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -140,7 +139,9 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
         processed = apply_cutoff(processor, flat)
         processed = processor(prefixes.input_ids, flat) if processed is None else processed
         return cast(Tensor, processed).view(block.shape)
-    groups = prefixes.group_by(partial(find_context_len, processor))
+    groups: dict[int, list[int]] = {}  # the pairs by the number of tokens that they show the processor
+    for pair, length in enumerate(prefixes.lens):
+        groups.setdefault(find_context_len(processor, length), []).append(pair)
     processed = _run_padded(processor, prefixes, flat) if len(groups) > 1 else None
     if processed is None:
         processed = _run_by_group(processor, prefixes, groups, flat)

@@ -1,6 +1,6 @@
 """The prefixes of a round: each row's own ids, then the first few of its drafted tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,13 +36,6 @@ class Prefixes:
             return full_ids
         ends = upload(self.row_lens, drafts.device)[:, None]
         return full_ids.scatter_(1, ends + torch.arange(drafts.shape[1], device=drafts.device), drafts)
-
-    def group_by(self, key: Callable[[int], int]) -> dict[int, list[int]]:
-        """The pairs, by a number derived from their lengths."""
-        groups: dict[int, list[int]] = {}
-        for pair, length in enumerate(self.lens):
-            groups.setdefault(key(length), []).append(pair)
-        return groups
 
     def last_ids(self, pairs: Sequence[int], num_ids: int, fill: int | None = None) -> Tensor:
         """[M, n] int64, new, the last n ids of pairs' prefixes; before shorter ones `fill`, or their first id."""

@@ -29,7 +29,9 @@ class Verifier(Protocol):
 VerifierFactory = Callable[[SpeculationConfig], Verifier]
 
 
-class _Entry(NamedTuple):
+class VerifierTraits(NamedTuple):
+    """What a verifier was registered with, see `register_verifier`."""
+
     factory: VerifierFactory
     is_lossless: bool
     reads_draft_logits: bool
@@ -37,7 +39,7 @@ class _Entry(NamedTuple):
     reads_keys: bool
 
 
-_REGISTRY: dict[str, _Entry] = {}
+_REGISTRY: dict[str, VerifierTraits] = {}
 
 
 def register_verifier(
@@ -69,12 +71,7 @@ def register_verifier(
     """
     if name in _REGISTRY and not replace:
         raise ConfigError(f"verifier name {name!r} is taken; pass replace=True, or choose another one")
-    _REGISTRY[name] = _Entry(factory, lossless, reads_draft_logits, Stream(draft_stream), reads_keys)
-
-
-def verifier_names() -> list[str]:
-    """The registered names, sorted."""
-    return sorted(_REGISTRY)
+    _REGISTRY[name] = VerifierTraits(factory, lossless, reads_draft_logits, Stream(draft_stream), reads_keys)
 
 
 def make_verifier(config: SpeculationConfig) -> Verifier:
@@ -85,26 +82,17 @@ def make_verifier(config: SpeculationConfig) -> Verifier:
 def check_verifier(config: SpeculationConfig) -> None:
     """Check that a resolved config names a verifier, and a lossy one if it is restricted to spans."""
     if _entry(config).is_lossless and config.relax_only_inside is not None:
-        lossy = ", ".join(name for name in verifier_names() if not _REGISTRY[name].is_lossless)
+        lossy = ", ".join(name for name in sorted(_REGISTRY) if not _REGISTRY[name].is_lossless)
         raise ConfigError(
             f"relax_only_inside must come with a lossy verifier, one of {lossy}, got {config.verifier!r}, which is "
             "lossless everywhere; set verifier='typical', or relax_only_inside=None"
         )
 
 
-def reads_draft_logits(config: SpeculationConfig) -> bool:
-    """Whether the call reads `DraftOut.token_logits`; outside of spans a lossless verifier does."""
-    return _entry(config).reads_draft_logits or config.relax_only_inside is not None
-
-
-def reads_keys(config: SpeculationConfig) -> bool:
-    """Whether verification reads the keys of the noise; outside of spans a lossless verifier may."""
-    return _entry(config).reads_keys or config.relax_only_inside is not None
-
-
-def draft_stream(config: SpeculationConfig) -> Stream:
-    """The noise stream of drafts for the named verifier."""
-    return _entry(config).draft_stream
+def traits_of(config: SpeculationConfig) -> VerifierTraits:
+    """The traits of a call's verifier; outside of spans a lossless one decides, which may read everything."""
+    traits = _entry(config)
+    return traits if config.relax_only_inside is None else traits._replace(reads_draft_logits=True, reads_keys=True)
 
 
 def is_lossless(config: SpeculationConfig) -> bool:
@@ -112,10 +100,10 @@ def is_lossless(config: SpeculationConfig) -> bool:
     return _entry(config).is_lossless
 
 
-def _entry(config: SpeculationConfig) -> _Entry:
+def _entry(config: SpeculationConfig) -> VerifierTraits:
     if not isinstance(config.verifier, str) or config.verifier not in _REGISTRY:
         raise ConfigError(
-            f"verifier must be one of {', '.join(verifier_names())}, got {config.verifier!r}; "
+            f"verifier must be one of {', '.join(sorted(_REGISTRY))}, got {config.verifier!r}; "
             "register your own with hf_speculate.register_verifier"
         )
     return _REGISTRY[config.verifier]

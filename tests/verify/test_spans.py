@@ -8,7 +8,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.types import DraftOut, NoiseKeys, Status
 from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, register_verifier
-from hf_speculate.verify.base import check_verifier, reads_draft_logits
+from hf_speculate.verify.base import check_verifier, traits_of
 from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
 from tests.fake_cuda import FakeCuda
 from tests.verify.test_verifiers import VOCAB_SIZE, make_keys, make_round
@@ -107,7 +107,8 @@ def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
 def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
     config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
     assert isinstance(make_spans(config, do_sample, [0]).exact, exact)
-    assert reads_draft_logits(config) != reads_draft_logits(SpeculationConfig(verifier="typical"))
+    typical = traits_of(SpeculationConfig(verifier="typical"))
+    assert traits_of(config).reads_draft_logits != typical.reads_draft_logits
 
 
 def test_an_exact_verifier_has_nothing_to_relax(registry):
