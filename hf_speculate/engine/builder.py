@@ -37,7 +37,6 @@ from hf_speculate.engine.verification import LockStepVerification, RowWiseVerifi
 from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
-from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
@@ -89,7 +88,9 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     schedule = _make_schedule(plan, drafter)
     draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
-    criteria = _make_criteria(call)
+    criteria = call.criteria
+    if call.group is not None and not criteria.reads_text_alone:
+        criteria = BroadcastStopping(criteria, call.group)
     stopping: BlockStoppingCriteria | StoppingGroups = criteria
     if call.rows_leave and criteria.is_row_wise:
         max_length = min(call.max_length, criteria.max_length or call.max_length)
@@ -207,27 +208,20 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     return schedule
 
 
-def _make_criteria(call: Call) -> BlockStoppingCriteria:
-    criteria = BlockStoppingCriteria(call.criteria)
-    if call.group is None or criteria.reads_text_alone:
-        return criteria
-    return BroadcastStopping(criteria, call.group)
-
-
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
     call, config = plan.call, plan.config
     rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
     if not plan.is_lock_step:
-        return RowWiseVerification(*rule, ProcessorGroups(BlockLogitsProcessorList(call.processors), call.batch_size))
-    pad = plan.pad_token_id if plan.eos_token_ids is not None else None
+        return RowWiseVerification(*rule, ProcessorGroups(call.processors, call.batch_size))
+    pad = plan.pad_token_id if criteria.eos_token_ids is not None else None
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
 
 def _make_observers(call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
-    observers.append(StatsObserver(stats, num_user_host_syncs=int(call.on_tokens is not None)))
-    if call.on_tokens is not None:
-        observers.append(StreamObserver(call.on_tokens))
+    observers.append(StatsObserver(stats, num_user_host_syncs=int(call.streamer is not None)))
+    if call.streamer is not None:
+        observers.append(StreamObserver(call.streamer))
     if call.config.speculation_callback is not None:
         observers.append(CallbackObserver(call.config.speculation_callback))
     return observers

@@ -1,10 +1,10 @@
 """A prepared call: what one `generate()` call hands to the engine."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -15,6 +15,8 @@ from hf_speculate.engine.compile_plan import CompilePlan
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.outputs import Recorded
 from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class Call:
     is_cache_passed: bool  # whether the user passed this cache
     is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
     keeps_rows: bool  # whether code outside depends on the batch, so that finished rows must stay in it
-    processors: LogitsProcessorList  # the target's logits processors
-    criteria: StoppingCriteriaList  # the stopping criteria
+    processors: BlockLogitsProcessorList  # the target's logits processors
+    criteria: BlockStoppingCriteria  # the stopping criteria
     do_sample: bool  # whether the call samples
     max_length: int  # columns of the output at most
     pad_token_id: int | None  # fills finished rows
     prefill_chunk_size: int | None  # prompt tokens per forward; None for all at once
     recorded: Recorded  # the outputs that the call asked for
-    on_tokens: Callable[[list[int]], None] | None  # a streamer's callback, or None
+    streamer: Any  # is handed every new token of the row; or None
     static: CompilePlan = field(default_factory=CompilePlan)  # the fixed buffers and compiled forwards asked for
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     generator: CandidateGenerator | None = None  # a candidate generator that drafts, or None

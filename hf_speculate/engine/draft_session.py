@@ -31,11 +31,9 @@ class DraftSession:
     placeless_id: int | None = None
     hidden_states: HiddenStates | None = None
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the last round
-
-    def __post_init__(self) -> None:
-        self._num_seen: list[int] = []  # tokens of each row that the drafter has seen
-        self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
-        self._seen_round = 0  # the round of that call
+    _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
+    _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
+    _seen_round: int = field(default=0, init=False)  # the round of that call
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""

@@ -25,7 +25,6 @@ from hf_speculate.models.language_model import LanguageModel, last_position, voc
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.row_groups import ProcessorGroups
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.types import DraftOut
@@ -66,7 +65,7 @@ def make_drafter(plan: Plan, on_failure: Callable[[str, str], None]) -> Drafter:
     settings = SuffixSettings(
         max_draft_tokens=num_lookup,
         max_match_len=plan.config.max_matching_ngram_size,
-        eos_token_ids=plan.eos_token_ids or frozenset(),
+        eos_token_ids=plan.call.criteria.eos_token_ids or frozenset(),
         vocab_size=vocab_size_of(plan.target.model),
         store=plan.config.suffix_store,
         num_pads=plan.call.num_pads,
@@ -88,9 +87,9 @@ def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
         max_length=call.max_length,
         max_draft_tokens=config.max_draft_tokens,
         vocab_size=vocab_size_of(call.target),
-        eos_token_ids=BlockStoppingCriteria(call.criteria).eos_token_ids or frozenset(),
+        eos_token_ids=call.criteria.eos_token_ids or frozenset(),
         device=call.input_ids.device,
-        processors=BlockLogitsProcessorList(call.processors).for_draft(),
+        processors=call.processors.for_draft(),
         stream=traits.draft_stream,
         keeps_logits=traits.reads_draft_logits,
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
@@ -100,12 +99,12 @@ def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
 
 
 def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str], None]) -> ModelDrafter:
-    call, config, eos, device = plan.call, plan.config, plan.eos_token_ids, draft.device
+    call, config, device = plan.call, plan.config, draft.device
     is_synced = call.ranks is not None or call.group is not None
     max_position = min(call.max_position, last_position(draft.model, call.max_position))
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
     chunk_size = None if call.ranks else draft_chunk_size(plan.target.model, draft.model, num_query)
-    processors = BlockLogitsProcessorList(call.processors).for_draft()
+    eos, processors = call.criteria.eos_token_ids, call.processors.for_draft()
     if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
         processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
     of_rows = ProcessorGroups(processors, call.batch_size) if call.rows_leave else processors

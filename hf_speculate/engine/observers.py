@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_speculate.engine.stage_clock import Stage
@@ -119,13 +121,14 @@ class BadLogitsObserver(Observer):
 
 @dataclass
 class StreamObserver(Observer):
-    """Passes the new tokens of a single row on to a streamer."""
+    """Passes the new tokens of a single row on to a streamer, one by one."""
 
     stage = Stage.EMIT
-    on_tokens: Callable[[list[int]], None]
+    streamer: Any
 
     def on_round(self, record: RoundRecord) -> None:
-        self.on_tokens(record.verified.new_ids[0][: record.trimmed.num_emitted[0]])
+        for token_id in record.verified.new_ids[0][: record.trimmed.num_emitted[0]]:
+            self.streamer.put(torch.tensor([token_id], device="cpu"))
 
 
 @dataclass

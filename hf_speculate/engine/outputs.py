@@ -27,10 +27,7 @@ class Recorded(NamedTuple):
 
 
 class OutputRecorder(Observer):
-    """Keeps each row's new tokens, and the scores and states that `generate()` returns with them.
-
-    Returned attentions need `windows`, which gives the sliding window of each layer, None for full attention.
-    """
+    """Keeps each row's new tokens, and the scores and states that `generate()` returns with them."""
 
     stage = Stage.EMIT
 
@@ -41,7 +38,7 @@ class OutputRecorder(Observer):
         self.attentions: list[LayerStates] = []
         self._scores: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
         self._logits: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
-        self._windows = windows
+        self._windows = windows  # the sliding window of each layer, None for full attention
 
     def on_round(self, record: RoundRecord) -> None:
         wants = self.recorded

@@ -1,6 +1,5 @@
 """The plan of a call: what follows from its arguments and models, before anything is built."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
@@ -16,8 +15,6 @@ from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens,
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
-from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
@@ -39,7 +36,6 @@ class Plan:
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
     end_padding_id: int | None  # fills a kept target cache after finished rows, see `EndPadding`; None if nothing does
-    eos_token_ids: frozenset[int] | None  # tokens that end a row, or None
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
 
     @property
@@ -73,9 +69,8 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
     """Decide what a call does."""
     fallbacks: list[str] = []
     call = _without_useless_draft(call, fallbacks)
-    processors, stopping = BlockLogitsProcessorList(call.processors), BlockStoppingCriteria(call.criteria)
-    goes_on = stopping.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
-    lock_step = _lock_step_reason(call, [*processors.foreign_names, *stopping.foreign_names], goes_on)
+    goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
+    lock_step = _lock_step_reason(call, goes_on)
     if lock_step:
         fallbacks.append(lock_step)
     strategy = _draft_strategy(call)
@@ -104,7 +99,6 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
             lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache
         ),
         end_padding_id=_end_padding_id(call, ends_apart=not goes_on and not lock_step),
-        eos_token_ids=stopping.eos_token_ids,
         fallbacks=tuple(fallbacks),
     )
 
@@ -134,8 +128,9 @@ def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return _num_bytes(draft) / max(_num_bytes(target), 1)
 
 
-def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
-    """Why all rows must advance together; empty if they need not. `foreign` names what is not row-wise."""
+def _lock_step_reason(call: Call, goes_on: bool) -> str:
+    """Why all rows must advance together; empty if they need not."""
+    foreign = [*call.processors.foreign_names, *call.criteria.foreign_names]
     if foreign:
         return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)

@@ -26,10 +26,7 @@ class FinishedRow(NamedTuple):
 
 
 class RunningBatch:
-    """Decodes rows of several calls together; each row gets the tokens that it gets alone.
-
-    If tokens are sampled, logits that define no distribution end their row with an error.
-    """
+    """Decodes rows of several calls together; each row gets the tokens that it gets alone."""
 
     def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
         self._batch = first.batch

@@ -21,7 +21,6 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
 _MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
-_Kind = tuple[bool, str]  # whether a running batch samples, and with which verifier
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class ContinuousDecoder:
 
     def __post_init__(self) -> None:
         self._clock = StageClock()
-        self._running: dict[_Kind, RunningBatch] = {}
+        self._running: dict[tuple[bool, str], RunningBatch] = {}  # by whether it samples, and by verifier
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
         self._suffix_store: SuffixStore | None = None

@@ -1,9 +1,8 @@
 """The decoding method of a call, which transformers runs once it has prepared the inputs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
@@ -41,6 +40,8 @@ from hf_speculate.generation.validate_models import (
 )
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
@@ -58,6 +59,7 @@ class _Inputs(NamedTuple):
     static_cache: Cache | None  # the passed one, whose states a dynamic cache in `model_kwargs` holds; or None
 
 
+@dataclass(eq=False)
 class SpeculativeDecoding:
     """A `custom_generate` function that decodes for one `generate()` call, with fixed buffers if `is_static`.
 
@@ -65,26 +67,20 @@ class SpeculativeDecoding:
     With the number of a first row, the decoder is made but not run, so that its rows may join others.
     """
 
-    def __init__(
-        self,
-        assistant: ResolvedAssistant,
-        config: SpeculationConfig,
-        call: dict[str, Any],
-        is_static: bool,
-        source: DraftSource,
-        first_row: int | None = None,
-    ):
-        self.assistant = assistant
-        self.is_static = is_static
-        self.source = source
-        self.first_row = first_row
+    assistant: ResolvedAssistant
+    config: SpeculationConfig
+    passed: dict[str, Any]  # the arguments of the call that are not None
+    is_static: bool
+    source: DraftSource
+    first_row: int | None = None
+
+    def __post_init__(self) -> None:
         self.prepared: Prepared  # set by a run, if there is a first row
-        self.stats = config.speculation_stats or SpeculationStats()
+        self.stats = self.config.speculation_stats or SpeculationStats()
         self.stats.reset()
-        self.config = replace(config, speculation_stats=self.stats)
+        self.config = replace(self.config, speculation_stats=self.stats)
         self.num_runs = 0
         self.clock = StageClock()
-        self.passed = {name: value for name, value in call.items() if value is not None}  # by the user
         self.is_cache_passed = not self.passed.keys().isdisjoint(CACHE_NAMES)
 
     def __call__(
@@ -132,14 +128,14 @@ class SpeculativeDecoding:
 
     def _decode(self, prepared: Prepared, inputs: _Inputs) -> GenerateOutput | Tensor:
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
-        folded = folded_attention_for([] if call.recorded.attentions else self._models(inputs.model))
+        folded = folded_attention_for([] if call.recorded.attentions else call.models)
         with folded, decoder.caches(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
             decoder.target.kv_cache.hand_back()
             cache, pad_id = self._returned_cache(inputs, call), call.pad_token_id or 0
-            if "streamer" in self.passed:
-                self.passed["streamer"].end()
+            if call.streamer is not None:
+                call.streamer.end()
             output: GenerateOutput | Tensor
             if inputs.generation_config.return_dict_in_generate:
                 encoder_states = encoder_hidden_states(inputs.model_kwargs)
@@ -165,7 +161,8 @@ class SpeculativeDecoding:
         encoded = inputs_tensor if reads_tensor else None
         is_fixed = self.is_static or static_cache is not None
         static = static_request(model, draft, generation_config, is_fixed, self.assistant.eager_reason)
-        ranks = synced_ranks(self.passed.get("synced_gpus"), self._models(model), device)
+        models = [model] if draft is None else [model, draft]
+        ranks = synced_ranks(self.passed.get("synced_gpus"), models, device)
         if ranks is not None:
             check_synced(config, generation_config, static.is_static, self.source)
         return Call(
@@ -179,14 +176,14 @@ class SpeculativeDecoding:
             is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
             keeps_rows=adapters_by_row(model),
-            processors=processors,
-            criteria=criteria,
+            processors=BlockLogitsProcessorList(processors),
+            criteria=BlockStoppingCriteria(criteria),
             do_sample=bool(generation_config.do_sample),
             max_length=generation_config.max_length,
             pad_token_id=pad_token_id(generation_config),
             prefill_chunk_size=generation_config.prefill_chunk_size,
             recorded=recorded_of(generation_config),
-            on_tokens=self._stream if "streamer" in self.passed else None,
+            streamer=self.passed.get("streamer"),
             static=static,
             target_inputs=extra,
             draft_inputs=draft_inputs(draft, model, encoded, model_kwargs, len(input_ids), vocabulary),
@@ -201,7 +198,7 @@ class SpeculativeDecoding:
                 vocab_size=vocab_size_of(model),
             ),
             ranks=ranks,
-            group=tensor_parallel_group(self._models(model), device),
+            group=tensor_parallel_group(models, device),
             first_row=self.first_row or 0,
             rows_leave=self.first_row is not None,
         )
@@ -246,10 +243,3 @@ class SpeculativeDecoding:
             return None  # none was passed, or the model's own generate() has made another prompt
         num_copies = prompt.shape[0] // prompts[0].shape[0]
         return (prompt.shape[0] if len(mask) == 1 else len(mask) * num_copies, *mask.shape[1:])
-
-    def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:
-        return [one for one in (model, self.assistant.model) if one is not None]
-
-    def _stream(self, token_ids: list[int]) -> None:
-        for token_id in token_ids:
-            self.passed["streamer"].put(torch.tensor([token_id], device="cpu"))

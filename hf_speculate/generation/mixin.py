@@ -184,7 +184,8 @@ def _find_decoding(
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    return SpeculativeDecoding(resolved, config, call, is_static, source, first_row)
+    passed = {name: value for name, value in call.items() if value is not None}
+    return SpeculativeDecoding(resolved, config, passed, is_static, source, first_row)
 
 
 def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
