@@ -65,8 +65,9 @@ class SpeculativeDecoder:
     @contextmanager
     def caches(self, is_passed: bool) -> Iterator[None]:
         """Restore the target's cache if it was passed and the block fails, and release all buffers after the block."""
-        restore = self.target.kv_cache.snapshot() if is_passed else None
+        restore = None
         try:
+            restore = self.target.kv_cache.snapshot() if is_passed else None
             yield
         except BaseException:
             if restore is not None:

@@ -102,7 +102,7 @@ def generate(
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
     bound = bind(_plain_generate(model), (), kwargs)
-    decoding = cast(SpeculativeDecoding, _find_decoding(model, bound, {}, first_row))
+    decoding = cast(SpeculativeDecoding, _find_decoding(model, bound, {}, first_row))  # never None with a first row
     _run(model, bound, decoding)
     return decoding.prepared
 
