@@ -159,5 +159,5 @@ class DecodeOutput(NamedTuple):
     """Tokens decoded one by one."""
 
     token_ids: Tensor  # [B, N] int64
-    token_logits: Tensor | None  # [B, N, V]; None if the caller's own choice returned none
+    token_logits: Tensor | None  # [B, N, V]; None if nobody reads them
     lens: Tensor  # [B] int32, tokens of each row that count

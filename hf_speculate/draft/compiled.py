@@ -1,6 +1,5 @@
 """The compiled drafter: every drafted token is one run of the same compiled step."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,13 +10,12 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.token_choice import Choosing, DraftSettings
+from hf_speculate.draft.token_choice import Choosing, DraftSettings, choose_step
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
-from hf_speculate.models.inferencer import Inferencer, num_until
+from hf_speculate.models.inferencer import Chosen, Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.triton_kernels import sample
-from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, NoiseKeys
 
 # A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
 # last but one. For the others its states are written again.
@@ -32,28 +30,16 @@ class Carry(NamedTuple):
     keys: NoiseKeys | None  # of the next token's noise; None to take the argmax
 
 
-class Chosen(NamedTuple):
-    """The result of a step."""
-
-    token_ids: Tensor  # [B] int64
-    token_logits: Tensor | None  # [B, V] if the verifier reads them
-    logsumexp: Tensor | None  # [B] float32
-
-
 def draft_step(
     model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, choosing: Choosing
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry
     logits = forward_rows(model, query, ends, rows, states, kinds).logits[:, -1]  # [B, V]
-    if keys is None:
-        chosen = Chosen(logits.argmax(dim=-1), None, None)
-    else:
-        token_ids, logsumexp = sample(logits, keys=keys, stream=choosing.stream, backend=choosing.backend)
-        chosen = Chosen(token_ids, logits, logsumexp) if choosing.keeps_logits else Chosen(token_ids, None, None)
+    chosen = choose_step(logits, keys, choosing)
+    if keys is not None:
         keys = keys._replace(positions=keys.positions + 1)
-    following = torch.cat([query[:, 1:], chosen.token_ids[:, None]], dim=1)  # [B, 2]
-    return chosen, Carry(following, ends + 1, keys)
+    return chosen, Carry(torch.cat([query[:, 1:], chosen.token_ids], dim=1), ends + 1, keys)
 
 
 class CompiledDrafter(ModelDrafter):
@@ -78,11 +64,12 @@ class CompiledDrafter(ModelDrafter):
         if kv_cache is not None and self.chooser.is_plain:
             request.check()
             query = self._catch_up(query, kv_cache)
-            keys = request.keys if request.sample_strategy is SampleStrategy.RANDOM else None
-            steps = self._steps(query, kv_cache, num_draft_tokens, keys)
+            draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
+            steps = self._steps(query, kv_cache, num_draft_tokens, draft.keys)
             if steps is not None:
                 kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
-                return self._proposal(steps, target_device)
+                draft.chosen += steps
+                return draft.finish(target_device)
         return super().draft(request._replace(query_token_ids=query.to(target_device)))
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
@@ -103,7 +90,7 @@ class CompiledDrafter(ModelDrafter):
             return None
         runner = self.language_model.runner
         if keys is not None:
-            keys = NoiseKeys(*(buffers.vary(part.to(query.device), 0) for part in keys))
+            keys = NoiseKeys(*(buffers.vary(part, 0) for part in keys))
         choosing = Choosing(
             self.settings.stream, self.settings.keeps_logits, runner.sampling_backend or self.settings.backend
         )
@@ -113,18 +100,3 @@ class CompiledDrafter(ModelDrafter):
         carry = Carry(buffers.vary(query, 0), ends, keys)
         steps: list[Chosen] | None = runner.repeat(name, draft_step, num_steps, carry, *constant, choosing)
         return steps
-
-    def _proposal(self, steps: Sequence[Chosen], device: torch.device) -> DraftOut:
-        """The tokens of all steps; `lens` ends rows at EOS."""
-        token_ids = torch.stack([step.token_ids for step in steps], dim=1)  # [B, K]
-        if self.settings.eos_token_ids is None:
-            lens = torch.full((token_ids.shape[0],), len(steps), dtype=torch.int32, device=token_ids.device)
-        else:
-            counts = torch.arange(1, len(steps) + 1, dtype=torch.int32, device=token_ids.device)
-            lens = num_until(token_ids, self.settings.eos_token_ids, counts)
-        kept = [(step.token_logits, step.logsumexp) for step in steps]
-        logits, sums = (
-            torch.stack(part, dim=1).to(device) if isinstance(part[0], Tensor) else None
-            for part in zip(*kept, strict=True)
-        )
-        return DraftOut(token_ids.to(device), lens.to(device), logits, sums)

@@ -45,22 +45,10 @@ class ModelDrafter(Drafter):
         query, kv_cache, num_draft_tokens, sample_strategy, keys, kept = request
         if kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
-        target_device, query = query.device, query.to(self.inferencer.language_model.device)
         self.chooser.read(query, kept)
-        choices = self.chooser.start(num_draft_tokens, sample_strategy, keys)
-        decoded = self.inferencer.decode(
-            query,
-            kv_cache,
-            num_draft_tokens,
-            sample_strategy,
-            choose=lambda logits, step: choices.choose(logits),
-            stop_ids=self.settings.eos_token_ids,
-        )
-        choices.end()
-        logits, logsumexps = decoded.token_logits, None
-        if choices.draws is not None and logits is not None:
-            logits, logsumexps = logits.to(target_device), choices.draws.logsumexps().to(target_device)
-        return DraftOut(decoded.token_ids.to(target_device), decoded.lens.to(target_device), logits, logsumexps)
+        draft = self.chooser.start(num_draft_tokens, sample_strategy, keys)
+        self.inferencer.extend(query.to(self.inferencer.language_model.device), kv_cache, num_draft_tokens, draft)
+        return draft.finish(query.device)
 
     def begin(self, token_ids: Tensor) -> None:
         self.chooser.begin(token_ids)

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
-from hf_speculate.models.inferencer import Choice
+from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups
-from hf_speculate.triton_kernels import Draws
-from hf_speculate.types import Kept, NoiseKeys, SampleStrategy, Stream
+from hf_speculate.triton_kernels import Draws, sample
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 _HISTORY_CAPACITY = 256  # columns to come for which the history of processors is made
 
@@ -38,6 +39,16 @@ class Choosing(NamedTuple):
     backend: str
 
 
+def choose_step(logits: Tensor, keys: NoiseKeys | None, choosing: Choosing) -> Chosen:
+    """One token of every row from logits [B, V], in a compiled draft; without noise keys the argmax is taken."""
+    if keys is None:
+        return Chosen(logits.argmax(dim=-1)[:, None])
+    token_ids, logsumexp = sample(logits, keys=keys, stream=choosing.stream, backend=choosing.backend)
+    if not choosing.keeps_logits:
+        return Chosen(token_ids[:, None])
+    return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
+
+
 class TokenChooser:
     """Chooses the drafted tokens of one call, and keeps the sequences that its processors read.
 
@@ -57,6 +68,7 @@ class TokenChooser:
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
         self.can_join = isinstance(processors, ProcessorGroups)
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
+        self.counts = Ruler(device, torch.int32)
         self._device = device
 
     @property
@@ -76,13 +88,13 @@ class TokenChooser:
         elif kept is not None:
             self.history.append(kept.token_ids.to(self._device), kept.num_emitted.tolist())
 
-    def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundChoices":
-        """The choices of one round of K tokens at most."""
+    def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundDraft":
+        """The draft of one round, of K tokens at most."""
         draws = None
         if sample_strategy is SampleStrategy.RANDOM and keys is not None:
             on_device = NoiseKeys(*(part.to(self._device) for part in keys))
             draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
-        return RoundChoices(self, draws)
+        return RoundDraft(self, draws, num_tokens)
 
     def join(self, other: "TokenChooser") -> None:
         if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
@@ -96,39 +108,66 @@ class TokenChooser:
             self.history.rows(indices)
 
 
-class RoundChoices:
-    """Chooses the tokens of one round, with new forks of processors that have state."""
+class RoundDraft(ChosenTokens):
+    """The tokens chosen so far in one round, with new forks of processors that have state."""
 
-    def __init__(self, chooser: TokenChooser, draws: Draws | None):
-        self.draws = draws  # None to take the argmax
+    def __init__(self, chooser: TokenChooser, draws: Draws | None, num_tokens: int):
+        super().__init__(chooser.settings.eos_token_ids, chooser.counts)
         self._chooser = chooser
+        self._draws = draws  # None to take the argmax
+        self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._processors = chooser.processors.forked()
-        self._num_recorded = 0
+        self._num_recorded = 0  # tokens of the round in the history
 
-    def choose(self, logits: Tensor) -> Choice:
-        """Choose one token per row from [B, V] or [B, Vd]; rows are done if its probability is below the threshold."""
-        chooser, settings, vocabulary = self._chooser, self._chooser.settings, self._chooser.vocabulary
-        is_mapped = vocabulary is not None and (self.draws is not None or len(self._processors) > 0)
+    @property
+    def keys(self) -> NoiseKeys | None:
+        """Keys of the noise; None if the argmax is taken."""
+        return None if self._draws is None else self._draws.keys
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""
+        settings, vocabulary, history = self._chooser.settings, self._chooser.vocabulary, self._chooser.history
+        is_mapped = vocabulary is not None and (self._draws is not None or len(self._processors) > 0)
         scores = vocabulary.scattered(logits) if vocabulary is not None and is_mapped else logits
-        history = chooser.history
         if len(self._processors):
             # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
             prefix_lens = None if history is None else history.lens
             scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
-        best = scores.argmax(dim=-1) if self.draws is None else self.draws.draw(scores)
+        best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
         token_ids = best if vocabulary is None or is_mapped else vocabulary.ids(best)
         if history is not None:
             history.append(token_ids[:, None])
             self._num_recorded += 1
-        is_unsure = None
         if settings.confidence_threshold > 0:
             chosen = scores.float().log_softmax(dim=-1).gather(1, best[:, None])[:, 0]
-            is_unsure = chosen.exp() < settings.confidence_threshold
-        is_kept = self.draws is not None and settings.keeps_logits
-        return Choice(token_ids, scores if is_kept else None, is_unsure)
+            self._are_last.append(chosen.exp() < settings.confidence_threshold)
+        is_kept = self._draws is not None and settings.keeps_logits
+        self.chosen.append(Chosen(token_ids[:, None], scores[:, None] if is_kept else None))
+        return token_ids
 
-    def end(self) -> None:
-        """Forget the tokens of the round."""
+    def choose_all(self, logits: Tensor) -> None:
+        """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
+        vocabulary = self._chooser.vocabulary
+        if self._draws is None and self._chooser.is_plain and vocabulary is not None:
+            self.chosen.append(Chosen(vocabulary.ids(logits.argmax(dim=-1))))
+            return
+        for step in range(logits.shape[1]):
+            self.choose(logits[:, step])
+
+    def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
+        """The draft on a device; `most` [B] int32 bounds the tokens that count. The history forgets them."""
+        token_ids, logits, logsumexp = joined(self.chosen)
+        token_ids = token_ids[:, : self._num_tokens]
+        lens, num = self.lens(token_ids), token_ids.shape[1]
+        if most is not None:
+            lens = torch.minimum(lens, most)
+            if lens.device.type == "cpu":  # elsewhere reading it would wait for an accelerator
+                num = max(int(lens.max()), 1)
         if self._chooser.history is not None:
             self._chooser.history.drop(self._num_recorded)
+        token_ids, lens = token_ids[:, :num].to(device), lens.to(device)
+        if logits is None or self._draws is None:
+            return DraftOut(token_ids, lens, None, None)
+        logsumexp = self._draws.logsumexps() if logsumexp is None else logsumexp
+        return DraftOut(token_ids, lens, logits[:, :num].to(device), logsumexp[:, :num].to(device))

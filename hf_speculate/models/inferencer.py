@@ -1,8 +1,8 @@
 """Prefill a prompt or decode token by token with one model."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,76 @@ from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.
 MIN_CHUNK_TOKENS = 256
-
-
-class Choice(NamedTuple):
-    """One token per row, and what it was chosen from."""
-
-    token_ids: Tensor  # [B] int64
-    token_logits: Tensor | None  # [B, V]; None: nobody will read them
-    is_done: Tensor | None  # [B] bool, rows that need no further token; None: nothing stops
-
-
 # Longer queries are prompts; the tokens after them share masks of their own.
 MAX_EXPECTED_QUERY = 16
 
-ChooseToken = Callable[[Tensor, int], Choice]
-"""Takes the last position's logits [B, V] and the step's number; returns the `Choice`."""
+
+class Chosen(NamedTuple):
+    """Tokens of every row, and what they were chosen from."""
+
+    token_ids: Tensor  # [B, N] int64
+    token_logits: Tensor | None = None  # [B, N, V]; None if nobody reads them
+    logsumexp: Tensor | None = None  # [B, N] float32 of the logits, if the step has computed it
+
+
+def joined(chosen: Sequence[Chosen]) -> Chosen:
+    """Tokens that follow one another."""
+    columns: Any = zip(*chosen, strict=True)
+    parts: list[Any] = [None if column[0] is None else torch.cat(column, dim=1) for column in columns]
+    return Chosen(*parts)
+
+
+class ChosenTokens:
+    """The tokens that are chosen one by one after a query, and where rows end among them."""
+
+    def __init__(
+        self,
+        stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
+        counts: Ruler,  # int32, on the device of the tokens
+        sample_strategy: SampleStrategy = SampleStrategy.GREEDY,
+    ):
+        self.chosen: list[Chosen] = []
+        self._stop_ids = stop_ids
+        self._counts = counts
+        self._sample_strategy = sample_strategy
+        self._are_last: list[Tensor] = []  # by token, [B] bool: rows that need no other; empty if only ids end rows
+        self._is_ended: Tensor | None = None  # [B] bool, of the tokens that `are_enough` has looked at
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token [B] int64: the argmax of logits [B, V], or a draw of torch's default generator."""
+        if self._sample_strategy is SampleStrategy.GREEDY:
+            token_ids = logits.float().argmax(dim=-1)
+        else:
+            token_ids = torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0]
+        self.chosen.append(Chosen(token_ids[:, None], logits[:, None]))
+        return token_ids
+
+    def are_enough(self) -> bool:
+        """Whether no row needs another token, asked after each; False where the answer would have to be waited for."""
+        newest = self.chosen[-1].token_ids  # [B, 1]
+        if newest.device.type != "cpu":
+            return False
+        ends = self._are_last[-1:]
+        if self._stop_ids is not None:
+            ends.append((newest == self._stop_ids).any(1))
+        if not ends:
+            return False
+        if self._is_ended is not None:
+            ends.append(self._is_ended)
+        self._is_ended = reduce(torch.logical_or, ends)
+        return bool(self._is_ended.all())
+
+    def lens(self, token_ids: Tensor) -> Tensor:
+        """[B] int32: the tokens of each row of [B, N], all that were chosen, up to the first that ends it."""
+        counts = self._counts.span(1, token_ids.shape[1])
+        go_on = [~torch.stack(self._are_last, dim=1)] if self._are_last else []  # each [B, N]
+        stop_ids = self._stop_ids
+        if stop_ids is not None:
+            is_single = stop_ids.shape[0] == 1
+            go_on.append(token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1))
+        if not go_on:
+            return counts[-1:].repeat(token_ids.shape[0])
+        return torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amin(1)
 
 
 class Inferencer:
@@ -40,16 +95,10 @@ class Inferencer:
     every row is done, if `stops_early` and if that can be read for nothing.
     """
 
-    def __init__(
-        self,
-        language_model: LanguageModel,
-        chunk_size: int | None = None,
-        stops_early: bool = True,
-    ):
+    def __init__(self, language_model: LanguageModel, chunk_size: int | None = None, stops_early: bool = True):
         self.language_model = language_model
         self.chunk_size = chunk_size
         self.stops_early = stops_early
-        self._counts = Ruler(language_model.device, torch.int32)
 
     def prefill(
         self,
@@ -61,7 +110,8 @@ class Inferencer:
     ) -> PrefillOutput:
         """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place."""
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
-        return PrefillOutput(_choice(sample_strategy, logits[:, -1]).token_ids[:, None], logits)
+        token_ids = self._choices(sample_strategy).choose(logits[:, -1])
+        return PrefillOutput(token_ids[:, None], logits)
 
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
         """Logits [B, V] after query tokens [B, Q] int64, in as few chunks of about one length as `chunk_size` takes."""
@@ -72,71 +122,40 @@ class Inferencer:
         return logits[:, -1]
 
     def decode(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache,
-        max_new_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        choose: ChooseToken | None = None,
-        stop_ids: Tensor | None = None,
+        self, query_token_ids: Tensor, kv_cache: KVCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all of them but the last, in place.
+        """Decode up to `max_new_tokens` tokens after a query [B, Q] int64; a row is done after its EOS.
 
-        A row is done after its EOS. The loop ends when every row is, where that can be read without waiting. The query
-        is [B, Q] int64. `choose` replaces `sample_strategy` and the EOS rule; rows are then done after one of
-        `stop_ids` [E] int64 too.
+        See `extend` for the end of the loop and the cache.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
-        if choose is None:
-            choose = partial(_choice, sample_strategy)
-            eos = self.language_model.model.generation_config.eos_token_id
-            stop_ids = None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
-        can_stop = self.stops_early and query_token_ids.device.type == "cpu"  # elsewhere reading would wait
-        is_ended = torch.zeros(query_token_ids.shape[0], dtype=torch.bool, device="cpu")
-        ids: list[Tensor] = []
-        logits: list[Tensor] = []
-        are_done: list[Tensor] = []
-        query = query_token_ids
-        if query.shape[1] <= MAX_EXPECTED_QUERY:
-            kv_cache.expect(query.shape[1] + max_new_tokens - 1)
+        tokens = self._choices(sample_strategy)
+        self.extend(query_token_ids, kv_cache, max_new_tokens, tokens)
+        token_ids, logits, _ = joined(tokens.chosen)
+        return DecodeOutput(token_ids, logits, tokens.lens(token_ids))
+
+    def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, tokens: ChosenTokens) -> None:
+        """Choose up to N >= 1 tokens after a query [B, Q] int64; `kv_cache` is advanced by all but the last, in place.
+
+        The loop ends when every row is done, where that can be read without waiting.
+        """
+        num_query = query.shape[1]
+        if num_query <= MAX_EXPECTED_QUERY:
+            kv_cache.expect(num_query + max_new_tokens - 1)
         for step in range(max_new_tokens):
-            choice = choose(self.feed(query, kv_cache), step)
-            ids.append(choice.token_ids)
-            query = choice.token_ids[:, None]
-            if choice.token_logits is not None:
-                logits.append(choice.token_logits)
-            if choice.is_done is not None:
-                are_done.append(choice.is_done)
-            if step == 0 and query_token_ids.shape[1] > MAX_EXPECTED_QUERY:
+            query = tokens.choose(self.feed(query, kv_cache))[:, None]
+            if step == 0 and num_query > MAX_EXPECTED_QUERY:
                 kv_cache.expect(max_new_tokens - 1)
-            if can_stop:
-                if stop_ids is not None:
-                    is_ended = is_ended | (query == stop_ids).any(1)
-                if choice.is_done is not None:
-                    is_ended = is_ended | choice.is_done
-                if bool(is_ended.all()):
-                    break
-        token_ids, counts = torch.stack(ids, dim=1), self._counts.span(1, len(ids))
-        lens = counts[-1:].repeat(token_ids.shape[0]) if stop_ids is None else num_until(token_ids, stop_ids, counts)
-        if are_done:
-            lens = lens.minimum(torch.where(torch.stack(are_done, dim=1), counts, counts[-1]).amin(1))
-        return DecodeOutput(token_ids, torch.stack(logits, dim=1) if logits else None, lens)
+            if self.stops_early and tokens.are_enough():
+                break
 
-
-def _choice(sample_strategy: SampleStrategy, logits: Tensor, step: int = 0) -> Choice:
-    """The argmax of logits [B, V], or a draw of torch's default generator."""
-    if sample_strategy is SampleStrategy.GREEDY:
-        return Choice(logits.float().argmax(dim=-1), logits, None)
-    return Choice(torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0], logits, None)
-
-
-def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:
-    """[B] int32, tokens of each row of [B, N] up to the first of the stop ids [E], itself included; else N."""
-    is_single = stop_ids.shape[0] == 1
-    goes_on = token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1)  # [B, N]
-    return torch.where(goes_on, counts[-1], counts).amin(1)
+    def _choices(self, sample_strategy: SampleStrategy) -> ChosenTokens:
+        """Choices whose rows end at the EOS of the model."""
+        model, device = self.language_model.model, self.language_model.device
+        eos = model.generation_config.eos_token_id
+        stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
+        return ChosenTokens(stop_ids, Ruler(device, torch.int32), sample_strategy)
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:

@@ -57,7 +57,7 @@ MUTANTS = (
                 "history.append(token_ids[:, None])", "history.append(token_ids[:, None], [0] * len(token_ids))"
             ),
             "model drafter: sure tokens end a draft": Fault(
-                "is_unsure = chosen.exp() < settings", "is_unsure = chosen.exp() > settings", "draft/test_model.py"
+                "chosen.exp() < settings", "chosen.exp() > settings", "draft/test_model.py"
             ),
         },
     ),
@@ -71,8 +71,8 @@ MUTANTS = (
                 "models/test_language_model.py",
             ),
             "inferencer: rows count tokens after their EOS": Fault(
-                "torch.where(goes_on, counts[-1], counts).amin(1)",
-                "torch.where(goes_on, counts[-1], counts).amax(1)",
+                "torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amin(1)",
+                "torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amax(1)",
                 "models/test_language_model.py",
             ),
             "inferencer: only the last chunk is read": Fault(

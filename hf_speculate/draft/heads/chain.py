@@ -19,13 +19,13 @@ from torch import Tensor
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.network import HeadNetwork
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal, Unrolled, last_of
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.heads.target_parts import TargetParts, shape_of
-from hf_speculate.draft.token_choice import Choosing
+from hf_speculate.draft.token_choice import Choosing, RoundDraft, choose_step
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
-from hf_speculate.triton_kernels import sample
+from hf_speculate.models.inferencer import Chosen, joined
 from hf_speculate.types import NoiseKeys
 
 # Longer drafts would take long to compile; they run step by step.
@@ -72,30 +72,26 @@ def chain_steps(
     num_steps: int,
     choosing: Choosing,
     keys: NoiseKeys | None,
-) -> Unrolled:
+) -> Chosen:
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
-    ids, kept_logits, sums = [], [], []
+    drafted = []
     logits, states = network.read(inputs.outputs, parts)
     for step in range(num_steps):
         if keys is None:
-            token_ids = vocabulary.ids(logits.argmax(dim=-1))
+            greedy = choose_step(logits, None, choosing)
+            chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
         else:
-            scores = vocabulary.scattered(logits)  # [B, V]
             step_keys = keys._replace(positions=keys.positions + step)
-            token_ids, logsumexp = sample(scores, keys=step_keys, stream=choosing.stream, backend=choosing.backend)
-            kept_logits.append(scores)
-            sums.append(logsumexp)
-        ids.append(token_ids)
+            chosen = choose_step(vocabulary.scattered(logits), step_keys, choosing)
+        drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
             placed = Placed(list(inputs.buffers), 0, row_ids, columns, width, network.windows, inputs.outputs.dtype)
-            pairs = Pairs(token_ids[:, None], states[:, None], columns, placed)
+            pairs = Pairs(chosen.token_ids, states[:, None], columns, placed)
             logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
-    if keys is None or not choosing.keeps_logits:
-        return Unrolled(torch.stack(ids, dim=1), None, None)
-    return Unrolled(torch.stack(ids, dim=1), torch.stack(kept_logits, dim=1), torch.stack(sums, dim=1))
+    return joined(drafted)
 
 
 class ChainDrafter(HeadDrafter[ChainNetwork]):
@@ -114,20 +110,20 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.is_compiled = self._compilation.is_working
             self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)  # for the whole call
 
-    def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         for chunk in new.chunks():
             self._read(chunk)
-        unrolled = self._draft_compiled(num_draft_tokens, proposal.keys)
-        if unrolled is not None:
-            proposal.add_unrolled(unrolled, num_draft_tokens)
+        compiled = self._draft_compiled(num_draft_tokens, draft.keys)
+        if compiled is not None:
+            draft.chosen.append(compiled)
             return
         num_depths, ends = self.network.num_depths, self.cache.ends
         outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
-        drafted = [proposal.add(logits)]  # each [B]
+        drafted = [draft.choose(logits)]  # each [B]
         num_own = [0] * num_depths  # columns behind the rows' ends that a depth has written
         for step in range(1, num_draft_tokens):
-            if proposal.is_over:
+            if draft.are_enough():
                 break
             depth = step % num_depths
             if step < num_depths:  # the depth's first turn: it catches up
@@ -142,9 +138,9 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             num_own[depth] += num
             outputs[depth] += given.unbind(1)
             logits, feedback = self.network.read(given[:, -1], self.parts)
-            drafted.append(proposal.add(logits))
+            drafted.append(draft.choose(logits))
 
-    def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Unrolled | None:
+    def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
         """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
         num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
         buffers = tuple(pair for pair in self.cache.buffers if pair is not None)
@@ -156,9 +152,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         inputs = ChainInputs(outputs.contiguous(), self.cache.ends, seen, buffers)
         choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
         name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
-        result: Unrolled | None = self._compilation.run(
-            name, chain_steps, inputs, self.parts, num_steps, choosing, keys
-        )
+        result: Chosen | None = self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, choosing, keys)
         return result
 
     def _read(self, new: NewTokens) -> None:

@@ -19,9 +19,10 @@ from hf_speculate.draft.heads.kinds import unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
 from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig
 from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.errors import ConfigError
 
 _MASK, _CONFIDENCE = "mask_embedding", "confidence_head.proj.weight"
@@ -156,7 +157,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             self._threshold = setup.confidence_threshold
             self.chooser.settings = replace(self.chooser.settings, confidence_threshold=0.0)
 
-    def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         network, options = self.network, self.network.options
         if new.states is not None and new.width:
             network.read(new.states, self.cache.place(new.width, network.windows, self.dtype))
@@ -167,12 +168,12 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
         logits = network.logits(states, self.parts)  # [B, K, Vd]
         if network.markov_head is None and not self._threshold:
-            proposal.add_all(logits)
+            draft.choose_all(logits)
             return None
-        return self._from_left_to_right(new.newest_ids, states, logits, proposal)
+        return self._from_left_to_right(new.newest_ids, states, logits, draft)
 
     def _from_left_to_right(
-        self, newest_ids: Tensor, states: Tensor, logits: Tensor, proposal: Proposal
+        self, newest_ids: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft
     ) -> Tensor | None:
         """Choose tokens that depend on the one before; [B] how many count, or None if all do."""
         network = self.network
@@ -187,7 +188,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
                 scores = scores + bias
                 if network.options.markov_reaches_confidence:
                     features = torch.cat([features, embeddings], dim=-1)
-            previous = proposal.add(scores)
+            previous = draft.choose(scores)
             if self._threshold and network.confidence_head is not None:
                 product = product * network.confidence_head["proj"](features)[:, 0].float().sigmoid()
                 lens += (product >= self._threshold).to(torch.int32)

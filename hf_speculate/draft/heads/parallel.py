@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.heads.network import HeadNetwork
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal, last_of
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.token_choice import RoundDraft
 
 
 class SlotInputs(NamedTuple):
@@ -36,7 +37,7 @@ class SlotNetwork(HeadNetwork):
 class ParallelDrafter(HeadDrafter[SlotNetwork]):
     """Drafts with one forward of a `SlotNetwork` a round; prompts take one for each chunk."""
 
-    def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         *before, last = new.chunks()
         for chunk in before:
             self.newest_outputs[0] = last_of(self._fill(chunk, 0), chunk, self.newest_outputs.get(0))
@@ -46,7 +47,7 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         index = last.lens[:, None] + torch.arange(num_draft_tokens, device=self.device)  # [B, K]
         chosen = joined.gather(1, index[:, :, None].expand(-1, -1, joined.shape[2]))  # [B, K, H]
         self.newest_outputs[0] = chosen[:, 0]
-        proposal.add_all(self.network.logits(chosen, self.parts))
+        draft.choose_all(self.network.logits(chosen, self.parts))
 
     def _fill(self, new: NewTokens, num_slots: int) -> Tensor:
         """[B, N, H] of new tokens with slots behind each row's own; the tokens stay in the cache."""

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -13,92 +12,9 @@ from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.network import HeadNetwork
 from hf_speculate.draft.heads.row_cache import RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.token_choice import DraftSettings, TokenChooser
+from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser
 from hf_speculate.errors import ShapeError
-from hf_speculate.models.inferencer import Choice
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
-
-
-class Unrolled(NamedTuple):
-    """A draft whose steps are unrolled into one compiled unit."""
-
-    token_ids: Tensor  # [B, K] int64
-    token_logits: Tensor | None  # [B, K, V] if the verifier reads them
-    logsumexp: Tensor | None  # [B, K] float32
-
-
-class Proposal:
-    """The tokens chosen so far in one round of at most K; without noise keys the argmax is taken."""
-
-    def __init__(self, chooser: TokenChooser, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None):
-        self._chooser = chooser
-        self._choices = chooser.start(num_tokens, sample_strategy, keys)
-        self._draws = self._choices.draws
-        self._chosen: list[Choice] = []  # by token
-        self._logsumexp: Tensor | None = None  # [B, K], of an unrolled draft
-
-    @property
-    def keys(self) -> NoiseKeys | None:
-        """Keys of the noise; None if the argmax is taken."""
-        return None if self._draws is None else self._draws.keys
-
-    def add(self, logits: Tensor) -> Tensor:
-        """Choose the next token [B] int64 of every row, an id of the target, from the head's logits [B, Vd]."""
-        self._chosen.append(self._choices.choose(logits))
-        return self._chosen[-1].token_ids
-
-    def add_all(self, logits: Tensor) -> None:
-        """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
-        vocabulary = self._chooser.vocabulary
-        if self._draws is None and self._chooser.is_plain and vocabulary is not None:
-            self.add_unrolled(Unrolled(vocabulary.ids(logits.argmax(dim=-1)), None, None), logits.shape[1])
-            return
-        for step in range(logits.shape[1]):
-            self.add(logits[:, step])
-
-    def add_unrolled(self, unrolled: Unrolled, num_tokens: int) -> None:
-        """Take the first tokens of a whole draft, chosen with `keys`."""
-        token_ids, logits, self._logsumexp = unrolled
-        scores = [None] * num_tokens if logits is None else logits[:, :num_tokens].unbind(1)
-        ids = token_ids[:, :num_tokens].unbind(1)
-        self._chosen += [Choice(*both, None) for both in zip(ids, scores, strict=True)]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no row needs another token; False where finding out would wait for an accelerator."""
-        is_done = self._is_done() if self._chosen[0].token_ids.device.type == "cpu" else None
-        return is_done is not None and bool(is_done.any(dim=1).all())
-
-    def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
-        """The proposal on a device; `most` [B] int bounds the tokens that count."""
-        ids, is_done = self._token_ids(), self._is_done()
-        num = ids.shape[1]
-        lens = torch.full((ids.shape[0],), num, dtype=torch.int32, device=ids.device)
-        if is_done is not None:
-            lens = torch.where(is_done.any(1), is_done.int().argmax(1) + 1, lens).to(torch.int32)
-        if most is not None:
-            lens = torch.minimum(lens, most.to(torch.int32))
-        if most is not None and ids.device.type == "cpu":  # elsewhere reading it would wait for an accelerator
-            num = max(int(lens.max()), 1)
-        self._choices.end()
-        ids, lens = ids[:, :num].to(device), lens.to(device)
-        kept = [choice.token_logits for choice in self._chosen[:num] if choice.token_logits is not None]
-        if not kept or self._draws is None:
-            return DraftOut(ids, lens, None, None)
-        sums = self._draws.logsumexps() if self._logsumexp is None else self._logsumexp
-        return DraftOut(ids, lens, torch.stack(kept, dim=1).to(device), sums[:, :num].to(device))
-
-    def _token_ids(self) -> Tensor:
-        return torch.stack([choice.token_ids for choice in self._chosen], dim=1)  # [B, K]
-
-    def _is_done(self) -> Tensor | None:
-        """[B, K] bool, the tokens after which a row needs no other; None if nothing ends rows."""
-        eos = self._chooser.settings.eos_token_ids
-        ends = [] if eos is None else [(self._token_ids()[:, :, None] == eos).any(-1)]
-        is_unsure = [choice.is_done for choice in self._chosen if choice.is_done is not None]
-        ends += [torch.stack(is_unsure, dim=1)] if is_unsure else []
-        return reduce(torch.logical_or, ends) if ends else None
-
+from hf_speculate.types import DraftOut, Kept
 
 # Tokens of each row per forward of a head, so that the mask of a long prompt stays small.
 CHUNK_SIZE = 512
@@ -152,7 +68,7 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         return self.network.project(states.to(self.device, self.dtype))
 
     @abstractmethod
-    def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         """Read the new tokens and add up to K tokens of every row; [B] int bounds of those that count, or None."""
 
     @torch.no_grad()
@@ -165,9 +81,9 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
             )
         num = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
         self.chooser.read(query, kept)
-        proposal = Proposal(self.chooser, num, request.sample_strategy, request.keys)
-        most = self.propose(self._new_tokens(query, kept), num, proposal)
-        return proposal.finish(self._tokens_device, most)
+        draft = self.chooser.start(num, request.sample_strategy, request.keys)
+        most = self.propose(self._new_tokens(query, kept), num, draft)
+        return draft.finish(self._tokens_device, most)
 
     @torch.no_grad()
     def rows(self, indices: Sequence[int]) -> None:
