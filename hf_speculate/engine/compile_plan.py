@@ -15,8 +15,8 @@ from hf_speculate.draft.compiled import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan
-from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
-from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel, Runner
+from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings, Runner
+from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS, Graphing
 from hf_speculate.models.layer_capture import LayerCapture

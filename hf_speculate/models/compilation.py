@@ -2,8 +2,9 @@
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -53,30 +54,70 @@ class CompileSettings:
         )
 
 
-@dataclass
-class Compilation:
-    """The compiled forwards of one model during one call."""
+class Runner(ABC):
+    """Runs functions of a model over fixed buffers during one call: `Compilation`, or `Graphing`.
 
-    model: nn.Module  # whose forwards are compiled
-    settings: CompileSettings  # of `torch.compile`
-    units: CompiledUnits  # what was compiled for the model before
-    # called with the reason once, if something cannot be compiled; everything runs eagerly from then on. Later calls
-    # try again only after torch's recompile limit, which holds back new shapes and no others
-    on_failure: Callable[[str], None]
-    is_working: bool = field(default=True, init=False)
-    sampling_backend: str | None = field(default="torch", init=False)  # of what is compiled
+    `on_failure` is called with the reason once, if something cannot be run; everything runs eagerly from then on.
+    """
 
-    def __post_init__(self) -> None:
-        failure = self.units.failures.get(self.settings.key)
-        if failure is not None:
-            self._give_up(failure)
+    varies: bool = False
+    """Whether sizes may be numbers that vary."""
+    sampling_backend: str | None = None
+    """Of the sampling kernel in what it runs; None for the call's."""
 
-    @property
-    def varies(self) -> bool:
-        return self.settings.dynamic is not False
+    def __init__(self, model: nn.Module, units: CompiledUnits, on_failure: Callable[[str], None]):
+        self.model = model
+        self.units = units  # what was compiled for the model before, and what failed
+        self.is_working = True  # whether it still runs anything; if not, forwards run eagerly
+        self._on_failure = on_failure
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Does nothing: compiled functions serve all buffers."""
+        """Use what was captured over the buffers that come next."""
+        return
+
+    @abstractmethod
+    def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
+        """The result of a function of the model and `args`; None if it cannot be run."""
+
+    @abstractmethod
+    def repeat(
+        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
+    ) -> list[Any] | None:
+        """The results of `num_steps` steps that feed one another; None if they cannot be run.
+
+        A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
+        """
+
+    def fail(self, why: str, failure_key: Hashable | None) -> None:
+        """Run nothing more in this call, nor in later ones under a failure's key."""
+        reason = f"eager forwards of {type(self.model).__name__}, which cannot be {why}"
+        LOGGER.warning(reason)
+        if failure_key is not None:
+            self.units.failures[failure_key] = reason
+        self.give_up(reason)
+
+    def give_up(self, reason: str) -> None:
+        self.is_working = False
+        self._on_failure(reason)
+
+
+class Compilation(Runner):
+    """The compiled forwards of one model; later calls try again after torch's recompile limit only.
+
+    That limit holds back new shapes and no others.
+    """
+
+    sampling_backend = "torch"
+
+    def __init__(
+        self, model: nn.Module, settings: CompileSettings, units: CompiledUnits, on_failure: Callable[[str], None]
+    ):
+        super().__init__(model, units, on_failure)
+        self.settings = settings
+        self.varies = settings.dynamic is not False
+        failure = units.failures.get(settings.key)
+        if failure is not None:
+            self.give_up(failure)
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         """See `Runner.run`; functions of the same name are compiled once for a model.
@@ -93,13 +134,9 @@ class Compilation:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 result = compiled(self.model, *args)
-                return copies(result) if is_graphed else result
+                return copies(result) if is_graphed else result  # the next replay overwrites it
         except _compile_errors() as error:
-            reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {_cause_of(error)}"
-            LOGGER.warning(reason)
-            if not _is_recompile_limit(error):
-                self.units.failures[self.settings.key] = reason
-            self._give_up(reason)
+            self.fail(f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self.settings.key)
             return None
 
     def repeat(
@@ -114,17 +151,15 @@ class Compilation:
             results.append(result)
         return results
 
-    def _give_up(self, reason: str) -> None:
-        self.is_working = False
-        self.on_failure(reason)
 
-
-def copies(result: Any) -> Any:
-    """Copies of a CUDA graph's output, which its next replay would overwrite."""
-    if result is None or isinstance(result, Tensor):
-        return None if result is None else result.clone()
-    parts = [copies(part) for part in result]
-    return tuple(parts) if type(result) is tuple else type(result)(*parts)
+def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
+    """Nested tuples with copies of their tensors, but for tuples of the types `kept`, which stay as they are."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if not isinstance(tree, tuple) or isinstance(tree, kept):
+        return tree
+    parts = [copies(part, kept) for part in tree]
+    return tuple(parts) if type(tree) is tuple else type(tree)(*parts)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.masking import additive_mask
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.models.compilation import Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.layer_capture import LayerCapture
@@ -22,33 +23,6 @@ from hf_speculate.types import Scored
 MIN_WIDTH = 256
 # Buffers are this much longer than what is ever read: a whole buffer is another case, which would be compiled again.
 UNREAD_COLUMNS = 8
-
-
-class Runner(Protocol):
-    """Runs functions of a model over fixed buffers: `Compilation`, or `Graphing`."""
-
-    is_working: bool
-    """Whether it still runs anything; if not, forwards run eagerly."""
-    sampling_backend: str | None
-    """Of the sampling kernel in what it runs; None for the call's."""
-
-    @property
-    def varies(self) -> bool:
-        """Whether sizes may be numbers that vary."""
-
-    def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Use what was captured over the buffers that come next."""
-
-    def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None if it cannot be run."""
-
-    def repeat(
-        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
-    ) -> list[Any] | None:
-        """The results of `num_steps` steps that feed one another; None if they cannot be run.
-
-        A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
-        """
 
 
 class Rows(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.compat import forward_hook_ids
-from hf_speculate.models.compilation import LOGGER, CompiledUnits, copies
+from hf_speculate.models.compilation import CompiledUnits, Runner, copies
 from hf_speculate.models.compiled import States
 from hf_speculate.models.folded_attention import folding
 
@@ -65,19 +65,16 @@ class _Recorded(NamedTuple):
     graph: Graph
 
 
-class Graphing:
-    """The graphs of one model during one call; a `Runner`.
+class Graphing(Runner):
+    """The graphs of one model.
 
     Buffers of states are read and written where they are, all other tensors are copied to where the graph reads them.
-    `on_failure` is called with the reason once, if something cannot be captured; everything runs eagerly from then on.
     """
 
-    varies = False
-    sampling_backend: str | None = None
+    model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None]):
-        self.is_working = True
-        self._model, self._units, self._on_failure = model, units, on_failure
+        super().__init__(model, units, on_failure)
         tensors = (*model.parameters(), *model.buffers())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
@@ -88,7 +85,7 @@ class Graphing:
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
-            graphs[_BACKEND] = GRAPH_BACKENDS[self._model.device.type](self._model.device)
+            graphs[_BACKEND] = GRAPH_BACKENDS[self.model.device.type](self.model.device)
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
@@ -132,22 +129,18 @@ class Graphing:
         return recorded
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
-        inputs = _copied(args)
+        inputs = copies(args, kept=(States,))
 
         def forward() -> Any:
             with torch.no_grad(), folding():
-                return function(self._model, *inputs)
+                return function(self.model, *inputs)
 
         try:
             graph = self._graphs[_BACKEND].capture(forward)
         except RuntimeError as error:
             first_line = str(error).strip().partition("\n")[0]
-            reason = f"eager forwards of {type(self._model).__name__}, which cannot be captured: {first_line}"
-            LOGGER.warning(reason)
-            if not isinstance(error, torch.OutOfMemoryError):
-                self._units.failures[FAILURE_KEY] = reason
-            self.is_working = False
-            self._on_failure(reason)
+            is_lasting = not isinstance(error, torch.OutOfMemoryError)
+            self.fail(f"captured: {first_line}", FAILURE_KEY if is_lasting else None)
             return None
         places = list(_tensors(inputs))
         return _Recorded(inputs, places, [None] * len(places), graph)
@@ -165,13 +158,3 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple) and not isinstance(tree, States):
         for part in tree:
             yield from _tensors(part)
-
-
-def _copied(tree: Any) -> Any:
-    """Nested tuples in which `_tensors` are copies."""
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if not isinstance(tree, tuple) or isinstance(tree, States):
-        return tree
-    parts = [_copied(part) for part in tree]
-    return tuple(parts) if type(tree) is tuple else type(tree)(*parts)
