@@ -56,7 +56,7 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
     before = states_of(layer)
     is_short = bool(before) and not any(slot.kind == "recurrent" for slot in before)
     num_bytes = sum(state.numel() * state.element_size() for state in before.values()) // _NUM_ROWS
-    protocol = StepProtocol(frozenset(before), frozenset(), None, None, True, is_short, is_short, num_bytes)
+    protocol = StepProtocol(frozenset(before), frozenset(), None, None, True, is_short, num_bytes)
     if not before:
         return protocol
     steps = _step_by_step(mixer, tokens, before)
@@ -65,9 +65,7 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
         return protocol
     at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before)))
     agrees = _is_close(at_once, torch.cat(list(steps.outputs), dim=1))
-    protocol = protocol._replace(
-        writes_recurrent=steps.writes_recurrent, reads_at_once=agrees, reads_columns=is_short and agrees
-    )
+    protocol = protocol._replace(writes_recurrent=steps.writes_recurrent, reads_at_once=agrees)
     if protocol.prepared is not None and not _holds(protocol, mixer, tokens, before, steps):
         protocol = protocol._replace(inputs=protocol.inputs - {protocol.prepared}, prepared=None)
     if not _holds(protocol, mixer, tokens, before, steps):
@@ -157,7 +155,7 @@ def _hooked(
         recurrent = RecurrentStates(cache, max_kept_bytes)
         handles: list[RemovableHandle] = []
         try:
-            SteppedMixer(mixer, protocol._replace(reads_columns=False), recurrent).attach(handles)
+            SteppedMixer(mixer, protocol._replace(reads_at_once=False), recurrent).attach(handles)
             recurrent.begin(tokens.shape[1], is_prompt=False)
             output = mixer.module(**{mixer.hidden_name: tokens, mixer.cache_name: cache})
             recurrent.end(tokens.shape[1])

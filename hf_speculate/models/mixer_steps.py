@@ -34,8 +34,12 @@ class StepProtocol(NamedTuple):
     output: str | None  # output projection: the child whose output the mixer returns
     writes_recurrent: bool  # whether it writes recurrent states in place
     reads_at_once: bool  # whether several tokens at once give the states of single ones
-    reads_columns: bool  # whether it only has convolution states, which can be cropped
     num_bytes: int  # of the states of one row
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether it reads several tokens at once, and only has convolution states, which can be cropped."""
+        return self.reads_at_once and not any(slot.kind == "recurrent" for slot in self.slots)
 
 
 class StandIn(nn.Module):
