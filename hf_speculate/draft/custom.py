@@ -41,9 +41,8 @@ class CustomDrafter(Drafter):
         self.drafter = drafter
         self.hidden_layers = None if layers is None else list(layers)
         self.max_draft_tokens = most
-        self.reads_host_tokens = bool(getattr(drafter, "reads_host_tokens", False))
-        self.reads_kept = bool(getattr(drafter, "reads_kept", True))
-        self.is_compiled = bool(getattr(drafter, "is_compiled", False))
+        for name in ("reads_host_tokens", "reads_kept", "is_compiled"):
+            setattr(self, name, bool(getattr(drafter, name, getattr(Drafter, name))))
         self._device = setup.device
         self._vocab_size = setup.vocab_size
 

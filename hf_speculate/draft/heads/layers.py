@@ -105,23 +105,22 @@ class Attention(nn.Module):
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
         """[B, num_heads, N, D] of states [B, N, in_width]."""
-        queries = self._heads(self.q_proj(states))
-        if self.q_norm is not None:
-            queries = self.q_norm(queries)
-        return rotation.turn(queries.transpose(1, 2))
+        return self._turned(self.q_proj(states), self.q_norm, rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values [B, num_kv_heads, N, D] of states [B, N, in_width]."""
-        keys, values = self._heads(self.k_proj(states)), self._heads(self.v_proj(states))
-        if self.k_norm is not None:
-            keys = self.k_norm(keys)
-        return rotation.turn(keys.transpose(1, 2)), values.transpose(1, 2)
+        values = self._heads(self.v_proj(states)).transpose(1, 2)
+        return self._turned(self.k_proj(states), self.k_norm, rotation), values
 
     def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
         """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
         keys, values = placed.write(layer, *self.keys_values(states, rotation))
         attended = attend(self.queries(states, rotation), keys, values, placed.mask(layer))
         return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _turned(self, states: Tensor, norm: nn.RMSNorm | None, rotation: Rotation) -> Tensor:
+        heads = self._heads(states)
+        return rotation.turn((heads if norm is None else norm(heads)).transpose(1, 2))
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:2], -1, self.head_dim)  # [B, N, heads, D]

@@ -11,7 +11,7 @@ from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import HeadKind
 from hf_speculate.draft.heads.layers import max_length_of
-from hf_speculate.draft.heads.network import HeadNetwork, NetworkPlan
+from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary, read_offsets
 from hf_speculate.errors import ConfigError, UnsupportedModelError
@@ -24,7 +24,6 @@ _RENAMED = (
     ("encoder.output_norm_enc.", "hidden_norm."),
 )
 _IGNORED = ("verifier_lm_head.", "verifier_norm.")
-SHARED_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class ConfigSource(NamedTuple):

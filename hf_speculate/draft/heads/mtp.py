@@ -18,15 +18,8 @@ from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
 from hf_speculate.draft.heads.kinds import text_fields, unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import (
-    SHARED_TABLES,
-    ConfigSource,
-    HeadConfig,
-    LoadRequest,
-    load_into,
-    load_network,
-)
-from hf_speculate.draft.heads.network import HeadNetwork, NetworkPlan
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_into, load_network
+from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
 from hf_speculate.draft.heads.row_cache import Placed, PlacedCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary

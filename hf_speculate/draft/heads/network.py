@@ -11,7 +11,7 @@ from hf_speculate.draft.heads.layers import Rotary, windows_of
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
-_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
+SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class HeadNetwork(nn.Module, ABC):

@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from hf_speculate.draft.heads.fit import HeadFit
-from hf_speculate.draft.heads.load import check_head
+from hf_speculate.draft.heads.load import HeadFit, check_head
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.checks.sources import read_config
