@@ -115,34 +115,22 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized or not other.is_initialized:
             return  # a layer that reads the states of another one
         num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
-        num_held = other.columns.num_held - other.base
-        buffers = self._with_free or self.buffers
-        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_held <= buffers[0].shape[2]
+        num_held, num_joining_held = self.columns.num_held - self.base, other.columns.num_held - other.base
+        buffers, base = self._with_free or self.buffers, min(self.base, other.base)
+        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_held <= buffers[0].shape[2]
         if not has_room or self.base != other.base:
-            self._join_in_new_buffers(other)
-            return
+            capacity = self._roomy(max(self.columns.num_held, other.columns.num_held) - base, base)
+            buffers = KVState(*(_zeros(one, capacity, num_rows + num_joining) for one in self.buffers))
+            for buffer, states in zip(buffers, self.buffers, strict=True):
+                start = self.base - base
+                buffer[:num_rows, :, start : start + num_held] = states[:, :, :num_held]
+            self.base = base
         with torch.inference_mode(buffers[0].is_inference()):
             for buffer, states in zip(buffers, other.buffers, strict=True):
-                places = buffer[num_rows : num_rows + num_joining]
-                places[:, :, :num_held] = states[:, :, :num_held]
-                places[:, :, num_held:] = 0
+                start, places = other.base - base, buffer[num_rows : num_rows + num_joining]
+                places[:, :, start : start + num_joining_held] = states[:, :, :num_joining_held]
+                places[:, :, start + num_joining_held :] = 0
         self._use(buffers, num_rows + num_joining)
-
-    def _join_in_new_buffers(self, other: "RaggedLayer") -> None:
-        layers, base = (self, other), min(self.base, other.base)
-        capacity = self._roomy(max(layer.columns.num_held for layer in layers) - base, base)
-        shape = self.buffers[0].shape[0] + other.buffers[0].shape[0], self.buffers[0].shape[1], capacity
-        joined = []
-        for mine, its in zip(self.buffers, other.buffers, strict=True):
-            buffer, row = mine.new_zeros(*shape, mine.shape[3]), 0
-            for layer, states in zip(layers, (mine, its), strict=True):
-                num_rows, num_held = states.shape[0], layer.columns.num_held - layer.base
-                start = layer.base - base
-                buffer[row : row + num_rows, :, start : start + num_held] = states[:, :, :num_held]
-                row += num_rows
-            joined.append(buffer)
-        self.keys, self.values = joined
-        self.base, self._with_free = base, None
 
     def _use(self, buffers: KVState, num_rows: int) -> None:
         """Hold the first rows of these buffers; the others are free."""
@@ -208,9 +196,9 @@ def even_capacity(num_columns: int) -> int:
     return max(1 << (num_columns - 1).bit_length(), MIN_STEP)
 
 
-def _zeros(states: Tensor, num_columns: int) -> Tensor:
-    """A buffer [B, H, num_columns, D] for states [B, H, Q, D]."""
-    return states.new_zeros(*states.shape[:2], num_columns, states.shape[3])
+def _zeros(states: Tensor, num_columns: int, num_rows: int | None = None) -> Tensor:
+    """A buffer [B, H, num_columns, D] for states [B, H, Q, D], or for another number of rows."""
+    return states.new_zeros(num_rows or states.shape[0], states.shape[1], num_columns, states.shape[3])
 
 
 def _moved(buffer: Tensor, held: slice, capacity: int) -> Tensor:

@@ -133,7 +133,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
             num = token_ids.shape[1]
             positions = (ends + first)[:, None] + torch.arange(num, device=self.device)
-            pairs = Pairs(token_ids, states, positions, self._place(num, num_own[depth]))
+            pairs = Pairs(token_ids, states, positions, self.cache.place(num, num_own[depth]))
             given = self.network.run(depth, pairs, self.parts)  # [B, N, H]
             num_own[depth] += num
             outputs[depth] += given.unbind(1)
@@ -160,7 +160,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         if states is None or not new.width:
             return
         for depth in range(self.network.num_depths):
-            placed = self._place(new.width)
+            placed = self.cache.place(new.width)
             outputs = self.network.run(depth, Pairs(new.token_ids, states, placed.columns, placed), self.parts)
             before = self.newest_outputs.get(depth)
             self.newest_outputs[depth] = last_of(outputs, new, before)
@@ -168,8 +168,3 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
                 head = torch.zeros_like(outputs[:, 0]) if before is None else before
                 states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each of the pair before
         self.cache.advance(new.counts, new.lens)
-
-    def _place(self, num_tokens: int, offset: int = 0) -> Placed:
-        network = self.network
-        firsts = range(network.num_depths) if network.num_depths > 1 else ()
-        return self.cache.place(num_tokens, network.windows, self.dtype, offset, firsts=list(firsts))

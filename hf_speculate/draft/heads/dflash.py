@@ -160,9 +160,9 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         network, options = self.network, self.network.options
         if new.states is not None and new.width:
-            network.read(new.states, self.cache.place(new.width, network.windows, self.dtype))
+            network.read(new.states, self.cache.place(new.width))
             self.cache.advance(new.counts, new.lens)
-        placed = self.cache.place(options.block_size, network.windows, self.dtype, is_causal=options.is_causal)
+        placed = self.cache.place(options.block_size, is_causal=options.is_causal)
         block = network.fill(new.newest_ids, placed, self.parts)  # [B, b, H]
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]

@@ -48,6 +48,7 @@ class CheckpointMtpNetwork(ChainNetwork):
         self.num_depths = len(model.layers)
         windows = windows_of(model.config) or (None,) * self.num_depths
         super().__init__(DraftVocabulary(vocab_size), windows[: self.num_depths])
+        self.firsts = range(self.num_depths)
         self.layers = model.layers
         self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours

@@ -21,6 +21,7 @@ class HeadNetwork(nn.Module, ABC):
         super().__init__()
         self.vocabulary = vocabulary
         self.windows = tuple(windows)  # by layer that writes to the cache, how many tokens it attends to; None if all
+        self.firsts: Sequence[int] = ()  # by such layer, the first position of its tokens; empty if it is 0 in all
 
     def project(self, states: Tensor) -> Tensor:
         """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""

@@ -55,7 +55,7 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         is_slot = torch.arange(width, device=self.device) >= new.lens[:, None]  # [B, N]
         token_ids = torch.nn.functional.pad(new.token_ids, (0, num_slots))
         states = None if new.states is None else torch.nn.functional.pad(new.states, (0, 0, 0, num_slots))
-        placed = self.cache.place(width, self.network.windows, self.dtype)
+        placed = self.cache.place(width)
         outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, placed), self.parts)
         self.cache.advance(new.counts, new.lens)
         return outputs

@@ -78,24 +78,23 @@ class Placed:
 class RowCache:
     """Keys and values of B rows by layer; a row's next token goes where it ends, and masks hide what lies behind."""
 
-    def __init__(self, num_layers: int, batch_size: int, device: torch.device):
+    def __init__(self, windows: Sequence[int | None], firsts: Sequence[int], batch_size: int, weight: Tensor):
+        device = weight.device
         self.lens = [0] * batch_size  # on the host, for widths
         self.ends = torch.zeros(batch_size, dtype=torch.int64, device=device)  # the same where columns are computed
-        self.buffers: Buffers = [None] * num_layers
+        self.buffers: Buffers = [None] * len(windows)
         self.capacity = 0
+        self._layers = windows, weight.dtype, firsts  # see `Placed`
         self._row_ids = torch.arange(batch_size, device=device)[:, None]  # [B, 1]
 
-    def place(
-        self, num_tokens: int, windows: Sequence[int | None], dtype: torch.dtype, offset: int = 0, **others: Any
-    ) -> Placed:
+    def place(self, num_tokens: int, offset: int = 0, is_causal: Sequence[bool] = ()) -> Placed:
         """Make room for N tokens behind each row's end and the `offset` columns that this round wrote; see `Placed`."""
         longest = max(self.lens, default=0) + offset + num_tokens
         is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
         width = longest if is_bare else _aligned(longest)
         self.reserve(_aligned(longest))
         columns = self.ends[:, None] + torch.arange(offset, offset + num_tokens, device=self.ends.device)  # [B, N]
-        store = self.buffers, self.capacity, self._row_ids
-        return Placed(*store, columns, width, windows, dtype, is_bare=is_bare, **others)
+        return Placed(self.buffers, self.capacity, self._row_ids, columns, width, *self._layers, is_causal, is_bare)
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
