@@ -53,10 +53,6 @@ class BufferStore:
             while sum(kept.num_bytes for kept in self._idle.values()) > self._max_bytes:
                 self._idle.popitem(last=False)
 
-    def clear(self) -> None:
-        with self._lock:
-            self._idle.clear()
-
     def addresses(self) -> list[int]:
         with self._lock:
             return [tensor.data_ptr() for kept in self._idle.values() for tensor in kept.tensors]

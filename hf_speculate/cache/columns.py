@@ -1,4 +1,4 @@
-"""Columns of preallocated buffers: where each row ends, and where the next forwards write."""
+"""Columns of preallocated buffers: where each row begins and ends, and where the next forwards write."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -39,16 +39,17 @@ class Coming:
 
 
 class Columns:
-    """Where each row ends in the buffers, padding included, and where the coming forward writes; for all layers."""
+    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers."""
 
     def __init__(
         self,
-        batch_size: int,
+        pads: Sequence[int],  # [B] columns of padding before each row's first token
         max_columns: int | None = None,
         capacity: int | None = None,  # columns that every buffer has from the start; None if buffers grow
         device: torch.device | str = "cpu",
     ):
-        self.row_lens = RowLens([0] * batch_size, Ruler(device))
+        self.pads = list(pads)
+        self.row_lens = RowLens([0] * len(self.pads), Ruler(device))
         self.max_columns = max_columns
         self.capacity = capacity
         self.num_query = 0
@@ -109,16 +110,21 @@ class Columns:
         self.row_lens.set(lens, like)
         self.expect(0)
 
-    def rows(self, indices: Sequence[int], num_dropped: int) -> None:
-        """Keep the rows `indices`, without the first columns of each."""
+    def rows(self, indices: Sequence[int]) -> int:
+        """Keep the rows `indices`; how many first columns are gone, which were padding in all of them."""
+        pads = [self.pads[row] for row in indices]
+        surplus = min(pads, default=0) if self.num_held else 0
+        self.pads = [pad - surplus for pad in pads]
         self.row_lens.rows(indices)
-        self.row_lens.add(-num_dropped)
+        self.row_lens.add(-surplus)
         if self.max_columns is not None:
-            self.max_columns -= num_dropped
+            self.max_columns -= surplus
         self._corners = {}
         self.expect(0)
+        return surplus
 
     def join(self, other: "Columns") -> None:
+        self.pads = self.pads + other.pads
         self.row_lens.join(other.row_lens)
         bounds = self.max_columns, other.max_columns
         self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)

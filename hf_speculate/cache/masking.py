@@ -1,7 +1,5 @@
 """Attention masks and position ids over preallocated buffers."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -14,13 +12,16 @@ _PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tok
 class Masking:
     """Makes masks that hide padding, later tokens, and tokens before a window, and position ids."""
 
-    def __init__(self, columns: Columns, pads: Sequence[int], dtype: torch.dtype):
+    def __init__(self, columns: Columns, dtype: torch.dtype):
         self.columns = columns
-        self.pads = list(pads)
         self.dtype = dtype
         self._pads: Tensor | None = None  # [B, 1] int64 on the device
         self._column_positions: Tensor | None = None  # [B, C] int64, of each row's columns
         self._border: tuple[Tensor, Tensor] | None = None  # -inf and 0
+
+    def forget(self) -> None:
+        """To be called after rows have left or joined."""
+        self._pads = self._column_positions = None
 
     def padding(self) -> Tensor:
         """[B, T + Q] int64: 1 for real tokens, of which the coming ones are the last."""
@@ -29,8 +30,6 @@ class Masking:
     def positions(self, num_query: int) -> Tensor:
         """[B or 1, Q] int64: real tokens before each of the next ones; negative in padding."""
         coming = self.columns.coming
-        if coming.num_left < num_query:  # not announced
-            return self.columns.row_lens.positions(num_query, pads=self._pads_if_any())
         if coming.positions is None:
             coming.positions = coming.lens.positions(coming.num_tokens, pads=self._pads_if_any())
         return coming.positions[:, coming.num_done : coming.num_done + num_query]
@@ -48,7 +47,7 @@ class Masking:
 
     def _make_mask(self, window: int | None) -> Mask:
         columns, coming = self.columns, self.columns.coming
-        is_ragged = any(self.pads) or not columns.is_even
+        is_ragged = any(columns.pads) or not columns.is_even
         num_tokens = coming.num_left if is_ragged else columns.num_query  # later queries of even rows need none
         first = columns.first_seen(window)
         width = -(-(columns.num_held + num_tokens - first) // MASK_UNIT) * MASK_UNIT
@@ -67,7 +66,7 @@ class Masking:
     def _positions_of(self, first: int, width: int) -> Tensor:
         """[B or 1, W] int64: of a range of columns; those of padding come after all tokens."""
         ruler, end = self.columns.row_lens.ruler, first + width
-        if not any(self.pads):
+        if not any(self.columns.pads):
             return ruler.span(first, width)[None]
         if self._column_positions is None or self._column_positions.shape[1] < end:
             positions = ruler.span(0, 2 * end) - self._pads_on_device()
@@ -75,11 +74,11 @@ class Masking:
         return self._column_positions[:, first:end]
 
     def _pads_if_any(self) -> Tensor | None:
-        return self._pads_on_device() if any(self.pads) else None
+        return self._pads_on_device() if any(self.columns.pads) else None
 
     def _pads_on_device(self) -> Tensor:
         if self._pads is None:
-            self._pads = upload(self.pads, self.columns.device)[:, None]
+            self._pads = upload(self.columns.pads, self.columns.device)[:, None]
         return self._pads
 
 

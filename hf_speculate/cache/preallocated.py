@@ -55,12 +55,12 @@ class PreallocatedKVCache(KVCache):
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
         pool: BufferPool | None = None,  # where buffers of that capacity come from, and go to with `release`
     ):
-        self.columns = Columns(batch_size, max_columns, capacity, device)
+        pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
+        self.columns = Columns(pads, max_columns, capacity, device)
         self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
         self.kinds = kinds
         self.device = torch.device(device)
-        self.pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()  # by row
-        self._masking = Masking(self.columns, self.pads, kinds.mask_dtype)
+        self._masking = Masking(self.columns, kinds.mask_dtype)
         self._kept_cache = kept_cache
         self._pool = pool
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
@@ -74,7 +74,7 @@ class PreallocatedKVCache(KVCache):
 
     @property
     def batch_size(self) -> int:
-        return len(self.pads)
+        return len(self.columns.pads)
 
     @property
     def num_columns(self) -> int:
@@ -82,7 +82,7 @@ class PreallocatedKVCache(KVCache):
 
     @property
     def num_real_tokens(self) -> list[int]:
-        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self.pads, strict=True)]
+        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
@@ -92,7 +92,7 @@ class PreallocatedKVCache(KVCache):
         """None once a window layer has dropped some."""
         if not self.num_columns or any(layer.base for layer in self._layers):
             return None
-        return [leading(layer.buffers, self.pads, max(counts)) for layer in self._layers]
+        return [leading(layer.buffers, self.columns.pads, max(counts)) for layer in self._layers]
 
     def update(self, states: Sequence[KVState]) -> None:
         num_query = states[0].keys.shape[2] if states else 0
@@ -108,9 +108,9 @@ class PreallocatedKVCache(KVCache):
         """
         columns = self.columns
         columns.begin(num_query)
-        has_pads = any(self.pads)
+        has_pads = any(columns.pads)
         # what a query of padding sees, and so what it leaves in the cache, is up to transformers' masks
-        reads_padding = not columns.num_held or columns.num_held < max(self.pads)
+        reads_padding = not columns.num_held or columns.num_held < max(columns.pads)
         if columns.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
             return self._masking.padding() if has_pads else None
         if num_query == 1 and columns.is_even and not has_pads:
@@ -120,7 +120,7 @@ class PreallocatedKVCache(KVCache):
         return self.kinds.masks(lambda window: self._masking.mask(window).expand(num_rows, -1, -1, -1))
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        starts = [length - pad for length, pad in zip(self.columns.lens, self.pads, strict=True)]
+        starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
         positions = self._masking.positions(num_query)
         if min(starts) < 0:
             positions = positions.clamp_min(0)
@@ -137,11 +137,8 @@ class PreallocatedKVCache(KVCache):
         self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.pads = [self.pads[row] for row in indices]
-        surplus = min(self.pads, default=0) if self.num_columns else 0
-        self.pads = [pad - surplus for pad in self.pads]
-        self.columns.rows(indices, surplus)
-        self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
+        surplus = self.columns.rows(indices)
+        self._masking.forget()
         index = upload(indices, self.device)
         for layer in self._layers:
             layer.select(indices, index, surplus)
@@ -151,8 +148,7 @@ class PreallocatedKVCache(KVCache):
         for layer, its in zip(self._layers, other._layers, strict=True):
             layer.join(its)
         self.columns.join(other.columns)
-        self.pads = self.pads + other.pads
-        self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
+        self._masking.forget()
 
     def snapshot(self) -> Callable[[], None]:
         """Of `kept_cache`, which is left alone until `hand_back`."""

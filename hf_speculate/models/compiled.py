@@ -132,7 +132,7 @@ class FixedBuffers:
         layers: list[Any] = kv_cache.cache.layers
         self.states = States(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
         device = kv_cache.device
-        self._pads = self.vary(torch.tensor(kv_cache.pads, device=device), 0)
+        self._pads = self.vary(torch.tensor(kv_cache.columns.pads, device=device), 0)
         self._last_position = torch.tensor([2**62 if max_position is None else max_position], device=device)
         self._seen: dict[int, Tensor] = {}
         for buffer in (*self.states.keys, *self.states.values):

@@ -145,7 +145,7 @@ def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
 
 def test_a_row_joins_one_whose_window_has_moved():
     written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
-    layers = [RaggedLayer(Columns(1), SLIDING_WINDOW) for _ in written]
+    layers = [RaggedLayer(Columns([0]), SLIDING_WINDOW) for _ in written]
     for layer, tokens in zip(layers, written, strict=True):
         layer.columns.begin(tokens.shape[2])
         layer.update(tokens, tokens)

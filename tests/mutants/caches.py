@@ -59,9 +59,6 @@ MUTANTS = (
                 "max(width - layer.window, 0)",
                 f"generation/test_preallocated.py {KV_CACHES} generation/test_passed_caches.py",
             ),
-            "preallocated cache: padding stays after rows are dropped": Fault(
-                "surplus = min(self.pads, default=0) if self.num_columns else 0", "surplus = 0"
-            ),
         },
     ),
     *mutants_of(
@@ -74,6 +71,9 @@ MUTANTS = (
             ),
             "ragged layer: a window loses its first column": Fault(
                 "first = max(min(self.lens) - window + 1, 0)", "first = max(min(self.lens) - window + 2, 0)"
+            ),
+            "preallocated cache: padding stays after rows are dropped": Fault(
+                "surplus = min(pads, default=0) if self.num_held else 0", "surplus = 0"
             ),
             "ragged layer: longest row's window": Fault(
                 "first = max(min(self.lens) - window", "first = max(max(self.lens) - window"
