@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
 
     token_ids: Tensor  # [B, N] int64
     states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
-    positions: Tensor  # [B, N] int64
+    positions: Tensor  # [B or 1, N] int64
     placed: Placed
 
 
@@ -117,7 +117,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         if compiled is not None:
             draft.chosen.append(compiled)
             return
-        num_depths, ends = self.network.num_depths, self.cache.ends
+        num_depths = self.network.num_depths
         outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
         drafted = [draft.choose(logits)]  # each [B]
@@ -132,7 +132,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             else:
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
             num = token_ids.shape[1]
-            positions = (ends + first)[:, None] + torch.arange(num, device=self.device)
+            positions = self.cache.row_lens.positions(num, first)
             pairs = Pairs(token_ids, states, positions, self.cache.place(num, num_own[depth]))
             given = self.network.run(depth, pairs, self.parts)  # [B, N, H]
             num_own[depth] += num
@@ -147,9 +147,9 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         if self._compilation is None or num_steps is None or len(buffers) < len(self.cache.buffers):
             return None
         outputs, settings = self.newest_outputs[0], self.chooser.settings
-        width = width_for(max(self.cache.lens) + num_steps, self.cache.capacity)
+        width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
-        inputs = ChainInputs(outputs.contiguous(), self.cache.ends, seen, buffers)
+        inputs = ChainInputs(outputs.contiguous(), self.cache.row_lens.on_device(), seen, buffers)
         choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
         name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
         result: Chosen | None = self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, choosing, keys)

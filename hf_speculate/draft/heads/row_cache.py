@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.masking import additive
+from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
 
 Buffers = list[tuple[Tensor, Tensor] | None]
 """Keys and values by layer, each [B, heads, capacity, D]; None before a layer is written to."""
@@ -26,7 +27,7 @@ class Placed:
     buffers: Buffers
     capacity: int  # columns of the buffers
     row_ids: Tensor  # [B, 1] int64
-    columns: Tensor  # [B, N] int64, the columns that they are written to
+    columns: Tensor  # [B or 1, N] int64, the columns that they are written to
     width: int  # columns that attention reads
     windows: Sequence[int | None]  # by layer, how many tokens a query attends to; None if to all before it
     dtype: torch.dtype  # of the masks
@@ -48,7 +49,7 @@ class Placed:
         return buffers[0][:, :, : self.width], buffers[1][:, :, : self.width]
 
     def mask(self, layer: int) -> Tensor | None:
-        """[B, 1, N, width] additive; None if the layer's tokens see every column."""
+        """[B or 1, 1, N, width] additive; None if the layer's tokens see every column."""
         window = self.windows[layer]
         first = self.firsts[layer] if self.firsts else 0
         is_causal = self.is_causal[layer] if self.is_causal else True
@@ -80,8 +81,7 @@ class RowCache:
 
     def __init__(self, windows: Sequence[int | None], firsts: Sequence[int], batch_size: int, weight: Tensor):
         device = weight.device
-        self.lens = [0] * batch_size  # on the host, for widths
-        self.ends = torch.zeros(batch_size, dtype=torch.int64, device=device)  # the same where columns are computed
+        self.row_lens = RowLens([0] * batch_size, Ruler(device))
         self.buffers: Buffers = [None] * len(windows)
         self.capacity = 0
         self._layers = windows, weight.dtype, firsts  # see `Placed`
@@ -89,21 +89,20 @@ class RowCache:
 
     def place(self, num_tokens: int, offset: int = 0, is_causal: Sequence[bool] = ()) -> Placed:
         """Make room for N tokens behind each row's end and the `offset` columns that this round wrote; see `Placed`."""
-        longest = max(self.lens, default=0) + offset + num_tokens
-        is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
+        longest = max(self.row_lens.on_host, default=0) + offset + num_tokens
+        is_bare = num_tokens == 1 and self.row_lens.is_even
         width = longest if is_bare else _aligned(longest)
         self.reserve(_aligned(longest))
-        columns = self.ends[:, None] + torch.arange(offset, offset + num_tokens, device=self.ends.device)  # [B, N]
+        columns = self.row_lens.positions(num_tokens, offset)  # [B or 1, N]
         return Placed(self.buffers, self.capacity, self._row_ids, columns, width, *self._layers, is_causal, is_bare)
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
-        self.lens = [length + count for length, count in zip(self.lens, counts, strict=True)]
-        self.ends = self.ends + on_device
+        self.row_lens.add_counts(RowCounts(counts, on_device))
 
     def rows(self, indices: Sequence[int]) -> None:
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.ends.device)
-        self.lens, self.ends = [self.lens[row] for row in indices], self.ends[index]
+        index = torch.tensor(list(indices), dtype=torch.int64, device=self._row_ids.device)
+        self.row_lens.rows(indices, index)
         self._row_ids = self._row_ids[: len(index)]
         self.buffers = [None if pair is None else (pair[0][index], pair[1][index]) for pair in self.buffers]
 
