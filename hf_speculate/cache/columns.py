@@ -134,20 +134,19 @@ class Columns:
     def places(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
         """[B * H * Q] int64: where the coming tokens go in [B * H * capacity, D], which begins at column `base`."""
         key = (num_heads, capacity, base, device)
-        if key not in self._places:
-            self._places[key] = self._find_places(key)
-        return self._places[key]
-
-    def _find_places(self, key: tuple[int, int, int, torch.device]) -> Tensor:
+        if key in self._places:
+            return self._places[key]
         coming, corner = self.coming, self._corner(key)
         if coming.num_tokens == self.num_query:
-            columns = coming.lens.columns(self.num_query).to(key[3])  # [B or 1, Q]
-            return (corner[:, :, None] + columns[:, None]).flatten()
-        if key not in coming.places:
-            columns = coming.lens.columns(coming.num_tokens).to(key[3])  # [B or 1, N]
-            coming.places[key] = corner + columns.T[:, :, None]  # [N, B, H], of which single tokens are compact
-        places = coming.places[key][coming.num_done : coming.num_done + self.num_query]
-        return places.permute(1, 2, 0).flatten()
+            columns = coming.lens.columns(self.num_query).to(device)  # [B or 1, Q]
+            places = corner[:, :, None] + columns[:, None]  # [B, H, Q]
+        else:
+            if key not in coming.places:
+                columns = coming.lens.columns(coming.num_tokens).to(device)  # [B or 1, N]
+                coming.places[key] = corner + columns.T[:, :, None]  # [N, B, H], of which single tokens are compact
+            places = coming.places[key][coming.num_done : coming.num_done + self.num_query].permute(1, 2, 0)
+        self._places[key] = places.flatten()
+        return self._places[key]
 
     def _corner(self, key: tuple[int, int, int, torch.device]) -> Tensor:
         """[B, H] int64: where the buffer's row of each head begins in the flat buffer, less its first column."""

@@ -85,10 +85,7 @@ def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
 
 
 def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
-    """A function that brings layers back to what they hold now, in place; those that came later go.
-
-    With `only_grows`, full layers keep their first columns, so that they are cropped back to their length.
-    """
+    """A function that brings layers back, in place, to what they hold now; it crops full layers that only grow."""
     held = []
     for layer in attention_layers(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)
@@ -96,7 +93,7 @@ def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
         held.append((layer, states, layer.get_seq_length()))
 
     def restore() -> None:
-        for later in attention_layers(layers)[len(held) :]:
+        for later in attention_layers(layers)[len(held) :]:  # layers that were added since
             layers.remove(later)
         for layer, states, num_columns in held:
             if not num_columns:

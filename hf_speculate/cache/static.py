@@ -1,6 +1,5 @@
 """Copies between transformers' static cache, which cannot be rolled back row by row, and its dynamic one."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -74,8 +73,11 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
 def write_back(cache: Cache, static: Cache) -> None:
     """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails."""
     # The oldest column of a full window is not written: the next token drops it unread.
-    pairs: list[tuple[Any, Any]] = list(_filled_layers(cache, static))
-    initialized: list[Any] = [layer for _, layer in pairs if layer.is_initialized]
+    layers: list[list[Any]] = [
+        [layer for part in _parts(one) for layer in attention_layers(part.layers)] for one in (cache, static)
+    ]
+    pairs = [(source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized]
+    initialized = [layer for _, layer in pairs if layer.is_initialized]
     windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]
     before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # others keep the columns that they have
     try:
@@ -113,15 +115,6 @@ def _parts(cache: Cache) -> list[Any]:
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
-
-
-def _filled_layers(cache: Cache, static: Cache) -> Iterator[tuple[Any, Any]]:
-    """Layers of a dynamic cache that hold keys and values, each with the static one of its place."""
-    for part, static_part in zip(_parts(cache), _parts(static), strict=True):
-        layers = zip(attention_layers(part.layers), attention_layers(static_part.layers), strict=True)
-        for layer, static_layer in layers:
-            if layer.is_initialized:
-                yield layer, static_layer
 
 
 def _num_tokens(layer: Any) -> int:

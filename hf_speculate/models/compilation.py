@@ -102,10 +102,7 @@ class Runner(ABC):
 
 
 class Compilation(Runner):
-    """The compiled forwards of one model; later calls try again after torch's recompile limit only.
-
-    That limit holds back new shapes and no others.
-    """
+    """The compiled forwards of one model; later calls try again only after torch's recompile limit, of new shapes."""
 
     sampling_backend = "torch"
 

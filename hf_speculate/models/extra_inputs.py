@@ -70,12 +70,9 @@ class ExtraInputs:
 
     def rows(self, indices: Sequence[int]) -> None:
         index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
-        self._every = {name: _rows_of(value, index) for name, value in self._every.items()}
-        self._types = {name: _rows_of(types, index) for name, types in self._types.items()}
-        self._columns = {name: _rows_of(entry, index) for name, entry in self._columns.items()}
+        held = self._every, self._types, self._columns
+        self._every, self._types, self._columns = tree_map_only(
+            Tensor, lambda tensor: tensor.index_select(0, index.to(tensor.device)), held
+        )
         if self._offsets is not None and self._offsets.shape[-2] > 1:
             self._offsets = self._offsets.index_select(-2, index.to(self._offsets.device))
-
-
-def _rows_of(value: Any, index: Tensor) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.index_select(0, index.to(tensor.device)), value)

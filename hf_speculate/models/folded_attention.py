@@ -14,6 +14,7 @@ once a forward. On CUDA devices in half precision the backend is chosen here too
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,9 +145,10 @@ def _attend(
     if not folds:
         key, value, groups = repeated(key, groups), repeated(value, groups), 1
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
-    make = _make_additive(query.dtype) if is_chosen else _repeat_rows
     if mask is not None:
-        mask = make(mask, groups) if masks is None else masks.get(mask, groups, make)  # [B, 1, g*Q, T]
+        make = partial(additive, dtype=query.dtype) if is_chosen else _repeat_rows
+        num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
+        mask = make(mask, num_copies) if masks is None else masks.get(mask, num_copies, make)  # [B, 1, g*Q, T]
     if not is_chosen:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     elif mask is None:
@@ -171,12 +173,7 @@ def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 
 def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
-    """[B, 1, g*Q, T]; a single row serves all as it is."""
-    return mask.repeat(1, 1, groups, 1) if mask.shape[2] > 1 else mask
-
-
-def _make_additive(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor]:
-    return lambda mask, groups: additive(mask, groups if mask.shape[2] > 1 else 1, dtype)
+    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> Any:
