@@ -1,4 +1,4 @@
-"""Columns of preallocated buffers: where each row begins and ends, and where the next forwards write."""
+"""Columns of preallocated buffers: where rows begin and end, where the next forwards write, and what they see."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.transfers import upload
 
 # Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
 MASK_UNIT = 8
 MAX_CORNERS = 16  # kept at once; one for each shape of buffers
+_PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tokens
 
 
 @dataclass
@@ -39,7 +41,10 @@ class Coming:
 
 
 class Columns:
-    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers."""
+    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers.
+
+    Masks hide padding, later tokens, and tokens before a window.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class Columns:
         max_columns: int | None = None,
         capacity: int | None = None,  # columns that every buffer has from the start; None if buffers grow
         device: torch.device | str = "cpu",
+        mask_dtype: torch.dtype = torch.float32,  # of additive masks
     ):
         self.pads = list(pads)
         self.row_lens = RowLens([0] * len(self.pads), Ruler(device))
@@ -58,6 +64,10 @@ class Columns:
         self._num_expected = 0
         self._places: dict[Hashable, Tensor] = {}  # of the coming forward
         self._corners: dict[Hashable, Tensor] = {}
+        self._mask_dtype = mask_dtype
+        self._pads: Tensor | None = None  # see `_pads_on_device`
+        self._column_positions: Tensor | None = None  # [B, C] int64, of each row's columns
+        self._border: tuple[Tensor, Tensor] | None = None  # -inf and 0
 
     @property
     def lens(self) -> list[int]:
@@ -119,8 +129,7 @@ class Columns:
         self.row_lens.add(-surplus)
         if self.max_columns is not None:
             self.max_columns -= surplus
-        self._corners = {}
-        self.expect(0)
+        self._forget()
         return surplus
 
     def join(self, other: "Columns") -> None:
@@ -128,7 +137,11 @@ class Columns:
         self.row_lens.join(other.row_lens)
         bounds = self.max_columns, other.max_columns
         self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)
-        self._corners = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was made for other rows."""
+        self._corners, self._pads, self._column_positions = {}, None, None
         self.expect(0)
 
     def places(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
@@ -157,3 +170,60 @@ class Columns:
             rows = torch.arange(len(self.lens) * num_heads, device=device).view(-1, num_heads)
             self._corners[key] = rows * capacity - base
         return self._corners[key]
+
+    def padding(self) -> Tensor | None:
+        """[B, T + Q] int64: 1 for real tokens, of which the coming ones are the last; None if nothing is padded."""
+        pads = self._pads_on_device()
+        return None if pads is None else (self.row_lens.ruler.span(0, self.end) >= pads).to(torch.int64)
+
+    def positions(self, num_query: int) -> Tensor:
+        """[B or 1, Q] int64: real tokens before each of the next ones; negative in padding."""
+        coming = self.coming
+        if coming.positions is None:
+            coming.positions = coming.lens.positions(coming.num_tokens, pads=self._pads_on_device())
+        return coming.positions[:, coming.num_done : coming.num_done + num_query]
+
+    def mask(self, window: int | None) -> Tensor:
+        """[B or 1, 1, Q, T] additive: 0 where a query sees a column, -inf elsewhere; without a window it sees all."""
+        coming = self.coming
+        made = coming.masks.get(window)
+        row = coming.num_done - (0 if made is None else made.first_token)
+        if made is None or row + self.num_query > made.values.shape[2]:
+            made, row = self._make_mask(window), 0
+            coming.masks[window] = made
+        first = self.first_seen(window) - made.first_column
+        return made.values[:, :, row : row + self.num_query, first : self.end - made.first_column]
+
+    def _make_mask(self, window: int | None) -> Mask:
+        coming = self.coming
+        is_ragged = any(self.pads) or not self.is_even
+        num_tokens = coming.num_left if is_ragged else self.num_query  # later queries of even rows need none
+        first = self.first_seen(window)
+        width = -(-(self.num_held + num_tokens - first) // MASK_UNIT) * MASK_UNIT
+        seen = self._positions_of(first, width)[:, None]  # [B or 1, 1, W]
+        at = self.positions(num_tokens)[:, :, None]  # [B or 1, N, 1]
+        is_hidden = seen > at
+        if window is not None:
+            is_hidden = is_hidden | (seen <= at - window)
+        if self._border is None:
+            self._border = (
+                torch.full((), -torch.inf, dtype=self._mask_dtype, device=self.device),
+                torch.zeros((), dtype=self._mask_dtype, device=self.device),
+            )
+        return Mask(torch.where(is_hidden, *self._border)[:, None], coming.num_done, first)
+
+    def _positions_of(self, first: int, width: int) -> Tensor:
+        """[B or 1, W] int64: of a range of columns; those of padding come after all tokens."""
+        ruler, end, pads = self.row_lens.ruler, first + width, self._pads_on_device()
+        if pads is None:
+            return ruler.span(first, width)[None]
+        if self._column_positions is None or self._column_positions.shape[1] < end:
+            positions = ruler.span(0, 2 * end) - pads
+            self._column_positions = positions.masked_fill_(positions < 0, _PADDING)
+        return self._column_positions[:, first:end]
+
+    def _pads_on_device(self) -> Tensor | None:
+        """[B, 1] int64; None if nothing is padded."""
+        if self._pads is None and any(self.pads):
+            self._pads = upload(self.pads, self.device)[:, None]
+        return self._pads

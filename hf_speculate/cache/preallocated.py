@@ -11,7 +11,6 @@ from hf_speculate.cache.base import KVCache, bounded, checked_drops, gathered, l
 from hf_speculate.cache.buffer_pool import BufferPool, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
-from hf_speculate.cache.masking import Masking
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.transfers import upload
@@ -56,11 +55,10 @@ class PreallocatedKVCache(KVCache):
         pool: BufferPool | None = None,  # where buffers of that capacity come from, and go to with `release`
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
-        self.columns = Columns(pads, max_columns, capacity, device)
+        self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)
         self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
         self.kinds = kinds
         self.device = torch.device(device)
-        self._masking = Masking(self.columns, kinds.mask_dtype)
         self._kept_cache = kept_cache
         self._pool = pool
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
@@ -108,20 +106,19 @@ class PreallocatedKVCache(KVCache):
         """
         columns = self.columns
         columns.begin(num_query)
-        has_pads = any(columns.pads)
         # what a query of padding sees, and so what it leaves in the cache, is up to transformers' masks
         reads_padding = not columns.num_held or columns.num_held < max(columns.pads)
         if columns.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
-            return self._masking.padding() if has_pads else None
-        if num_query == 1 and columns.is_even and not has_pads:
+            return columns.padding()
+        if num_query == 1 and columns.is_even and not any(columns.pads):
             return None
         columns.is_masked = True
         num_rows = self.batch_size if self.kinds.is_mask_per_row else -1
-        return self.kinds.masks(lambda window: self._masking.mask(window).expand(num_rows, -1, -1, -1))
+        return self.kinds.masks(lambda window: columns.mask(window).expand(num_rows, -1, -1, -1))
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
         starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
-        positions = self._masking.positions(num_query)
+        positions = self.columns.positions(num_query)
         if min(starts) < 0:
             positions = positions.clamp_min(0)
         return bounded(positions, max(starts) + num_query - 1, max_position)
@@ -138,7 +135,6 @@ class PreallocatedKVCache(KVCache):
 
     def rows(self, indices: Sequence[int]) -> None:
         surplus = self.columns.rows(indices)
-        self._masking.forget()
         index = upload(indices, self.device)
         for layer in self._layers:
             layer.select(indices, index, surplus)
@@ -148,7 +144,6 @@ class PreallocatedKVCache(KVCache):
         for layer, its in zip(self._layers, other._layers, strict=True):
             layer.join(its)
         self.columns.join(other.columns)
-        self._masking.forget()
 
     def snapshot(self) -> Callable[[], None]:
         """Of `kept_cache`, which is left alone until `hand_back`."""

@@ -61,7 +61,7 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of grouped attention layers, or of all on CUDA; none if code may compare the implementation's name."""
+    """The configs of grouped attention layers, or of all on CUDA; none if code may compare the attention's name."""
     modules = list(model.modules())
     takes_all = is_chosen(parameter.device for parameter in model.parameters())
     layers = [module for module in modules if _num_groups(module) > 1 or (takes_all and "config" in vars(module))]
