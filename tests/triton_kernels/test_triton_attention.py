@@ -12,8 +12,9 @@ from tests.triton_kernels.on_triton import moved, on, on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 
-# Of outputs of size 1. float32 sums in another order; in half precision weights and outputs are rounded.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Of outputs of size 1; a wrong mask or part moves them by 0.1. float32 sums in another order: 5e-6 at width 256 on some
+# CPUs. In half precision weights and outputs are rounded.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class Case(NamedTuple):
@@ -102,7 +103,8 @@ def test_it_is_attention(name: str, backend: str) -> None:
 def test_the_scale_is_that_of_torch_unless_told() -> None:
     query, key, value = inputs(Case())
     expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(on_triton(split_key_attention, query, key, value), expected, atol=2e-6, rtol=0)
+    found = on_triton(split_key_attention, query, key, value)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=0)
 
 
 def test_a_row_does_not_depend_on_the_other_rows_of_the_batch() -> None:
