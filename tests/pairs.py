@@ -1,6 +1,7 @@
-"""Rows that hold every pair of two axes' values: `python -m tests.pairs` writes those of `tests/cases.py`.
+"""Rows that hold every pair of two axes' values, and their calls: `python -m tests.pairs` writes those of `AXES`.
 
-Write them anew after a value or an axis was added.
+Write them anew after a value or an axis was added; rows that hold every pair stay. Each row has the first seed of its
+prompts with which the call accepts a drafted token and rejects one, so that the drafter and the cache are rolled back.
 """
 
 import itertools
@@ -8,11 +9,20 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_speculate
+from tests.cases import AXES, EXCLUDED, Pair
+from tests.random_calls import Case, cache_of, draft_options, options_of, prompts_of, target_of
+from tests.random_search import eos_ids, run_case
 
 ROWS = Path(__file__).with_name("pairs.json")
 NUM_TRIES = 60  # rows drawn for each that is kept
+NUM_SEEDS = 200  # tried for each row
+NUM_DRAFTED = 3  # in each round
 Row = dict[str, str]
-Pair = tuple[tuple[str, str], tuple[str, str]]  # (axis, value) twice
 
 
 def pairs_of(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str]) -> set[Pair]:
@@ -61,16 +71,89 @@ def _filled(
     return row
 
 
-def read() -> list[Row]:
-    """The rows of the file."""
-    text: list[Row] = json.loads(ROWS.read_text(encoding="utf-8"))
-    return text
+def case_of(row: Row, seed: int) -> Case:
+    """The call of a row, with a seed of its prompts and of what it draws."""
+    samples = row["verifier"] not in ("greedy", "typical, argmax")
+    drafter = {"argmax": "model"}.get(row["drafter"], row["drafter"])
+    warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
+    processors = {"pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"), "warpers": warpers}
+    return Case(
+        family=row["kind"],
+        prompt_seed=seed,
+        batch_size=int(row["batch"]),
+        padding=row["padding"],
+        max_new_tokens=14,
+        num_turns=2 if row["outputs"] == "passed cache" else 1,
+        passed="with config" if row["outputs"] == "passed cache" else "no",
+        cache=row["cache"],
+        drafter=drafter,
+        num_assistant_tokens=NUM_DRAFTED,
+        samples=samples,
+        verifier=row["verifier"].partition(",")[0] if row["verifier"] not in ("greedy", "coupled") else "",
+        draft_sampling="argmax" if row["drafter"] == "argmax" else "",
+        ends={"eos": (6,), "two eos": (4, 9)}.get(row["stops"], ()),
+        own_processor=row["processors"] == "custom",
+        own_criterion=row["stops"] == "criterion",
+        processors=processors.get(row["processors"], ()),
+        outputs={"scores": ("scores", "logits"), "states": ("hidden_states",)}.get(row["outputs"], ()),
+    )
+
+
+def has_plain_twin(row: Row) -> bool:
+    """Whether plain decoding gives the row's text; that of coupled verification is itself without a draft."""
+    return row["verifier"] in ("greedy", "coupled")
+
+
+def decode(case: Case, row: int | None = None, **more: Any) -> Any:
+    """Ids of a speculative call with a seed per row, or of one row of it alone."""
+    model, inputs = target_of(case.family)[0], prompts_of(case)
+    options = options_of(case, eos_ids(case, inputs)) | draft_options(case) | more
+    if case.passed != "no":
+        options["past_key_values"] = cache_of(case) if row is None else None
+    seeds = [case.prompt_seed + index for index in range(case.batch_size)]
+    if row is not None:
+        inputs = {name: value[row : row + 1] for name, value in inputs.items()}
+    return model.generate(**inputs, **options | {"seed": seeds if row is None else seeds[row]}).sequences
+
+
+def find_seed(row: Row) -> int:
+    """The first seed with which tokens are accepted and rejected; else the first with which some are accepted."""
+    accepting = []
+    for seed in range(NUM_SEEDS):
+        num_accepted, num_rejected = _count(row, case_of(row, seed))
+        if num_accepted and num_rejected:
+            return seed
+        accepting += [seed] * bool(num_accepted)
+    if not accepting:
+        raise ValueError(f"no seed below {NUM_SEEDS} makes {row} accept a drafted token")
+    return accepting[0]
+
+
+def _count(row: Row, case: Case) -> tuple[int, int]:
+    """Drafted tokens that the call of a row accepts and rejects."""
+    if has_plain_twin(row):
+        result = run_case(case)
+        return result.num_accepted, result.num_rejected
+    decode(case, speculation_stats=(stats := hf_speculate.SpeculationStats()))
+    return stats.num_accepted, stats.num_verified - stats.num_accepted
+
+
+def read() -> list[tuple[Row, int]]:
+    """The rows of the file, each with its seed."""
+    rows = json.loads(ROWS.read_text(encoding="utf-8"))
+    return [(row, row.pop("seed")) for row in rows]
+
+
+def main() -> None:
+    """Write the file."""
+    torch.set_num_threads(1)
+    rows = [row for row, _ in read()]
+    if set().union(*map(pairs_in, rows)) != pairs_of(AXES, EXCLUDED):
+        rows = min((cover(AXES, EXCLUDED, seed) for seed in range(20)), key=len)
+    lines = ",\n".join(json.dumps({**row, "seed": find_seed(row)}) for row in rows)
+    ROWS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    print(f"wrote {len(rows)} rows")
 
 
 if __name__ == "__main__":
-    from tests.cases import AXES, EXCLUDED
-
-    found = min((cover(AXES, EXCLUDED, seed) for seed in range(20)), key=len)
-    lines = ",\n".join(json.dumps(row) for row in found)
-    ROWS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    print(f"wrote {len(found)} rows")
+    main()

@@ -43,6 +43,8 @@ _OF_TRANSFORMERS = "prefill chunking without a cache"  # raised for models that 
 class Result(NamedTuple):
     kind: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
     detail: str = ""
+    num_accepted: int = 0  # drafted tokens of an equal case, in all turns
+    num_rejected: int = 0
 
 
 def run_case(case: Case) -> Result:
@@ -51,6 +53,7 @@ def run_case(case: Case) -> Result:
     own, caches = draft_options(case), [cache_of(case), cache_of(case)]  # the same in all turns
     inputs = prompts_of(case)
     eos: list[int] = []
+    num_accepted = num_verified = 0
     for turn in range(case.num_turns):
         ours = partial(_decode, case, own, inputs, eos, caches[1])
         try:
@@ -69,10 +72,12 @@ def run_case(case: Case) -> Result:
         difference = compare(expected, got, lens, TOLERANCES[model.dtype], case.cache != "static")
         if difference:
             return Result("tie" if _is_tie(expected, got) else "different", f"turn {turn}: {difference}")
+        num_accepted += got.speculation.num_accepted
+        num_verified += got.speculation.num_verified
         if "input_ids" not in inputs or model.config.is_encoder_decoder or case.num_return_sequences > 1:
             break
         inputs = _longer(inputs, expected.sequences)
-    return Result("equal")
+    return Result("equal", "", num_accepted, num_verified - num_accepted)
 
 
 def _decode(case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[int], cache: Any) -> Any:
