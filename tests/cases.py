@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_speculate
@@ -41,6 +43,21 @@ class Streamed:
 
     def end(self) -> None:
         self.has_ended = True
+
+
+class AttentionCalls(TorchFunctionMode):
+    """As a context, keeps the query and the keys of every `scaled_dot_product_attention`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[Tensor] = []  # [B, H, Q, D] each
+        self.keys: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            self.queries.append(args[0])
+            self.keys.append(args[1])
+        return func(*args, **(kwargs or {}))
 
 
 class KeepsAll:

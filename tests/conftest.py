@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 
 # Before transformers is imported anywhere: it reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,10 +83,13 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def registry() -> Iterator[None]:
     """Verifiers that a test registers are forgotten after it."""
-    base = importlib.import_module("hf_speculate.verify.base")
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    registered = importlib.import_module("hf_speculate.verify.base")._REGISTRY
+    before = dict(registered)
+    yield
+    registered.clear()
+    registered.update(before)
 
 
 @pytest.fixture

@@ -8,57 +8,51 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.folded_attention import STANDS_FOR
-from tests.cases import assert_decodes_as_plain, each_value, pair
+from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pair
 from tests.tiny import make_model, ragged_prompts
 
 
-@pytest.fixture
-def folds(monkeypatch):
-    """Numbers of query rows in all folded calls."""
-    rows = []
-    original = attention.scaled_dot_product_attention
-
-    def spy(query, *args, **kwargs):
-        rows.append(query.shape[2])
-        return original(query, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    return rows
+def folds_in(calls, target):
+    """Numbers of query rows in the calls that fold several query tokens; transformers itself packs a single one."""
+    num_heads, num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
+    folded = [query.shape[2] for query in calls.queries if query.shape[1] == num_kv_heads]
+    return [num_rows for num_rows in folded if num_rows > num_heads // num_kv_heads]
 
 
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
 @each_value(batch_size=[1, 3], kind=["llama", "cohere2"])  # the second has full layers and a window
-def test_a_speculative_call_folds_and_gives_the_ids_of_plain(folds, kind, batch_size):
+def test_a_speculative_call_folds_and_gives_the_ids_of_plain(kind, batch_size):
     target, draft = pair(kind)
     inputs = ragged_prompts(batch_size, seed=2)
-    target.generate(**inputs, max_new_tokens=12)
-    assert not folds
-    assert_decodes_as_plain(target, draft, inputs, **OPTIONS)
+    with AttentionCalls() as plain:
+        target.generate(**inputs, max_new_tokens=12)
+    assert plain.queries and not folds_in(plain, target)
+    with AttentionCalls() as calls:
+        assert_decodes_as_plain(target, draft, inputs, **OPTIONS)
     groups = target.config.num_attention_heads // target.config.num_key_value_heads
-    assert {groups, 5 * groups} <= set(folds)  # draft steps, and verifications of four drafts
+    assert 5 * groups in folds_in(calls, target)  # verifications of four drafts
     assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
 
 
-def test_a_plain_call_meanwhile_gives_exactly_its_usual_result(folds):
+def test_a_plain_call_meanwhile_gives_exactly_its_usual_result():
     target, draft = pair("llama")
-    others, logits, num_folds = ragged_prompts(3, seed=5), [], []
+    others, logits, nested = ragged_prompts(3, seed=5), [], []
 
     def plain():
-        num_folds.append(len(folds))
-        output = target.generate(**others, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
+        with AttentionCalls() as calls:
+            output = target.generate(**others, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
         logits.append(torch.stack(output.logits))
-        num_folds.append(len(folds))
+        nested.extend(folds_in(calls, target))
 
     plain()
-    target.generate(
-        **ragged_prompts(2, seed=2), **OPTIONS, assistant_model=draft, speculation_callback=lambda report: plain()
-    )
-    assert all(torch.equal(logits[0], others) for others in logits)
-    assert num_folds[2] == num_folds[3] < len(folds)
+    options = {**ragged_prompts(2, seed=2), **OPTIONS, "speculation_callback": lambda report: plain()}
+    with AttentionCalls() as calls:
+        target.generate(**options, assistant_model=draft)
+    assert len(logits) > 2 and all(torch.equal(logits[0], others) for others in logits)
+    assert folds_in(calls, target) and not nested
 
 
 def own_attention(module, query, key, value, attention_mask, **kwargs):

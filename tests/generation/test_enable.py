@@ -153,10 +153,13 @@ def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(model
     assert target.generate(**ragged_prompts(2), assistant_model=draft, max_new_tokens=5).shape == (2, 12 + 5)
 
 
-def test_a_version_of_transformers_without_a_name_is_refused_on_enable(monkeypatch):
-    monkeypatch.setattr(private_names, "_OF_MODELS", ("_is_stateful", "_renamed_since"))
+def test_a_version_of_transformers_without_a_name_is_refused_on_enable():
+    def missing(model):
+        raise AttributeError
+
     model = make_model("llama")
-    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"LlamaForCausalLM\._renamed_since.*5\.17\.0 to"):
+    model.__class__ = type("RenamedSince", (LlamaForCausalLM,), {"_default_compile_config": property(missing)})
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"RenamedSince\._default_compile_config.*5\.17\.0 to"):
         hf_speculate.enable(model)
     assert not hf_speculate.is_enabled(model)
 

@@ -3,10 +3,10 @@
 import pytest
 from transformers import GenerationConfig
 
-from hf_speculate import SpeculationStats, SuffixStore
+from hf_speculate import SpeculationStats, SuffixStore, enable
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
 from tests.reliability.faults import Fault, FaultyStreamer
-from tests.tiny import ragged_prompts
+from tests.tiny import make_model, ragged_prompts
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
 NUM_NEW = 40
@@ -24,15 +24,15 @@ def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
     assert any("as large as its target" in reason for reason in stats.fallbacks)
 
 
-def test_fields_of_configs_count_and_configs_stay_as_they_are(monkeypatch):
-    target, stats = pair("llama")[0], SpeculationStats()
+def test_fields_of_configs_count_and_configs_stay_as_they_are():
+    target, stats = enable(make_model("llama")), SpeculationStats()
     config = GenerationConfig(max_new_tokens=9, pad_token_id=0, prompt_lookup_num_tokens=4)
     before = config.to_dict()
     many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}  # which transformers' prompt lookup would not take
     target.generate(**few_words(1), generation_config=config, **many, speculation_stats=stats)
     assert 0 < max(stats.rounds_by_draft_len) <= 4
     assert config.to_dict() == before
-    monkeypatch.setattr(target, "generation_config", config)
+    target.generation_config = config
     for own, is_used in (({}, True), ({"prompt_lookup_num_tokens": None}, False)):
         target.generate(**few_words(1), **own, speculation_stats=stats)
         assert (stats.num_batch_rounds > 0) == is_used

@@ -5,9 +5,9 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
-from hf_speculate.cache import ragged_layer
+from hf_speculate.cache.ragged_layer import MIN_STEP, WINDOW_SLACK
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
+from tests.cases import AttentionCalls, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_passed_caches import assert_same_contents, cache_contents
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
@@ -16,11 +16,11 @@ FITTING = tuple(kind for kind in KINDS if kind != "bloom")  # its positions are 
 
 
 @pytest.mark.parametrize("kind", FITTING)
-def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(kind, monkeypatch):
-    monkeypatch.setattr(ragged_layer, "MIN_STEP", 7)
-    monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 2 * K)
-    inputs = ragged_prompts(5, seed=5, max_len=3 * SLIDING_WINDOW)
-    for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 11)):
+def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(kind):
+    """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
+    inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
+    assert MIN_STEP < 90
+    for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
         options = {"max_new_tokens": 90, "prefill_chunk_size": chunk_size, "num_assistant_tokens": K}
         stats = assert_decodes_as_plain(*pair(kind), inputs, **options, speculation_cache=cache_kind)
         assert stats.cache == cache_kind
@@ -42,23 +42,17 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention, ca
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
 
-def test_a_window_layer_holds_its_window_however_long_the_text(monkeypatch):
-    monkeypatch.setattr(ragged_layer, "MIN_STEP", 8)
-    monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 8)
-    held, update = [], ragged_layer.RaggedLayer.update
-
-    def watched(self, *args, **kwargs):
-        seen = update(self, *args, **kwargs)
-        held.append((self.window, self.capacity, seen[0].shape[2]))
-        return seen
-
-    monkeypatch.setattr(ragged_layer.RaggedLayer, "update", watched)
+def test_a_window_layer_holds_its_window_however_long_the_text():
+    (target, draft), inputs = pair("cohere2"), ragged_prompts(1, min_len=230, max_len=230)
     options = {"max_new_tokens": 150, "num_assistant_tokens": K, "speculation_cache": "preallocated"}
-    assert_decodes_as_plain(*pair("gemma2"), ragged_prompts(1), **options)
-    assert max(capacity for window, capacity, _ in held if window is None) > 140
-    windowed = [(capacity, seen) for window, capacity, seen in held if window is not None]
-    assert max(capacity for capacity, _ in windowed) < 6 * SLIDING_WINDOW
-    assert max(seen for _, seen in windowed[-8:]) <= SLIDING_WINDOW + K + 1
+    with AttentionCalls() as calls:
+        target.generate(**inputs, **options, assistant_model=draft)
+    bytes_of_column = calls.keys[0][:, :, :1].nbytes
+    last = [(keys.shape[2], keys.untyped_storage().nbytes() // bytes_of_column) for keys in calls.keys[-8:]]
+    windowed, full = (last[place::2] for place in (0, 1))
+    assert min(seen for seen, _ in full) > 360
+    assert max(seen for seen, _ in windowed) <= SLIDING_WINDOW + K + 1
+    assert max(capacity for _, capacity in windowed) < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP < 360
 
 
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():

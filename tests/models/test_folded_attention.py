@@ -9,6 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.folded_attention import STANDS_FOR, folded_attention, folding
+from tests.cases import AttentionCalls
 
 TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1
 H, D, D_VALUE, T = 2, 8, 6, 11
@@ -17,20 +18,6 @@ H, D, D_VALUE, T = 2, 8, 6, 11
 def layer_of(groups: int) -> SimpleNamespace:
     """What an attention function reads of its layer."""
     return SimpleNamespace(num_key_value_groups=groups, is_causal=True)
-
-
-@pytest.fixture
-def folds(monkeypatch):
-    """The query shapes of all folded calls."""
-    shapes = []
-    original = attention.scaled_dot_product_attention
-
-    def spy(query, *args, **kwargs):
-        shapes.append(tuple(query.shape))
-        return original(query, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    return shapes
 
 
 def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
@@ -60,28 +47,28 @@ def make_mask(kind: str, batch_size: int, num_query: int):
 
 
 def both(layer, query, key, value, mask, **kwargs):
-    """Our result inside `folding()`, checked for its form, and transformers'."""
+    """Our result inside `folding()`, checked for its form, transformers', and the shapes of our queries."""
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask, **kwargs)
-    with folding():
+    with folding(), AttentionCalls() as calls:
         ours, weights = folded_attention(layer, query, key, value, mask, **kwargs)
     assert weights is None
     assert ours.is_contiguous()
     assert ours.shape == expected.shape
-    return ours, expected
+    return ours, expected, [tuple(query.shape) for query in calls.queries]
 
 
 @pytest.mark.parametrize("num_query", [1, 6])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("mask", ["bool", "float", "shared", "none"])
-def test_the_result_is_that_of_transformers(folds, mask, groups, num_query):
+def test_the_result_is_that_of_transformers(mask, groups, num_query):
     batch_size, scaling = 3, 0.7 if groups == 1 else None
     given = make_mask(mask, batch_size, num_query)
     layer, (query, key, value) = layer_of(groups), states(groups, num_query, batch_size)
     before = [tensor.clone() for tensor in (query, key, value)]
-    ours, expected = both(layer, query, key, value, given, scaling=scaling)
+    ours, expected, shapes = both(layer, query, key, value, given, scaling=scaling)
     assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
     is_folded = groups > 1 and (given is not None or num_query == 1)
-    assert folds == ([(batch_size, H, groups * num_query, D)] if is_folded else [])
+    assert shapes == [(batch_size, H, groups * num_query, D) if is_folded else tuple(query.shape)]
     assert all(torch.equal(*one) for one in zip(before, (query, key, value), strict=True))
 
 
@@ -96,19 +83,19 @@ PASSED_ON = {
 
 
 @pytest.mark.parametrize("name", PASSED_ON)
-def test_what_it_cannot_fold_is_passed_on(folds, name):
+def test_what_it_cannot_fold_is_passed_on(name):
     mask, options = PASSED_ON[name]
     query, key, value = states(2, mask.shape[2], 2, num_states=mask.shape[3])
     results = []
     for function in (sdpa_attention_forward, folded_attention):
         torch.manual_seed(0)
-        with folding():
+        with folding(), AttentionCalls() as calls:
             results.append(function(layer_of(2), query, key, value, mask, **options)[0])
     assert torch.equal(*results)
-    assert not folds
+    assert all(seen.shape == query.shape for seen in calls.queries)
 
 
-def test_another_function_under_the_name_is_called_in_place_of_folding(folds, monkeypatch):
+def test_another_function_under_the_name_is_called_in_place_of_folding(monkeypatch):
     calls = []
 
     def foreign(*args, **kwargs):
@@ -117,6 +104,7 @@ def test_another_function_under_the_name_is_called_in_place_of_folding(folds, mo
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, STANDS_FOR, foreign)
     query, key, value = states(2, 3, 2)
-    assert torch.equal(*both(layer_of(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7))
+    ours, expected, shapes = both(layer_of(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7)
+    assert torch.equal(ours, expected)
     assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
-    assert not folds
+    assert shapes == [tuple(query.shape)]

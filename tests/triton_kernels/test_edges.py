@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hf_speculate.triton_kernels import NoiseKeys, Status, Stream, row_seeds, sample, uniforms
-from hf_speculate.triton_kernels.reference import rejection
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import BACKENDS, on
 from tests.triton_kernels.operations import (
@@ -15,7 +14,6 @@ from tests.triton_kernels.operations import (
     OPERATIONS,
     assert_well_formed,
     make_faulty_round,
-    make_round,
     spoil,
 )
 
@@ -115,10 +113,3 @@ def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_c
     assert torch.equal(verdict.num_accepted.long(), kept)
     assert not verdict.status.any()
     assert (verdict.token_ids[kept == 0, 0] != 1).all()
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_equal_distributions_are_kept_at_every_coin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "uniforms", lambda keys, stream, at, ids: torch.ones(ids.shape))
-    target, ids, _ = make_round(60, 3, 50)
-    assert (OPERATIONS[name](target, ids, target[:, :-1], make_keys(60)).num_accepted == 3).all()

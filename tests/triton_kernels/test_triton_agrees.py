@@ -129,9 +129,8 @@ def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
 
 
 @pytest.mark.slow
-def test_more_chunks_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_chunks_than_are_merged_at_once() -> None:
     """The second row's mass lies in the last chunk; the largest logits of the first are tied, one of them there."""
-    monkeypatch.setattr(launch, "CHUNK", 64)
     vocab_size, keys = 64 * launch.CHUNK + 7, make_keys(2)
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[0, [5, vocab_size - 3]], logits[1, -5:] = 9.0, logits[1, -5:] + 24.0

@@ -1,13 +1,14 @@
 """`hf-speculate bench` and `tune` on a tiny pair: what is compared, and what wins is written."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
+from transformers import GenerationMixin
 
 import hf_speculate
 from hf_speculate.tools.bench import tuning
-from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Measured, measure
 from hf_speculate.tools.cli.main import main
 from tests.cases import KeepsAll
@@ -91,14 +92,15 @@ def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questio
 
 
 def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
-    left, decode = iter(range(6)), Decoder.__call__  # three warm-ups, and one batch of each of the three methods
+    left, generate = iter(range(6)), GenerationMixin.generate  # three warm-ups, and a batch of each of three methods
 
-    def interrupted(*arguments, **options):
-        if next(left, None) is None:
+    @functools.wraps(generate)
+    def interrupted(model, **arguments):
+        if model.name_or_path == pair[0] and next(left, None) is None:  # transformers calls the draft's, too
             raise KeyboardInterrupt
-        return decode(*arguments, **options)
+        return generate(model, **arguments)
 
-    monkeypatch.setattr(Decoder, "__call__", interrupted)
+    monkeypatch.setattr(GenerationMixin, "generate", interrupted)
     status, result = run(pair, questions, "-k", "adaptive", "-v", "greedy", "--json")
     assert (status, result["is_interrupted"]) == (130, True)
     names = ["plain, greedy", "transformers, defaults", "greedy, adaptive"]

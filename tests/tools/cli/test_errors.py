@@ -1,5 +1,6 @@
 """What goes wrong on the command line is one line and exit status 2, whatever it is."""
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -7,10 +8,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from transformers import GenerationMixin
 
-from hf_speculate.generation.mixin import SpeculativeGenerationMixin
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.dataset.ranks import Ranks
 
 CPU = ["--device", "cpu"]
 
@@ -90,25 +90,36 @@ def test_a_command_that_cannot_be_is_one_line(words, message, refused):
     assert message in refused(words)
 
 
-def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, monkeypatch, capsys):
-    error = OSError(28, "No space left on device")
-    monkeypatch.setattr("hf_speculate.tools.cli.measuring.write_json", Mock(side_effect=error))
-    words = [*BENCH, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(tmp_path / "out.json")]
+def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, capsys):
+    output = tmp_path / (250 * "x")  # too long with what is added to it while the file is written
+    words = [*BENCH, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(output)]
     assert main([word.format(folder=folder) for word in words]) == 2
     out, err = capsys.readouterr()
     assert "greedy, K = 2" in out
-    assert err.endswith("hf-speculate: [Errno 28] No space left on device\n")
+    assert "hf-speculate: [Errno 36] File name too long" in err
 
 
 def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
     assert "uvicorn must be installed for this, got none; run pip install" in refused(["serve", "nosuch"])
-    monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
+    state = Mock(process_index=0, num_processes=2)
+    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(PartialState=lambda **options: state))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--engine ray must be started once, got 2 ranks" in refused([*BATCH, "--engine", "ray"])
 
 
 class Strange(Exception):
     """What nobody foresaw."""
+
+
+def failing(error):
+    """Stands for transformers' `generate`."""
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(model, **arguments):
+        raise error
+
+    return generate
 
 
 def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monkeypatch, capsys):
@@ -122,7 +133,7 @@ def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monk
             "hf-speculate: Strange: [red]first[/red] :sob: (--debug prints",
         ),
     ):
-        monkeypatch.setattr(SpeculativeGenerationMixin, "generate", Mock(side_effect=error))
+        monkeypatch.setattr(GenerationMixin, "generate", failing(error))
         assert main(words) == status
         err = capsys.readouterr().err.strip()
         assert err.startswith(line) and "\n" not in err

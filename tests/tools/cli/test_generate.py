@@ -1,5 +1,6 @@
 """`hf-speculate generate` on the bundled pair, and commands with a draft head in place of a draft model."""
 
+import functools
 import io
 import json
 import shutil
@@ -10,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import pipeline
+from transformers import GenerationMixin, pipeline
 
-from hf_speculate.generation.mixin import SpeculativeGenerationMixin
 from hf_speculate.tools.cli.arguments import arguments_of
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.main import main
@@ -50,18 +50,19 @@ def test_stop_strings_of_a_saved_config_end_the_text(plain_texts, tmp_path, caps
 
 
 def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
-    tokenizer, texts, generate = byte_level_tokenizer([], bos_token="<begin>"), [], SpeculativeGenerationMixin.generate
+    tokenizer, texts, generate = byte_level_tokenizer([], bos_token="<begin>"), [], GenerationMixin.generate
     begin = [("<begin>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=begin)
     tokenizer.chat_template = "<begin>{% for message in messages %}[{{ message.content }}]{% endfor %}"
     make_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
-    def noted(model, input_ids, **arguments):
-        texts.append(tokenizer.decode(input_ids[0]))
-        return generate(model, input_ids=input_ids, **arguments)
+    @functools.wraps(generate)
+    def noted(model, **arguments):
+        texts.append(tokenizer.decode(arguments["input_ids"][0]))
+        return generate(model, **arguments)
 
-    monkeypatch.setattr(SpeculativeGenerationMixin, "generate", noted)
+    monkeypatch.setattr(GenerationMixin, "generate", noted)
     monkeypatch.setattr("sys.stdin", io.StringIO("def main():\nclass Stack:\n"))
     for words in (["generate", "hi", "--chat"], ["generate", "hi"], ["chat"]):
         assert main([words[0], str(tmp_path), *words[1:], "--lookup", "4", *COMMON]) == 0
