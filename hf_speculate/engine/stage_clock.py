@@ -40,10 +40,10 @@ class StageClock:
     such a note, as from a call inside this one, gets no second one; an error about the arguments gets none.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
+    def __init__(self, now: Callable[[], float] | None = None):  # None for `time.perf_counter`
         self.stage: Stage | None = None  # None while code runs that is not ours
         self.num_round = 0  # of the loop, counted from 1; 0 before it
-        self._now = now
+        self._now = now or time.perf_counter
         self._began = self._since = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
 

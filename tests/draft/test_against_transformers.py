@@ -22,11 +22,10 @@ from transformers.generation.candidate_generator import (
 
 import hf_speculate
 from hf_speculate.draft.from_candidate_generator import layers_read, make_generator
-from hf_speculate.draft.heads.chain import ChainDrafter
-from hf_speculate.draft.heads.dflash import BlockDrafter
 from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.verify.greedy import GreedyVerifier
 from tests.cases import assert_equal_ids
 from tests.draft.heads.test_mtp import make_checkpoint
 from tests.tiny import make_model, ragged_prompts
@@ -61,12 +60,12 @@ class Case(NamedTuple):
     source: Callable[..., CandidateGenerator]
     theirs: dict[str, Any]
     num_drafted: int
-    watched: tuple[type, type]  # their generator and our drafter
+    watched: type  # their generator
 
 
 def mtp_case(folder, kind, num_layers, seed=None):
     target = make_checkpoint(folder, kind, num_layers, seed)
-    source, watched = partial(MTPCandidateGenerator, target), (MTPCandidateGenerator, ChainDrafter)
+    source, watched = partial(MTPCandidateGenerator, target), MTPCandidateGenerator
     return Case(target, load_drafter(folder, target), source, {"use_mtp": True}, num_layers, watched)
 
 
@@ -78,8 +77,7 @@ def dflash_case(folder, window):
     tables = target.get_input_embeddings(), target.get_output_embeddings()
     source = partial(DFlashTokenCandidateGenerator, draft, *tables)
     theirs = {"assistant_model": draft, "speculation_type": "dflash"}
-    watched = DFlashTokenCandidateGenerator, BlockDrafter
-    return Case(target, load_drafter(folder, target), source, theirs, BLOCK_SIZE - 1, watched)
+    return Case(target, load_drafter(folder, target), source, theirs, BLOCK_SIZE - 1, DFlashTokenCandidateGenerator)
 
 
 CASES = {
@@ -103,33 +101,41 @@ def prompt_of(case):
     return ragged_prompts(1, seed=3, min_len=11, max_len=11, vocab_size=case.target.config.vocab_size)
 
 
-def watch(patch, kind, method, read):
-    """What `read` makes of the argument and the result of each call of a method from here on."""
-    made, original = [], getattr(kind, method)
+def watch_generator(patch, case):
+    """The ids of each proposal of the case's generator from here on."""
+    made, original = [], case.watched.get_candidates
 
-    def watched(self, asked, *args, **kwargs):
-        result = original(self, asked, *args, **kwargs)
-        made.append(read(asked, result))
-        return result
+    def watched(self, input_ids, *args, **kwargs):
+        found = original(self, input_ids, *args, **kwargs)
+        made.append(found[0][0, input_ids.shape[1] :].tolist())
+        return found
 
-    patch.setattr(kind, method, watched)
+    patch.setattr(case.watched, "get_candidates", watched)
     return made
 
 
-def watch_generator(patch, case):
-    """The ids of each proposal of the case's generator."""
-    return watch(patch, case.watched[0], "get_candidates", lambda ids, found: found[0][0, ids.shape[1] :].tolist())
+class WatchingVerifier:
+    """Greedy verification that keeps the ids of each draft, if there are any."""
+
+    def __init__(self):
+        self.drafted = []
+
+    def verify(self, target_logits, draft, keys):
+        if draft.token_ids.numel():
+            self.drafted.append(draft.token_ids[0].tolist())
+        return GreedyVerifier().verify(target_logits, draft, keys)
 
 
-def test_generator_and_head_draft_what_transformers_does(case, monkeypatch):
+def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, registry):
     inputs, made = prompt_of(case), watch_generator(monkeypatch, case)
     text = GenerationMixin.generate(case.target, **inputs, max_new_tokens=NUM_NEW, **case.theirs)
     theirs, made[:] = [ids for ids in made if ids], []
-    drafted = watch(monkeypatch, case.watched[1], "draft", lambda request, draft: draft.token_ids[0].tolist())
-    for own in ({"candidate_generator": case.source}, {"assistant_model": case.head}):
+    watching = WatchingVerifier()
+    hf_speculate.register_verifier("watching", lambda config: watching, lossless=True)
+    for own in ({"candidate_generator": case.source}, {"assistant_model": case.head, "verifier": "watching"}):
         options = {**own, "num_assistant_tokens": case.num_drafted, "max_new_tokens": NUM_NEW}
         assert_equal_ids(text, case.target.generate(**inputs, **options))
-    for ours in (made, drafted):
+    for ours in (made, watching.drafted):
         num = min(len(ours), len(theirs)) - case.num_drafted  # at the end transformers may ask for more than we do
         assert num > 3
         assert ours[:num] == theirs[:num]

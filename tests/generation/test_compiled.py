@@ -10,7 +10,6 @@ from transformers import CompileConfig
 
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.compilation import Compilation
 from tests.cases import assert_equal_ids, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -55,21 +54,6 @@ def compiled_and_eager(target, draft, inputs, config, **options):
     return ids, eager, stats
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """What ran compiled, run by run, with the number of graphs there were after it."""
-    seen = []
-    run = Compilation.run
-
-    def watched(self, name, *args):
-        result = run(self, name, *args)
-        seen.append((name, counters["stats"]["unique_graphs"]))
-        return result
-
-    monkeypatch.setattr(Compilation, "run", watched)
-    return seen
-
-
 COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
 
 
@@ -95,17 +79,16 @@ def test_text_equals_the_eager_one_and_rows_that_end_stay(kind, batch_size, opti
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width(runs):
+def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width():
     target, draft = small_pair("llama")
     given = target, draft, ragged_prompts(3), compile_config("inductor")
-    ids, eager, stats = compiled_and_eager(*given, max_new_tokens=300)
-    assert_equal_ids(eager, ids)
-    assert stats.compiled == ["target", "draft"]
-    assert {name for name, _ in runs} == {"draft step, greedy", "forward"}
-    assert runs[-1][1] == next(num for name, num in runs if name == "forward")
-    num_graphs = counters["stats"]["unique_graphs"]
-    assert_equal_ids(ids, compiled_and_eager(*given, max_new_tokens=300)[0])
-    assert counters["stats"]["unique_graphs"] == num_graphs  # nor does the next call compile anything
+    num_graphs = []
+    for num_new in (8, 300, 300):
+        ids, eager, stats = compiled_and_eager(*given, max_new_tokens=num_new)
+        assert_equal_ids(eager, ids)
+        assert stats.compiled == ["target", "draft"]
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[0] == num_graphs[1] == num_graphs[2]
 
 
 @pytest.mark.parametrize("mode", [{}, pytest.param({"do_sample": True, "top_k": 0, "seed": 3}, marks=pytest.mark.slow)])
@@ -194,3 +177,24 @@ def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back
         assert type(one.past_key_values) is type(plain.past_key_values)
         for layer, expected in zip(one.past_key_values.layers, plain.past_key_values.layers, strict=True):
             torch.testing.assert_close(layer.keys, expected.keys)
+
+
+def test_a_call_inside_another_and_one_with_a_shorter_prompt_read_no_states_but_their_own():
+    """The inner call needs buffers as large as those that the outer one holds; later calls take them in turn."""
+    target, draft = fresh_pair()
+    prompts = [ragged_prompts(2, seed=length, min_len=length - 3, max_len=length) for length in (20, 9)]
+    options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": K}
+    eager = [target.generate(**inputs, **options) for inputs in prompts]
+    options["compile_config"], inner = compile_config(), []
+
+    def decode_inside(report):
+        if report.num_round == 2:
+            inner.append(target.generate(**prompts[1], **options))
+
+    outer = target.generate(**prompts[0], **options, speculation_callback=decode_inside)
+    assert_equal_ids(eager[0], outer)
+    assert_equal_ids(eager[1], *inner)
+    for place in (1, 0, 1):
+        held = addresses_of(target, draft)
+        assert_equal_ids(eager[place], target.generate(**prompts[place], **options))
+        assert held and addresses_of(target, draft) == held

@@ -20,11 +20,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_speculate
 from hf_speculate.engine.distributed import tensor_parallel_group
 from hf_speculate.engine.plan import cost_ratio
-from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.generation import decoding_method
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
+from tests.draft.test_custom import Repeats
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_passed_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -81,6 +80,14 @@ CALLS = {
     "lock step": {**K, "logits_processor": [Unchanged()], "ends": (3, 3)},
     "copying": {"noise": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
     "alone": {"noise": None, **COUPLED, "ends": (3, 3)},
+    "early exit": {
+        "noise": None,
+        **K,
+        "assistant_early_exit": 1,
+        "assistant_confidence_threshold": 0.2,
+        "ends": (3, 3),
+    },
+    "drafter": {"noise": None, **K, "drafter": Repeats, "ends": (3, 3)},
     "unknown type": {**K, "model_class": Own},
     "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
 }
@@ -247,7 +254,7 @@ def run_apart(models, rank, name):
     torch.manual_seed(rank)
     with pytest.MonkeyPatch.context() as patch:
         if name == "clocks":
-            patch.setattr(decoding_method, "StageClock", functools.partial(StageClock, jumping(rank)))
+            patch.setattr("time.perf_counter", jumping(rank))
         if time:
             patch.setattr(stopping_criteria, "time", time)
         ids = target.generate(**inputs, max_new_tokens=NUM_NEW, **options, **drafts, speculation_stats=stats)

@@ -54,10 +54,13 @@ def test_adaptive_is_the_default_and_a_number_bounds_it():
         assert 0 < max(stats.rounds_by_draft_len) <= most
 
 
-def test_a_confidence_threshold_shortens_drafts_but_not_the_text():
+@pytest.mark.parametrize("own", [{}, {"assistant_early_exit": 1}])
+def test_a_confidence_threshold_shortens_drafts_but_not_the_text(own):
     options = {"max_new_tokens": NUM_NEW, **ragged_prompts(2, seed=9)}
+    target, draft = pair("llama")
+    draft = None if own else draft
     sure, unsure = (
-        assert_decodes_as_plain(*pair("llama"), options, assistant_confidence_threshold=threshold)
+        assert_decodes_as_plain(target, draft, options, **own, assistant_confidence_threshold=threshold)
         for threshold in (None, 0.9)
     )
     assert unsure.num_drafted / unsure.num_rounds < sure.num_drafted / sure.num_rounds

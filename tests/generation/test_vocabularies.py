@@ -2,14 +2,16 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
+from tests.cases import VERIFIERS, assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
@@ -155,3 +157,14 @@ def test_next_to_no_acceptance_over_some_calls_earns_one_warning_with_both_names
     assert "of the/target and the/draft have the same size but may differ" in str(warning.message)
     assert warning.filename == __file__
     assert (set(vars(target)), set(vars(draft))) == attributes
+
+
+def test_transformers_generator_for_another_tokenizer_gives_the_plain_text(target, foreign):
+    draft, theirs = foreign
+    tokenizers = {"target_tokenizer": OURS, "assistant_tokenizer": theirs}
+    source = partial(AssistedCandidateGeneratorDifferentTokenizers, assistant_model=draft, **tokenizers)
+    stats = hf_speculate.SpeculationStats()
+    options = {**ragged_prompts(1, seed=4), "max_new_tokens": 24}
+    ours = target.generate(**options, candidate_generator=source, speculation_stats=stats)
+    assert_equal_ids(target.generate(**options), ours)
+    assert 0 < stats.num_accepted < stats.num_verified

@@ -7,7 +7,6 @@ from torch import Tensor
 from hf_speculate.triton_kernels import Status, Stream, Verdict, sample, verify_greedy
 from hf_speculate.triton_kernels._inputs import Warp
 from hf_speculate.triton_kernels.reference import masses as twin_masses
-from hf_speculate.triton_kernels.reference import pieces as twin_pieces
 from hf_speculate.triton_kernels.reference import rows as twin_rows
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.host_syncs import NoHostSync
@@ -89,23 +88,23 @@ def test_handing_over_the_draft_sums_changes_nothing(name: str, vocab_size: int)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.0, 0.5, 1.3])])
-def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(
-    temperature: float | Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(temperature: float | Tensor) -> None:
+    """A row with one more entry has no whole number of pieces, and is read in full."""
     target, ids, draft = make_round(3, 2, 2 * twin_rows.TILE_SIZE)
     divisor = torch.as_tensor(temperature).view(-1, 1, 1)
     cutoffs = (target / divisor.where(divisor > 0, 1.0)).topk(8).values[..., -1]
     draft = draft.masked_fill(draft < draft.topk(8).values[..., -1:], -torch.inf)
     keys, warp, found = make_keys(3), Warp(temperature, cutoffs), []
-    assert twin_masses._kept_masses(target, warp) is not None
-    assert twin_masses._kept_masses(draft, Warp()) is not None
-    for share in (twin_pieces.MAX_KEPT_SHARE, -1.0):
-        monkeypatch.setattr(twin_pieces, "MAX_KEPT_SHARE", share)
+    for num_more in (0, 1):
+        target, draft = (torch.nn.functional.pad(rows, (0, num_more), value=-torch.inf) for rows in (target, draft))
+        assert (twin_masses._kept_masses(target, warp) is None) == (num_more == 1)
+        assert (twin_masses._kept_masses(draft, Warp()) is None) == (num_more == 1)
         verdicts = [OPERATIONS[name](target, ids, draft, keys, **warp._asdict()) for name in WARPABLE]
         drawn = sample(target[:, 0], keys=keys, stream=Stream.RACE, temperature=temperature, row_cutoffs=cutoffs[:, 0])
         masses, sums = twin_masses.row_masses(target, warp).masses, twin_masses.row_sums(target, warp).logsumexp
-        found.append([*(part for verdict in verdicts for part in verdict), *drawn, masses, sums])
-        found[-1] += twin_masses.row_masses(draft)
+        draft_masses, *others = twin_masses.row_masses(draft)
+        found.append([*(part for verdict in verdicts for part in verdict), *drawn, sums, *others])
+        found[-1] += [rows[..., : 2 * twin_rows.TILE_SIZE] for rows in (masses, draft_masses)]
     assert all(torch.equal(few, all_) for few, all_ in zip(*found, strict=True))
 
 

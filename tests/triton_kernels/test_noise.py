@@ -67,21 +67,6 @@ def test_row_zero_keeps_the_seed_and_other_rows_scatter() -> None:
     assert row_seeds(5, 3, device="meta").device.type == "meta"
 
 
-def test_no_word_gives_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    extremes = torch.tensor([0, 1, 2**31 - 1, -(2**31), -2, -1], dtype=torch.int32)
-    monkeypatch.setattr(noise, "_words_and_scratch", lambda state, ids: (extremes.clone(), torch.empty_like(extremes)))
-    keys = NoiseKeys(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
-    values = uniforms(keys, Stream.ACCEPT, torch.zeros(1, dtype=torch.int64), extremes)
-    assert (values > 0).all()
-    assert (values < 1).all()
-    # 32 bits at the winning end: neighbouring words near 0 are 2**-32 apart.
-    assert float(values[1] - values[0]) == pytest.approx(2.0**-32, rel=1e-5)
-    clocks = exponentials(keys, Stream.ACCEPT, torch.zeros(1, dtype=torch.int64), extremes)
-    assert (clocks > 0).all()
-    assert clocks.isfinite().all()
-    assert float(clocks[1] - clocks[0]) == pytest.approx(2.0**-32, rel=1e-5)  # the least clock wins a race
-
-
 def fold64(state: int) -> int:
     return state ^ (state >> 32)
 
@@ -112,3 +97,32 @@ def test_words_are_what_plain_integers_give() -> None:
                 for token_id in (0, 1, 31999, 262143):
                     word = noise.words(state, torch.tensor([token_id]))
                     assert int(word) == plain_word(seed, rounds, position + offset, stream, token_id)
+
+
+def token_of(word: int, state: int) -> int:
+    """The token id that has this word: the inverse of the last formula of `plain_word`."""
+    last = word - (word >> 16)
+    (word,) = (value for value in range(last - 1, last + 2) if signed(value + (value >> 16), 32) == word)
+    word = (word * pow(0x846CA68B, -1, 2**32)) % 2**32
+    word = (word ^ (word >> 15) ^ (word >> 30)) - (state >> 32)
+    word = (word * pow(0x7FEB352D, -1, 2**32)) % 2**32
+    word = (word ^ (word >> 16)) * pow(0x9E3779B9, -1, 2**32)
+    return signed(word - state, 32)
+
+
+def test_no_word_gives_zero_or_one() -> None:
+    """Unsigned, -2 is the largest: no token has the word -1."""
+    extremes, offset = [0, 1, 2**31 - 1, -(2**31), -2], torch.zeros(1, dtype=torch.int64)
+    keys = NoiseKeys(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
+    state = noise.states(keys, Stream.ACCEPT, offset)
+    ids = torch.tensor([token_of(word, int(state)) for word in extremes], dtype=torch.int32)
+    assert noise.words(state, ids).tolist() == extremes
+    values = uniforms(keys, Stream.ACCEPT, offset, ids)
+    assert (values > 0).all()
+    assert (values < 1).all()
+    # 32 bits at the winning end: neighbouring words near 0 are 2**-32 apart.
+    assert float(values[1] - values[0]) == pytest.approx(2.0**-32, rel=1e-5)
+    clocks = exponentials(keys, Stream.ACCEPT, offset, ids)
+    assert (clocks > 0).all()
+    assert clocks.isfinite().all()
+    assert float(clocks[1] - clocks[0]) == pytest.approx(2.0**-32, rel=1e-5)  # the least clock wins a race

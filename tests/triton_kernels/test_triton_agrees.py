@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import Stream, sample, verify_typical
+from tests.fake_cuda import FakeCuda
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import DEVICE, assert_same, moved, on_triton
 from tests.triton_kernels.operations import (
@@ -20,7 +21,7 @@ from tests.triton_kernels.operations import (
 )
 
 pytest.importorskip("triton", reason="needs Triton")
-from hf_speculate.triton_kernels.kernels import launch, operations
+from hf_speculate.triton_kernels.kernels import launch
 
 # B, K, V and the dtypes of target and draft: one chunk with a remainder; two chunks; more positions than are tested at
 # once; nothing to do.
@@ -143,21 +144,29 @@ def test_more_chunks_than_are_merged_at_once() -> None:
         assert name != "greedy" or int(verdict.token_ids[0]) == 5
 
 
+def on_fake_gpu(operation: Any, *args: Any, **options: Any) -> Any:
+    """As `on_triton`, on a device with atomics, where the last program to finish writes the verdict."""
+    with FakeCuda():
+        options = {name: moved(value, "cuda:0") for name, value in options.items()}
+        return moved(operation(*moved(args, "cuda:0"), backend="triton", **options), "cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_tiles_methods_of_finishing_and_fresh_memory_change_no_bit(
-    name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    case, found = make_case(2, 2, 3 * launch.CHUNK + 5), []
-    found.append(
-        on_triton(OPERATIONS[name], *case) + on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
-    )
-    request.getfixturevalue("poisoned_memory")
-    for num_chunks, is_fused in ((1, False), (1, True), (2, True), (8, False)):
-        monkeypatch.setattr(launch, "chunks_per_program", lambda num_rows, num=num_chunks: num)
-        monkeypatch.setattr(operations, "has_atomics", lambda device, is_fused=is_fused: is_fused)
-        drawn = on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
-        found.append(on_triton(OPERATIONS[name], *case) + drawn)
+def test_tiles_methods_of_finishing_and_fresh_memory_change_no_bit(name: str, request: pytest.FixtureRequest) -> None:
+    """Programs of more rows read more chunks of a row each."""
+    target, ids, draft, keys, lens = make_case(2, 2, 2 * launch.CHUNK + 5)
+    rows = torch.arange(2)
+    found = []
+    for num_copies, run in ((1, on_triton), (4, on_triton), (1, on_fake_gpu), (4, on_fake_gpu)):
+        copies = rows.repeat(num_copies)
+        case = target[copies], ids[copies], draft[copies], keys.rows(copies), lens[copies]
+        verdict = run(OPERATIONS[name], *case)
+        drawn = run(sample, target[copies, 0], keys=keys.rows(copies), stream=Stream.DRAFT)
+        assert all(torch.equal(part, part[rows][copies]) for part in verdict + drawn)
+        found.append([part[rows] for part in verdict + drawn])
+        if len(found) == 1:
+            request.getfixturevalue("poisoned_memory")
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(other, found[0], strict=True))
 
