@@ -117,16 +117,11 @@ def decode(case: Case, row: int | None = None, **more: Any) -> Any:
 
 
 def find_seed(row: Row) -> int:
-    """The first seed with which tokens are accepted and rejected; else the first with which some are accepted."""
-    accepting = []
+    """The first seed with which tokens are accepted and rejected."""
     for seed in range(NUM_SEEDS):
-        num_accepted, num_rejected = _count(row, case_of(row, seed))
-        if num_accepted and num_rejected:
+        if all(_count(row, case_of(row, seed))):
             return seed
-        accepting += [seed] * bool(num_accepted)
-    if not accepting:
-        raise ValueError(f"no seed below {NUM_SEEDS} makes {row} accept a drafted token")
-    return accepting[0]
+    raise ValueError(f"no seed below {NUM_SEEDS} makes {row} accept a drafted token and reject one")
 
 
 def _count(row: Row, case: Case) -> tuple[int, int]:
