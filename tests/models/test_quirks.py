@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import hf_speculate
+from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
 from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
@@ -123,7 +124,7 @@ def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(
     own.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
     assert is_shown(model) and not is_shown(own)
     for version in ("5.16.3", "6.0.0.dev0"):
-        monkeypatch.setattr(transformers, "__version__", version)
+        monkeypatch.setattr(compat.transformers, "__version__", version)
         assert not is_shown(model)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.utils import counters
 from transformers import MaxTimeCriteria, pipeline
 
 import hf_speculate
@@ -31,7 +32,7 @@ from tests.draft.heads.fitting import write_fitted
 from tests.draft.heads.kinds import KINDS
 from tests.draft.heads.rounds import target_of
 from tests.draft.heads.test_pard import write_pard
-from tests.generation.test_compiled import compile_config, runs  # noqa: F401  # a fixture
+from tests.generation.test_compiled import compile_config
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.tiny import make_model, make_small_model, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
@@ -162,13 +163,14 @@ def decoded(target, head, **options):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampling"])
-def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling, runs):  # noqa: F811
+def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
     target, design = pair[0], replace(FITTED, aux_layers=(0, 3, 5))
     head = load_drafter(write_fitted(tmp_path, design, target, prompts(), NUM_NEW)[0], target)
     eager, before = decoded(target, head, **sampling)
+    num_graphs = counters["stats"]["unique_graphs"]
     ids, after = decoded(target, head, **sampling, compile_config=compile_config())
     assert_equal_ids(eager, ids)
-    assert {name.partition(" of ")[0] for name, _ in runs} == {"forward with (0, 3, 5)", "chain"}
+    assert counters["stats"]["unique_graphs"] > num_graphs
     assert (after.compiled, after.fallbacks) == (["target", "draft"], [])
     assert after.accepted_per_position == before.accepted_per_position
     assert min(after.accepted_per_position) > 0

@@ -8,8 +8,6 @@ import pytest
 from transformers import GenerationMixin
 
 import hf_speculate
-from hf_speculate.tools.bench import tuning
-from hf_speculate.tools.bench.measuring import Measured, measure
 from hf_speculate.tools.cli.main import main
 from tests.cases import KeepsAll
 from tests.tiny import make_model
@@ -127,15 +125,21 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
 
 
 def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
+    generate, now = GenerationMixin.generate, [0.0]
     seconds = {"greedy, K = 2": 1.5, "greedy, K = 3": 1.5}  # of every method's calls; models decode all the same
 
-    def measured(*arguments, **options):
-        runs = measure(*arguments, **options).runs
-        return Measured(
-            {name: [one._replace(seconds=seconds.get(name, 1.0)) for one in runs[name]] for name in runs}, {}
-        )
+    @functools.wraps(generate)
+    def timed(model, **arguments):
+        name = "plain"
+        if "custom_generate" in arguments:
+            config = arguments["custom_generate"].config
+            rule = f"typical {config.posterior_threshold}" if config.verifier == "typical" else "greedy"
+            name = f"{rule}, K = {config.num_assistant_tokens}"
+        now[0] += seconds.get(name, 1.0)
+        return generate(model, **arguments)
 
-    monkeypatch.setattr(tuning, "measure", measured)
+    monkeypatch.setattr(GenerationMixin, "generate", timed)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     target, draft = save_pair(tmp_path / "pair")
     path, out = Path(target) / "generation_config.json", tmp_path / "out.json"
     words = ["tune", target, str(questions), "-d", draft, *LENGTH, "-k", "2,3", "--write", target, "-o", str(out)]
