@@ -8,6 +8,7 @@ import pytest
 from transformers import GenerationMixin
 
 import hf_speculate
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.tools.cli.main import main
 from tests.cases import KeepsAll
 from tests.tiny import make_model
@@ -126,16 +127,13 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
 
 def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp_path, monkeypatch, capsys):
     generate, now = GenerationMixin.generate, [0.0]
-    seconds = {"greedy, K = 2": 1.5, "greedy, K = 3": 1.5}  # of every method's calls; models decode all the same
+    default = SpeculationConfig().posterior_threshold
+    seconds = {(default, 2): 1.5, (default, 3): 1.5}  # of a call by threshold and K; models decode all the same
 
     @functools.wraps(generate)
     def timed(model, **arguments):
-        name = "plain"
-        if "custom_generate" in arguments:
-            config = arguments["custom_generate"].config
-            rule = f"typical {config.posterior_threshold}" if config.verifier == "typical" else "greedy"
-            name = f"{rule}, K = {config.num_assistant_tokens}"
-        now[0] += seconds.get(name, 1.0)
+        config = getattr(arguments.get("custom_generate"), "config", None)  # none in plain decoding
+        now[0] += seconds.get(config and (config.posterior_threshold, config.num_assistant_tokens), 1.0)
         return generate(model, **arguments)
 
     monkeypatch.setattr(GenerationMixin, "generate", timed)
@@ -147,7 +145,7 @@ def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp
     assert main(words) == 1
     assert path.read_text() == before
     assert "do not speculate: plain decoding is as fast as any method; nothing is written" in capsys.readouterr().out
-    seconds["greedy, K = 3"] = 0.5
+    seconds[default, 3] = 0.5
     assert main(words) == 0
     shown, err = capsys.readouterr()
     assert "best: greedy, K = 3" in shown and f"written to {path}" in err
@@ -155,7 +153,7 @@ def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp
     assert json.loads(path.read_text()) == json.loads(before) | fields
     result = json.loads(out.read_text())
     assert (result["winner"], result["fields"]) == ("greedy, K = 3", fields)
-    seconds["typical 0.2, K = 2"] = 0.2
+    seconds[0.2, 2] = 0.2
     assert main([*words, "--thresholds", "0.01,0.2", "--quality", "agreement=0.01,drop=50"]) == 0
     saved = json.loads(path.read_text())
     assert (saved["verifier"], saved["posterior_threshold"], saved["num_assistant_tokens"]) == ("typical", 0.2, 2)
