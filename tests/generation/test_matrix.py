@@ -8,11 +8,12 @@ import torch
 import transformers
 
 import hf_speculate
-from tests.cases import AXES, EXCLUDED
+from tests.cases import AXES, EXCLUDED, assert_equal_ids
 from tests.compatibility import pinned_version
 from tests.pairs import Row, case_of, decode, has_plain_twin, pairs_in, pairs_of, read
 from tests.random_calls import Case
 from tests.random_search import run_case
+from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 ROWS = read()
 
@@ -70,3 +71,18 @@ def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> Non
 def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
     plainest = {name: values[0] for name, values in AXES.items()} | {"batch": "2" if "padding" in pair[0] else "1"}
     assert run_case(case_of({**plainest, **dict(pair)}, seed=1)).kind not in ("equal", "tie")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_of_many_models_is_plain(kind: str) -> None:
+    """2,016 sequences of the six kinds together; the targets have different weights."""
+    for seed in range(6):
+        target = hf_speculate.enable(make_model(kind, seed=seed))
+        draft = noisy_copy(target, 0.02, seed=seed + 1)
+        for batch_size in (1, 2, 3, 8):
+            inputs = ragged_prompts(batch_size, seed=seed, max_len=2 * SLIDING_WINDOW)
+            options = {**inputs, "max_new_tokens": 3 * SLIDING_WINDOW}
+            plain = target.generate(**options)
+            for num in (1, 3, 5, 8):
+                assert_equal_ids(plain, target.generate(**options, assistant_model=draft, num_assistant_tokens=num))
