@@ -1,5 +1,6 @@
 """One mutant: a replacement in one file of the library, and the tests that are likely to find it."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -21,6 +22,10 @@ class Fault(NamedTuple):
     tests: str = ""
 
 
-def mutants_of(path: str, tests: str, faults: dict[str, Fault]) -> tuple[Mutant, ...]:
-    """The mutants of one file, whose faults have names; `tests` are those of a fault that names none."""
-    return tuple(Mutant(name, path, fault.old, fault.new, fault.tests or tests) for name, fault in faults.items())
+def mutants_of(faults: dict[tuple[str, str], dict[str, Fault]]) -> tuple[Mutant, ...]:
+    """Mutants from faults by their names, by the file and the tests of those that name none."""
+    return tuple(
+        Mutant(f"{Path(path).stem}: {name}", path, fault.old, fault.new, fault.tests or tests)
+        for (path, tests), named in faults.items()
+        for name, fault in named.items()
+    )

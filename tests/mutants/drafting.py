@@ -2,130 +2,83 @@
 
 from tests.mutants.base import Fault, mutants_of
 
-MUTANTS = (
-    *mutants_of(
-        "hf_speculate/draft/suffix_index.py",
-        "draft/test_suffix.py generation/test_lookup.py",
-        {
-            "suffix index: the match is one token late": Fault(
-                "length, found = matched, end", "length, found = matched, end + 1"
-            ),
-            "suffix index: the earliest match": Fault(
+MUTANTS = mutants_of(
+    {
+        ("hf_speculate/draft/suffix_index.py", "draft/test_suffix.py generation/test_lookup.py"): {
+            "the match is one token late": Fault("length, found = matched, end", "length, found = matched, end + 1"),
+            "the earliest match": Fault(
                 "end = before[end - 1]\n", "end = before[end - 1] and before[before[end - 1] - 1]\n"
             ),
-            "suffix index: an occurrence at the end counts": Fault(
+            "an occurrence at the end counts": Fault(
                 "length < end < len(text) and text", "length < end <= len(text) and text"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/draft/suffix.py",
-        "draft/test_suffix.py generation/test_lookup.py",
-        {
-            "suffix: drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
-            "suffix: padding is part of the text": Fault("SuffixRow(ids[num:], self", "SuffixRow(ids, self"),
-            "suffix: finished rows draft": Fault(".token_ids if is_live else [] for row", ".token_ids for row"),
-            "suffix: rows are not compacted": Fault(
-                "[self.texts[row] for row in indices]", "self.texts[: len(indices)]"
-            ),
+        ("hf_speculate/draft/suffix.py", "draft/test_suffix.py generation/test_lookup.py"): {
+            "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
+            "padding is part of the text": Fault("SuffixRow(ids[num:], self", "SuffixRow(ids, self"),
+            "finished rows draft": Fault(".token_ids if is_live else [] for row", ".token_ids for row"),
+            "rows are not compacted": Fault("[self.texts[row] for row in indices]", "self.texts[: len(indices)]"),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/draft/hybrid.py",
-        "draft/test_hybrid.py",
-        {
-            "hybrid: the model's cache counts matched tokens": Fault(
+        ("hf_speculate/draft/hybrid.py", "draft/test_hybrid.py"): {
+            "the model's cache counts matched tokens": Fault(
                 "[not match for match in uses_match]", "[True for match in uses_match]"
             ),
-            "hybrid: the model is not told of matched tokens": Fault("self.unread += ids", "self.unread = list(ids)"),
-            "hybrid: the rates of matches and model are swapped": Fault(
+            "the model is not told of matched tokens": Fault("self.unread += ids", "self.unread = list(ids)"),
+            "the rates of matches and model are swapped": Fault(
                 "expected(kinds) >= self.model_rates", "expected(kinds) < self.model_rates"
             ),
-            "hybrid: a matched token has the model's probabilities": Fault(
+            "a matched token has the model's probabilities": Fault(
                 "torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)", "model_logits"
             ),
-            "hybrid: a matched token has no probability": Fault(
+            "a matched token has no probability": Fault(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/draft/token_choice.py",
-        "draft/test_model.py processors",
-        {
-            "model drafter: processors see no drafted token": Fault(
+        ("hf_speculate/draft/token_choice.py", "draft/test_model.py processors"): {
+            "processors see no drafted token": Fault(
                 "history.append(token_ids[:, None])", "history.append(token_ids[:, None], [0] * len(token_ids))"
             ),
-            "model drafter: sure tokens end a draft": Fault(
+            "sure tokens end a draft": Fault(
                 "chosen.exp() < settings", "chosen.exp() > settings", "draft/test_model.py"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/models/inferencer.py",
-        "draft/test_model.py",
-        {
-            "model drafter: one EOS id is looked at": Fault(
+        ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
+            "one EOS id is looked at": Fault(
                 "[:, :, None] != stop_ids).all(-1)",
                 "[:, :, None] != stop_ids).any(-1)",
                 "models/test_language_model.py",
             ),
-            "inferencer: rows count tokens after their EOS": Fault(
+            "rows count tokens after their EOS": Fault(
                 "torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amin(1)",
                 "torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amax(1)",
                 "models/test_language_model.py",
             ),
-            "inferencer: only the last chunk is read": Fault(
+            "only the last chunk is read": Fault(
                 "in query_token_ids.tensor_split(num_chunks, dim=1):",
                 "in query_token_ids.tensor_split(num_chunks, dim=1)[-1:]:",
                 "models/test_language_model.py cache/test_memory.py",
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/verify/spans.py",
-        "verify generation/test_spans.py",
-        {
-            "spans: the opening token is verified inside": Fault(
+        ("hf_speculate/verify/spans.py", "verify generation/test_spans.py"): {
+            "the opening token is verified inside": Fault(
                 "torch.where(marks != 0, columns, 0)", "torch.where(marks != 0, columns - 1, 0).clamp_min(0)"
             ),
-            "spans: inside and outside are swapped": Fault(
-                "is_lossy = inside.flatten()", "is_lossy = ~inside.flatten()"
-            ),
-            "spans: rows are not compacted": Fault("self._is_open[list(indices)]", "self._is_open[: len(indices)]"),
+            "inside and outside are swapped": Fault("is_lossy = inside.flatten()", "is_lossy = ~inside.flatten()"),
+            "rows are not compacted": Fault("self._is_open[list(indices)]", "self._is_open[: len(indices)]"),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/schedule/heuristic.py",
-        "schedule",
-        {
-            "heuristic schedule: a rejected draft grows it": Fault(
-                "accepted >= drafted for", "accepted >= drafted - 1 for"
-            )
+        ("hf_speculate/schedule/heuristic.py", "schedule"): {
+            "a rejected draft grows it": Fault("accepted >= drafted for", "accepted >= drafted - 1 for"),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/schedule/acceptance.py",
-        "schedule",
-        {
-            "acceptance: a row never reached is a rejection": Fault(
+        ("hf_speculate/schedule/acceptance.py", "schedule"): {
+            "a row never reached is a rejection": Fault(
                 "num_verified = min(accepted + 1, num_positions)", "num_verified = num_positions"
-            )
-        },
-    ),
-    *mutants_of(
-        "hf_speculate/schedule/adaptive.py",
-        "schedule",
-        {
-            "adaptive schedule: plain steps are never measured": Fault(
-                "return self._num_rounds >= _PLAIN_AT\n", "return False\n"
-            ),
-            "adaptive schedule: it never probes": Fault(
-                "if self._num_plain_rounds <= min(self._wait, longest):", "if True:"
-            ),
-            "adaptive schedule: the fastest row counts": Fault(
-                "(alone_s - rounds_s))).sum(axis=0)", "(alone_s - rounds_s)))[0]"
             ),
         },
-    ),
+        ("hf_speculate/schedule/adaptive.py", "schedule"): {
+            "plain steps are never measured": Fault("return self._num_rounds >= _PLAIN_AT\n", "return False\n"),
+            "drafts grow without bound": Fault("max(self._last + _GROWTH, _FIRST", "max(self._max, _FIRST"),
+            "it never probes": Fault("if self._num_plain_rounds <= min(self._wait, longest):", "if True:"),
+            "the fastest row counts": Fault("(alone_s - rounds_s))).sum(axis=0)", "(alone_s - rounds_s)))[0]"),
+        },
+    }
 )

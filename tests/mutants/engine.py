@@ -2,207 +2,160 @@
 
 from tests.mutants.base import Fault, mutants_of
 
-MUTANTS = (
-    *mutants_of(
-        "hf_speculate/engine/batch.py",
-        "engine/test_batch.py",
-        {
-            "batch: keys count the padding": Fault(
+MUTANTS = mutants_of(
+    {
+        ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
+            "keys count the padding": Fault(
                 "positions = self._key_offsets + (", "positions = 0 * self._key_offsets + ("
             ),
-            "batch: the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
-            "batch: one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
-            "batch: seeds are not compacted": Fault(
+            "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
+            "one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
+            "seeds are not compacted": Fault(
                 "self.seeds = self.seeds[upload(indices, self.seeds.device)]", "self.seeds = self.seeds[: len(indices)]"
             ),
-            "batch: what is known of rows is not compacted": Fault(
+            "what is known of rows is not compacted": Fault(
                 "[values[row] for row in indices]", "values[: len(indices)]"
             ),
-            "batch: a row that joins counts the rounds before it": Fault(
+            "a row that joins counts the rounds before it": Fault(
                 "[self.num_rounds - other.num_rounds]", "[0]", "generation/test_continuous.py"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/cache/ragged_layer.py",
-        "cache/test_kv_cache.py",
-        {
-            "columns: a window layer keeps its first column when rows join": Fault(
+        ("hf_speculate/cache/ragged_layer.py", "cache/test_kv_cache.py"): {
+            "a window layer keeps its first column when rows join": Fault(
                 "min(self.base, other.base)", "max(self.base, other.base)"
-            )
+            ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/decoder.py",
-        "generation/test_prompts.py generation/test_rollback.py generation/test_callback.py",
-        {
-            "decoder: finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
-            "decoder: verification keeps dropped rows": Fault(
+        (
+            "hf_speculate/engine/decoder.py",
+            "generation/test_prompts.py generation/test_rollback.py generation/test_callback.py",
+        ): {
+            "finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
+            "verification keeps dropped rows": Fault(
                 "(batch, self.stops, self.target, self.drafts, self.verification)",
                 "(batch, self.stops, self.target, self.drafts)",
                 "generation/test_rollback.py generation/test_spans.py generation/test_matrix.py",
             ),
-            "decoder: the output is not truncated": Fault(
+            "the output is not truncated": Fault(
                 "self.output.truncate(end)",
                 "self.output.truncate(end + 1)",
                 "generation/test_options.py generation/test_matrix.py",
             ),
-            "decoder: the draft is not told its end": Fault(
+            "the draft is not told its end": Fault(
                 "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
             ),
-            "decoder: a passed cache is not restored": Fault(
+            "a passed cache is not restored": Fault(
                 "                restore()\n", "                pass\n", "reliability generation/test_passed_caches.py"
             ),
-            "decoder: buffers are not released": Fault(
+            "buffers are not released": Fault(
                 "kv_cache.release()", "kv_cache.kind", "generation/test_compiled.py cache/test_memory.py"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/target_session.py",
-        "generation/test_options.py generation/test_matrix.py",
-        {
-            "target: the newest token is kept": Fault(
+        ("hf_speculate/engine/target_session.py", "generation/test_options.py generation/test_matrix.py"): {
+            "the newest token is kept": Fault(
                 "num_query = draft.token_ids.shape[1] + 1", "num_query = draft.token_ids.shape[1]"
             ),
-            "target: surplus tokens stay in the cache": Fault(
+            "surplus tokens stay in the cache": Fault(
                 "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_passed_caches.py"
             ),
-            "target: chunks are placed wrongly": Fault(
-                "num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"
-            ),
-            "target: ids without a meaning reach the model": Fault(
+            "chunks are placed wrongly": Fault("num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"),
+            "ids without a meaning reach the model": Fault(
                 "draft.token_ids.clamp_min(0)",
                 "draft.token_ids.clamp_min(1)",
                 "draft/test_custom.py generation/test_prompts.py generation/test_rollback.py",
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/draft_session.py",
-        "generation/test_options.py generation/test_matrix.py",
-        {
-            "draft: a rejected token stays in the cache": Fault(
+        ("hf_speculate/engine/draft_session.py", "generation/test_options.py generation/test_matrix.py"): {
+            "a rejected token stays in the cache": Fault(
                 "keep = [length - num_query for length in lens]",
                 "keep = [length - num_query + 1 for length in lens]",
                 "generation/test_draft_state.py",
             ),
-            "draft: the cache is cut one token too short": Fault(
+            "the cache is cut one token too short": Fault(
                 "self._crop(batch, ends)",
                 "self._crop(batch, [end - 1 for end in ends])",
                 "generation/test_faults_of_transformers.py",
             ),
-            "draft: the drafter is told of one token less": Fault(
+            "the drafter is told of one token less": Fault(
                 "ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)",
                 "ids = ids.masked_fill(columns >= lens.on_device()[:, None] - 1, -1)",
                 "draft/test_custom.py",
             ),
-            "draft: dropped rows stay in the draft cache": Fault("self.kv_cache.rows(indices)", "self.kv_cache.kind"),
-            "draft: rows draft past their end": Fault(
+            "dropped rows stay in the draft cache": Fault("self.kv_cache.rows(indices)", "self.kv_cache.kind"),
+            "rows draft past their end": Fault(
                 "most = [max(min(left - 1, limit), 0)",
                 "most = [max(min(left + 9, limit), 0)",
-                (
-                    "generation/test_distribution.py generation/test_coupled.py generation/test_callback.py "
-                    "draft/test_custom.py generation/test_schedules.py"
-                ),
+                "generation/test_distribution.py generation/test_coupled.py generation/test_callback.py "
+                "draft/test_custom.py generation/test_schedules.py",
             ),
-            "draft: seen lengths are not compacted": Fault(
+            "seen lengths are not compacted": Fault(
                 "self._num_seen = [self._num_seen[row] for row in indices]",
                 "self._num_seen = self._num_seen[: len(indices)]",
                 "generation/test_schedules.py",
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/stop_tracker.py",
-        "generation/test_options.py generation/test_matrix.py",
-        {
-            "stops: a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
-            "stops: a finished row emits on": Fault(
-                "if batch.is_finished[row] and not self._is_lock_step:", "if False:"
-            ),
-            "stops: rows without padding end at their own stop": Fault(
+        ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
+            "a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
+            "a finished row emits on": Fault("if batch.is_finished[row] and not self._is_lock_step:", "if False:"),
+            "rows without padding end at their own stop": Fault(
                 "end = min(self._max_new_tokens, self.end) if", "end = min(self._max_new_tokens, *self.stop_lens) if"
             ),
-            "stops: the shortest row ends the output": Fault(
+            "the shortest row ends the output": Fault(
                 "self.end = max(self.end, stop)",
                 "self.end = min(self.end or stop, stop)",
                 "processors/test_stopping_criteria.py generation/test_options.py",
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/verification.py",
-        "generation/test_options.py generation/test_matrix.py",
-        {
-            "verification: flags are lost": Fault(
+        ("hf_speculate/engine/verification.py", "generation/test_options.py generation/test_matrix.py"): {
+            "flags are lost": Fault(
                 "            status |= row[-2]", "            status &= row[-2]", "reliability/test_bad_logits.py"
             ),
-            "verification: one token too few": Fault(
+            "one token too few": Fault(
                 "new_ids = [row[: num + 1] for", "new_ids = [row[: max(num, 1)] for", "generation/test_options.py"
             ),
-            "verification: processors are not rolled back": Fault(
+            "processors are not rolled back": Fault(
                 "[num_positions - num for num in trimmed.num_emitted]",
                 "[0 for num in trimmed.num_emitted]",
                 "generation/test_rollback.py processors",
             ),
-            "lock step: criteria are asked once a round": Fault(
+            "criteria are asked once a round": Fault(
                 "if not bool(stays.all()) or bool((is_finished != was_finished).any()):",
                 "if not bool(stays.all()):",
                 "generation/test_options.py generation/test_matrix.py",
             ),
-            "lock step: all positions share their noise": Fault(
+            "all positions share their noise": Fault(
                 "positions=keys.positions + position)", "positions=keys.positions)", "generation/test_coupled.py"
             ),
-            "lock step: processors write into the logits": Fault(
+            "processors write into the logits": Fault(
                 "torch.float32, copy=True))\n            verifier", "torch.float32))\n            verifier"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/outputs.py",
-        "generation/test_options.py generation/test_matrix.py",
-        {
-            "output: scores of the wrong rows": Fault(
-                "record.verified.scores[row, :num]", "record.verified.scores[0, :num]"
-            ),
-            "output: ended rows hold no score at the padding": Fault(
+        ("hf_speculate/engine/outputs.py", "generation/test_options.py generation/test_matrix.py"): {
+            "scores of the wrong rows": Fault("record.verified.scores[row, :num]", "record.verified.scores[0, :num]"),
+            "ended rows hold no score at the padding": Fault(
                 "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0", "engine/test_batch.py"
             ),
-            "output: attentions are one column short": Fault(
+            "attentions are one column short": Fault(
                 "end = layer.shape[-1] - num_query + position + 1", "end = layer.shape[-1] - num_query + position"
             ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/types.py",
-        "engine/test_batch.py",
-        {
-            "draft length: finished rows are learned from": Fault(
+        ("hf_speculate/types.py", "engine/test_batch.py"): {
+            "finished rows are learned from": Fault(
                 "enumerate(self.was_live) if was_live]", "enumerate(self.was_live)]"
-            )
+            ),
         },
-    ),
-    *mutants_of(
-        "hf_speculate/engine/draft_length.py",
-        "engine/test_batch.py",
-        {"draft length: drafts past the last row's end": Fault("max(min(left - 1, limit)", "max(min(left + 3, limit)")},
-    ),
-    *mutants_of(
-        "hf_speculate/engine/draft_cache_reuse.py",
-        "generation/test_draft_state.py",
-        {
-            "reuse: a passed state of another length is used whole": Fault(
+        ("hf_speculate/engine/draft_length.py", "engine/test_batch.py"): {
+            "drafts past the last row's end": Fault("max(min(left - 1, limit)", "max(min(left + 3, limit)"),
+        },
+        ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
+            "a passed state of another length is used whole": Fault(
                 "return next(position for position in range(length) if one[position] != other[position])",
                 "return length",
             ),
-            "reuse: padding is not taken into account": Fault(
+            "padding is not taken into account": Fault(
                 "columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]",
-                (
-                    "columns = torch.arange(num_columns, device=device) - 0 * torch.tensor(num_pads, "
-                    "device=device)[:, None]"
-                ),
+                "columns = torch.arange(num_columns, device=device) - 0 * torch.tensor(num_pads, "
+                "device=device)[:, None]",
             ),
         },
-    ),
+    }
 )

@@ -2,178 +2,138 @@
 
 from tests.mutants.base import Fault, mutants_of
 
-MUTANTS = (
-    *mutants_of(
-        "triton_kernels/reference/chain.py",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-        {
-            "chain: a draft's length does not bound it": Fault(
+MUTANTS = mutants_of(
+    {
+        ("triton_kernels/reference/chain.py", "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py"): {
+            "a draft's length does not bound it": Fault(
                 "good_ids & counted, lens", "good_ids, lens", "triton_kernels/test_invariance.py"
             ),
-            "chain: one drafted token too many counts": Fault(
+            "one drafted token too many counts": Fault(
                 "< lens.unsqueeze(-1)", "<= lens.unsqueeze(-1)", "triton_kernels/test_invariance.py"
             ),
-            "chain: tokens after a rejected one are accepted": Fault(
+            "tokens after a rejected one are accepted": Fault(
                 "chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))",
                 "chain.acceptable).to(torch.int64).sum(-1))",
             ),
-            "chain: tokens after the end are returned": Fault("columns > here, -1", "columns > here + 1, -1"),
-            "chain: bad ids are not reported": Fault("alpha=BAD_DRAFT_ID", "alpha=0"),
-            "chain: the status of rows is mixed up": Fault(
-                "torch.where(rows, yes.status", "torch.where(~rows, yes.status"
-            ),
+            "tokens after the end are returned": Fault("columns > here, -1", "columns > here + 1, -1"),
+            "bad ids are not reported": Fault("alpha=BAD_DRAFT_ID", "alpha=0"),
+            "the status of rows is mixed up": Fault("torch.where(rows, yes.status", "torch.where(~rows, yes.status"),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/rejection.py",
-        "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
-        {
-            "rejection: test against q / p": Fault(
+        (
+            "triton_kernels/reference/rejection.py",
+            "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
+        ): {
+            "test against q / p": Fault(
                 "(log_u < target_of_token - draft_of_token)", "(log_u < draft_of_token - target_of_token)"
             ),
-            "rejection: a coin of another stream": Fault(
+            "a coin of another stream": Fault(
                 "uniforms(keys, Stream.ACCEPT, offsets", "uniforms(keys, Stream.CORRECTION, offsets"
             ),
-            "rejection: one coin for all positions": Fault(
+            "one coin for all positions": Fault(
                 "chain.token_ids.device).unsqueeze(0)\n    return uniforms",
                 "chain.token_ids.device).unsqueeze(0) * 0\n    return uniforms",
             ),
-            "rejection: the residual is not clamped": Fault(
-                "out=draft_probs).clamp_(min=0.0)", "out=draft_probs).abs_()"
-            ),
-            "rejection: the correction is drawn from p": Fault(
+            "the residual is not clamped": Fault("out=draft_probs).clamp_(min=0.0)", "out=draft_probs).abs_()"),
+            "the correction is drawn from p": Fault(
                 "residual_rows = end.rejected\n", "residual_rows = end.rejected & False\n"
             ),
-            "rejection: the residual of the wrong position": Fault(
+            "the residual of the wrong position": Fault(
                 "pieces.gather_at(draft.logits, end.last)", "pieces.gather_at(draft.logits, end.last * 0)"
             ),
-            "rejection: an empty residual is not reported": Fault(
+            "an empty residual is not reported": Fault(
                 "empty, alpha=EMPTY_RESIDUAL", "empty, alpha=0", "triton_kernels/test_edges.py"
             ),
-            "rejection: the bonus shares the noise of position 0": Fault(
+            "the bonus shares the noise of position 0": Fault(
                 "Stream.CORRECTION, end.num_accepted)", "Stream.CORRECTION, end.num_accepted * 0)"
             ),
-            "rejection: a point mass keeps its token in the residual": Fault(
+            "a point mass keeps its token in the residual": Fault(
                 "torch.ne(pieces.token_ids", "torch.ge(pieces.token_ids"
             ),
-            "rejection: scores of the next position": Fault(
+            "scores of the next position": Fault(
                 "logits_at(target.logits[:, :-1], target.warp", "logits_at(target.logits[:, 1:], target.warp"
             ),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/block.py",
-        "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
-        {
-            "block: log ratios are not bounded by 0": Fault(
+        (
+            "triton_kernels/reference/block.py",
+            "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
+        ): {
+            "log ratios are not bounded by 0": Fault(
                 "return sums - sums.cummax(-1).values.clamp_(min=0.0)", "return sums.clamp_(max=0.0)"
             ),
-            "block: the shortest passing prefix": Fault(
+            "the shortest passing prefix": Fault(
                 "num_accepted = (counts * (passed & (counts <= lens))).amax(-1)",
-                (
-                    "num_accepted = (counts * (passed & (counts <= "
-                    "lens))).cumprod(-1).amax(-1).clamp(max=num_draft_tokens)"
-                ),
+                "num_accepted = (counts * (passed & (counts <= "
+                "lens))).cumprod(-1).amax(-1).clamp(max=num_draft_tokens)",
             ),
-            "block: the residual masses are not clamped": Fault(
+            "the residual masses are not clamped": Fault(
                 "draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)", "draft_rows.sums.unsqueeze(-1))).abs_()"
             ),
-            "block: the residual ignores the ratio": Fault("end, kept_ratios)", "end, None)"),
-            "block: masses of the position before": Fault("target.masses[chunk, 1:-1]", "target.masses[chunk, :-2]"),
-            "block: the last position is tested like inner ones": Fault(
+            "the residual ignores the ratio": Fault("end, kept_ratios)", "end, None)"),
+            "masses of the position before": Fault("target.masses[chunk, 1:-1]", "target.masses[chunk, :-2]"),
+            "the last position is tested like inner ones": Fault(
                 "torch.where(counts[:-1] < lens, inner",
                 "torch.where(counts[:-1] <= lens, inner",
                 "triton_kernels/test_edges.py triton_kernels/test_invariance.py",
             ),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/typical.py",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-        {
-            "typical: the entropy has the wrong sign": Fault("(-entropy).exp_()", "entropy.exp_()"),
-            "typical: the larger of the two bounds": Fault("clamp_(max=rule.threshold)", "clamp_(min=rule.threshold)"),
-            "typical: a probability equal to the bound is accepted": Fault(
+        ("triton_kernels/reference/typical.py", "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py"): {
+            "the entropy has the wrong sign": Fault("(-entropy).exp_()", "entropy.exp_()"),
+            "the larger of the two bounds": Fault("clamp_(max=rule.threshold)", "clamp_(min=rule.threshold)"),
+            "a probability equal to the bound is accepted": Fault(
                 "return masses > thresholds", "return masses >= thresholds", "verify/test_verifiers.py"
             ),
-            "typical: the final token is sampled in greedy calls": Fault(
+            "the final token is sampled in greedy calls": Fault(
                 "if rule.samples and keys is not None", "if keys is not None", "verify/test_verifiers.py"
             ),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/coupled.py",
-        "triton_kernels/test_distributions.py triton_kernels/test_edges.py",
-        {
-            "coupled: noise of another stream": Fault("keys, Stream.RACE, offsets", "keys, Stream.CORRECTION, offsets"),
-            "coupled: one noise for all positions": Fault(
-                "masses.device).unsqueeze(0)", "masses.device).unsqueeze(0) * 0"
-            ),
-            "coupled: invalid rows are accepted": Fault("chain.token_ids) & is_valid[:, :-1]", "chain.token_ids)"),
+        ("triton_kernels/reference/coupled.py", "triton_kernels/test_distributions.py triton_kernels/test_edges.py"): {
+            "noise of another stream": Fault("keys, Stream.RACE, offsets", "keys, Stream.CORRECTION, offsets"),
+            "one noise for all positions": Fault("masses.device).unsqueeze(0)", "masses.device).unsqueeze(0) * 0"),
+            "invalid rows are accepted": Fault("chain.token_ids) & is_valid[:, :-1]", "chain.token_ids)"),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/greedy.py",
-        "triton_kernels/test_distributions.py",
-        {
-            "greedy: the next position's argmax": Fault(
+        ("triton_kernels/reference/greedy.py", "triton_kernels/test_distributions.py"): {
+            "the next position's argmax": Fault(
                 "best.indices[:, :-1] == chain.token_ids", "best.indices[:, 1:] == chain.token_ids"
             ),
-            "greedy: rows at temperature 0 are sampled": Fault(
+            "rows at temperature 0 are sampled": Fault(
                 "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_invariance.py"
             ),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/sampling.py",
-        "triton_kernels/test_draws.py triton_kernels/test_edges.py",
-        {
-            "sampling: rows at temperature 0 keep a random token": Fault(
+        ("triton_kernels/reference/sampling.py", "triton_kernels/test_draws.py triton_kernels/test_edges.py"): {
+            "rows at temperature 0 keep a random token": Fault(
                 "torch.where(argmax_rows, best.indices, token_ids)", "torch.where(argmax_rows, token_ids, token_ids)"
             ),
-            "sampling: noise is not divided by": Fault("].div_(noise))", "].mul_(noise))"),
+            "noise is not divided by": Fault("].div_(noise))", "].mul_(noise))"),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/reference/races.py",
-        "triton_kernels/test_edges.py triton_kernels/test_sample.py",
-        {
-            "race: the smallest score wins": Fault(
+        ("triton_kernels/reference/races.py", "triton_kernels/test_edges.py triton_kernels/test_sample.py"): {
+            "the smallest score wins": Fault(
                 "pieces.scatter(scores.amax(-1)).argmax(", "pieces.scatter(scores.amax(-1)).argmin("
             ),
-            "race: weights are multiplied by the noise": Fault(
+            "weights are multiplied by the noise": Fault(
                 "weights.div_(exponentials_of",
                 "weights.mul_(exponentials_of",
                 "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
             ),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/noise.py",
-        "triton_kernels/test_noise.py",
-        {
-            "noise: the round is ignored": Fault(
+        ("triton_kernels/noise.py", "triton_kernels/test_noise.py"): {
+            "the round is ignored": Fault(
                 "alpha=ROUND_FACTOR", "alpha=0", "triton_kernels/test_noise.py generation/test_distribution.py"
             ),
-            "noise: the race depends on the round": Fault(
+            "the race depends on the round": Fault(
                 "if stream != Stream.RACE:", "if True:", "triton_kernels/test_noise.py generation/test_coupled.py"
             ),
-            "noise: the position is ignored": Fault("alpha=POSITION_FACTOR", "alpha=0"),
-            "noise: all rows share a seed": Fault("rows == 0, base, _mix64", "rows >= 0, base, _mix64"),
-            "noise: uniforms reach 0": Fault(".add_(0.5).mul_(scale)", ".mul_(scale)"),
-            "noise: exponentials of u in place of 1 - u": Fault(
+            "the position is ignored": Fault("alpha=POSITION_FACTOR", "alpha=0"),
+            "all rows share a seed": Fault("rows == 0, base, _mix64", "rows >= 0, base, _mix64"),
+            "uniforms reach 0": Fault(".add_(0.5).mul_(scale)", ".mul_(scale)"),
+            "exponentials of u in place of 1 - u": Fault(
                 "-UNIFORM_SCALE).log1p_().neg_()", "UNIFORM_SCALE).log_().neg_()"
             ),
         },
-    ),
-    *mutants_of(
-        "triton_kernels/draws.py",
-        "triton_kernels/test_draws.py",
-        {
-            "draws: every draw at the first position": Fault(
+        ("triton_kernels/draws.py", "triton_kernels/test_draws.py"): {
+            "every draw at the first position": Fault(
                 "positions=self._positions[step]", "positions=self._positions[0]"
             ),
-            "draws: shared noise of the first draw": Fault("noise = self._noise[:, step]", "noise = self._noise[:, 0]"),
+            "shared noise of the first draw": Fault("noise = self._noise[:, step]", "noise = self._noise[:, 0]"),
         },
-    ),
+    }
 )

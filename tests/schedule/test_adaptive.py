@@ -108,6 +108,11 @@ def test_drafting_is_tried_at_once_and_a_plain_step_soon_but_never_a_draft_as_la
     assert set(run(adaptive(ratio=1.0), traces("perfect")[0], Machine()).draft_lens) == {0}
 
 
+def test_a_draft_exceeds_the_last_one_by_two_tokens_at_most():
+    lens = [num for num in run(adaptive(), traces("perfect")[0], Machine()).draft_lens if num]
+    assert max(after - before for before, after in pairwise(lens)) == 2
+
+
 @pytest.mark.parametrize(("ratio", "prompt_len", "is_tried"), [(0.1, 8192, True), (0.5, 8192, False), (0.5, 380, True)])
 def test_a_draft_that_does_not_pay_for_a_prompt_long_for_its_text_is_never_asked(ratio, prompt_len, is_tried):
     schedule = adaptive(ratio=ratio)
