@@ -19,6 +19,7 @@ _CLOSE = 1.6  # ratio of the rates below which they are close
 _LEAST_TOKENS = 1.04  # expected tokens of a round with K = 1, below which a gain is measurement noise
 _EXPLORE_GAIN = 1.2  # optimistic gain from which an untried K is tried
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, divided by the optimistic gain: 2 for a gain of 0.1, then 1
+_LOOK_EVERY = 4  # rounds after which untried Ks are looked at again, if no other K was measured since
 _FIRST_WAIT = 2  # plain steps before the first probe
 _PROBE_BUDGET = 0.0125  # share of the decoding time that probes may cost; waits double up to that share
 _RARER = 2  # factor by which probes get rarer after a call whose drafts never paid
@@ -47,7 +48,7 @@ class RemainingWork:
         self._gone = np.arange(len(ends))[:, None] / max(len(ends) - 1, 1)  # share of the rows that have ended by then
         self._start_s = start_s * (np.arange(tokens.shape[1]) > 0)
 
-    def rates(self, rounds_s: Floats, alone_s: Floats) -> Floats:
+    def rates(self, rounds_s: Floats, alone_share: float = 1.0) -> Floats:
         """[K_max + 1] tokens per second until the last row ends.
 
         A call is as slow as its slowest row, so the K that suits most rows may be the wrong one. Rows leave as they
@@ -55,10 +56,10 @@ class RemainingWork:
 
         Args:
             rounds_s: [K_max + 1] seconds of a round of all rows.
-            alone_s: [K_max + 1] seconds of a round of one row.
+            alone_share: seconds of a round of one row over those of all rows.
         """
-        spent_s = (self._num_rounds * (rounds_s + self._gone * (alone_s - rounds_s))).sum(axis=0) + self._start_s
-        rates: Floats = self._num_left / np.maximum(spent_s, _LEAST_S)
+        num_rounds = (self._num_rounds * (1 - self._gone * (1 - alone_share))).sum(axis=0)  # of all rows
+        rates: Floats = self._num_left / np.maximum(num_rounds * rounds_s + self._start_s, _LEAST_S)
         return rates
 
 
@@ -92,6 +93,7 @@ class AdaptiveSchedule(Schedule):
         self._num_drafted_rounds = 0  # in a row
         self._num_plain_rounds = 0  # in a row
         self._num_since_untried = 0
+        self._num_kinds = 0  # kinds of rounds that had been measured when untried Ks were last looked at
         self._wait = _FIRST_WAIT
         self._waiting = (0, 0)  # rows, and their plain steps in a row before K is chosen again
         self._ratio = draft_cost_ratio
@@ -141,7 +143,9 @@ class AdaptiveSchedule(Schedule):
         return int(self._rates(work, num_rows)[: _FIRST_DRAFT_TOKENS + 1].argmax())
 
     def _rates(self, work: RemainingWork, num_rows: int) -> Floats:
-        return work.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
+        rounds_s, alone_s = self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max)
+        # K is chosen again when rows leave, so the K that is fastest for one row does not count now
+        return work.rates(rounds_s, float((alone_s[1:] / rounds_s[1:].clip(_LEAST_S)).min()))
 
     def _next(self, work: RemainingWork, num_rows: int) -> int:
         rates = self._rates(work, num_rows)
@@ -193,16 +197,19 @@ class AdaptiveSchedule(Schedule):
     def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
         """The untried K with the highest optimistic rate; 0 if none may gain or another was tried recently."""
         self._num_since_untried += 1
+        if self._costs.num_kinds == self._num_kinds and self._num_since_untried % _LOOK_EVERY:
+            return 0
+        self._num_kinds = self._costs.num_kinds
         untried = [num for num in range(1, self._max + 1) if not self._costs.is_tried(num_rows, num)]
         if not untried:
             return 0
         least_s = self._costs.best_case_s(num_rows, self._max)
-        rates = work.rates(least_s, least_s)
+        rates = work.rates(least_s)
         promising = [num for num in untried if rates[num] > _EXPLORE_GAIN * best_rate]
         if not promising:
             return 0
         likely_s = (least_s + self._costs.rounds_s(num_rows, self._max)) / 2
-        likely_rates = work.rates(likely_s, likely_s)
+        likely_rates = work.rates(likely_s)
         choice = max(promising, key=lambda num: likely_rates[num])
         if self._num_since_untried * (rates[choice] / best_rate - 1) < _EXPLORE_EVERY:
             return 0

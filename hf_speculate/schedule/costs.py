@@ -13,6 +13,8 @@ from hf_speculate.schedule.acceptance import Floats
 from hf_speculate.schedule.base import RoundOutcome
 
 _NUM_SAMPLES = 24  # newest rounds of one kind that are kept
+_MOST_TIMES = 3.0  # the expected seconds that a sample counts as; a pause of the process may take a hundred times
+_ESTIMATE_EVERY = 4  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
 _OTHER_WEIGHT = 0.4  # of a round of another kind, at most
@@ -41,6 +43,10 @@ class _Kinds:
         return kind in self._places
 
     def add(self, kind: Hashable, num_query: int, seconds: float, num_drafted: int) -> None:
+        if kind in self._places:
+            seconds = min(seconds, _MOST_TIMES * _Kind(*self.table[self._places[kind]]).median_s)
+        elif len(self.table):
+            seconds = min(seconds, _MOST_TIMES * float(self.mean([num_query])[0]))
         samples = self._samples[kind] = (*self._samples.get(kind, ()), seconds)[-_NUM_SAMPLES:]
         if kind not in self._places:
             self._places[kind] = len(self._places)
@@ -81,12 +87,13 @@ class CostModel:
         self._plain = _Kinds()  # by B
         self._step = _Kinds()  # by B: of a draft's steps, from rounds in which the drafter read little
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
-        self._known_s: dict[tuple[int, int], Floats] = {}  # results of `rounds_s` since the newest round
+        self._known_s: dict[tuple[int, int], Floats] = {}  # results of `rounds_s` that still count
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round's seconds."""
-        self._known_s.clear()
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
+        if num == 0 or (num_rows, num) not in self._verify or self._num_drafted % _ESTIMATE_EVERY == 0:
+            self._known_s.clear()
         if num == 0:
             self._plain.add(num_rows, num_rows, verify_s, self._num_drafted)
             return
@@ -114,6 +121,11 @@ class CostModel:
         """Drafted rounds since a plain step of about this many rows; 0 if none was measured."""
         kind = self._nearest_plain(num_rows)
         return self._num_drafted - int(kind.newest) if kind else 0
+
+    @property
+    def num_kinds(self) -> int:
+        """The number of pairs of B and K that were measured."""
+        return len(self._verify.table)
 
     def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
         """Whether a round with these B and K was run."""

@@ -74,11 +74,14 @@ MUTANTS = mutants_of(
                 "num_verified = min(accepted + 1, num_positions)", "num_verified = num_positions"
             ),
         },
+        ("hf_speculate/schedule/costs.py", "schedule"): {
+            "a pause decides about a new kind": Fault("_MOST_TIMES * float(self.mean", "1e9 * float(self.mean"),
+        },
         ("hf_speculate/schedule/adaptive.py", "schedule"): {
             "plain steps are never measured": Fault("return self._num_rounds >= _PLAIN_AT\n", "return False\n"),
             "drafts grow without bound": Fault("max(self._last + _GROWTH, _FIRST", "max(self._max, _FIRST"),
             "it never probes": Fault("if self._num_plain_rounds <= min(self._wait, longest):", "if True:"),
-            "the fastest row counts": Fault("(alone_s - rounds_s))).sum(axis=0)", "(alone_s - rounds_s)))[0]"),
+            "the fastest row counts": Fault("(1 - alone_share))).sum(axis=0)", "(1 - alone_share)))[0]"),
         },
     }
 )

@@ -162,6 +162,13 @@ def test_a_step_that_was_measured_long_ago_still_counts():
     assert model.rounds_s(1, 2) == pytest.approx([1.0, 1.2, 1.4])
 
 
+def test_one_round_in_which_the_process_paused_does_not_decide():
+    model = CostModel(0.1)
+    for num, score_s in ((5, 1.0), (2, 100.0), (5, 100.0)):  # of a new kind, and of one that is known
+        model.observe(RoundOutcome([0], [num], [num], num, 1, num_fed=1, draft_s=0.1 * num, score_s=score_s))
+    assert max(model.rounds_s(1, 5)) < 4
+
+
 def test_two_rejections_do_not_stop_what_paid_in_the_two_calls_before():
     history, machine = history_of(HistoryStore()), Machine(step_s=0.3)
     for rows in traces("good")[:2]:
