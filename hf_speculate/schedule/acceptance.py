@@ -2,12 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hf_speculate.draft.acceptance_rates import AcceptanceCounts
-
-Floats = NDArray[np.float64]
 
 # Tuned on the simulated traces of tests/schedule, and on those of the bundled pair with its rounds' seconds.
 # A round's weight is halved after about seven rounds.
@@ -71,13 +66,19 @@ class AcceptanceModel:
         self._positions.decay(share)
         self._row_rejections.clear()
 
-    def expected_tokens(self, row_ids: Sequence[int]) -> Floats:
-        """[N, K_max + 1] tokens that a round of K = 0, 1, ... drafts emits in each row."""
-        rejections = 1 - np.array(self._by_position(len(self._positions.verified)))  # [K_max]
+    def expected_tokens(self, row_ids: Sequence[int]) -> list[list[float]]:
+        """[N][K_max + 1] tokens that a round of K = 0, 1, ... drafts emits in each row."""
+        rejections = [1 - rate for rate in self._by_position(len(self._positions.verified))]
         factors = [self._row_factor(row_id) for row_id in row_ids] if len(row_ids) > 1 else [1.0]
-        tokens = np.ones((len(row_ids), len(rejections) + 1))
-        tokens[:, 1:] = np.maximum(1 - np.array(factors)[:, None] * rejections, 0).cumprod(axis=1)
-        return tokens.cumsum(axis=1)
+        tokens = []
+        for factor in factors:
+            total = share = 1.0
+            tokens.append(of_row := [total])
+            for rejection in rejections:
+                share *= max(1 - factor * rejection, 0.0)
+                total += share
+                of_row.append(total)
+        return tokens
 
     def _by_position(self, num: int) -> list[float]:
         """[num] acceptance rate of each position, given that all earlier positions were accepted."""

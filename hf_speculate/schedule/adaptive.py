@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from hf_speculate.schedule.acceptance import AcceptanceModel, Floats
+from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.base import RoundOutcome, Schedule
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.history import ScheduleEstimates, ScheduleHistory
@@ -17,7 +15,7 @@ _PLAIN_AGAIN_AT = 12  # round after which it is measured once more if both rates
 _PLAIN_STALE = 200  # drafted rounds, including those of earlier calls, after which it is measured again
 _CLOSE = 1.6  # ratio of the rates below which they are close
 _LEAST_TOKENS = 1.04  # expected tokens of a round with K = 1, below which a gain is measurement noise
-_EXPLORE_GAIN = 1.2  # optimistic gain from which an untried K is tried
+_EXPLORE_GAIN = 1.25  # optimistic gain from which an untried K is tried
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, divided by the optimistic gain: 2 for a gain of 0.1, then 1
 _LOOK_EVERY = 4  # rounds after which untried Ks are looked at again, if no other K was measured since
 _FIRST_WAIT = 2  # plain steps before the first probe
@@ -34,21 +32,20 @@ class RemainingWork:
     """The live rows after a round, and the throughput estimate of each K for them.
 
     Args:
-        tokens: [N, K_max + 1] expected tokens per round of each row.
+        tokens: [N][K_max + 1] expected tokens per round of each row.
         num_left: [N] tokens that each row may still emit, >= 1.
         start_s: seconds before the first draft: the draft's prefill, if it is still to come.
     """
 
-    def __init__(self, tokens: Floats, num_left: Sequence[int], start_s: float = 0.0):
-        self.tokens = tokens
+    def __init__(self, tokens: Sequence[Sequence[float]], num_left: Sequence[int], start_s: float = 0.0):
+        self.most_of_one_draft = max(of_row[1] for of_row in tokens)  # expected tokens of a round with K = 1
         self._num_left = sum(num_left)
-        ends = np.sort(np.array(num_left)[:, None] / tokens, axis=0)
-        self._num_rounds = ends.copy()  # [N, K_max + 1] until one more row has ended
-        self._num_rounds[1:] -= ends[:-1]
-        self._gone = np.arange(len(ends))[:, None] / max(len(ends) - 1, 1)  # share of the rows that have ended by then
-        self._start_s = start_s * (np.arange(tokens.shape[1]) > 0)
+        self._start_s = start_s
+        by_row = [[left / num for num in of_row] for left, of_row in zip(num_left, tokens, strict=True)]
+        self._num_rounds = [(max(of_k), sum(of_k)) for of_k in zip(*by_row, strict=True)]  # the most, and all rows'
+        self._num_others = max(len(tokens) - 1, 1)
 
-    def rates(self, rounds_s: Floats, alone_share: float = 1.0) -> Floats:
+    def rates(self, rounds_s: Sequence[float], alone_share: float = 1.0) -> list[float]:
         """[K_max + 1] tokens per second until the last row ends.
 
         A call is as slow as its slowest row, so the K that suits most rows may be the wrong one. Rows leave as they
@@ -58,8 +55,11 @@ class RemainingWork:
             rounds_s: [K_max + 1] seconds of a round of all rows.
             alone_share: seconds of a round of one row over those of all rows.
         """
-        num_rounds = (self._num_rounds * (1 - self._gone * (1 - alone_share))).sum(axis=0)  # of all rows
-        rates: Floats = self._num_left / np.maximum(num_rounds * rounds_s + self._start_s, _LEAST_S)
+        rates, start_s = [], 0.0
+        for round_s, (most, total) in zip(rounds_s, self._num_rounds, strict=True):
+            num_rounds = alone_share * most + (1 - alone_share) * (total - most) / self._num_others  # of all rows
+            rates.append(self._num_left / max(num_rounds * round_s + start_s, _LEAST_S))
+            start_s = self._start_s
         return rates
 
 
@@ -140,17 +140,18 @@ class AdaptiveSchedule(Schedule):
 
     def _first(self, num_rows: int) -> int:
         work = RemainingWork(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)
-        return int(self._rates(work, num_rows)[: _FIRST_DRAFT_TOKENS + 1].argmax())
+        return _best(self._rates(work, num_rows)[: _FIRST_DRAFT_TOKENS + 1])
 
-    def _rates(self, work: RemainingWork, num_rows: int) -> Floats:
+    def _rates(self, work: RemainingWork, num_rows: int) -> list[float]:
         rounds_s, alone_s = self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max)
         # K is chosen again when rows leave, so the K that is fastest for one row does not count now
-        return work.rates(rounds_s, float((alone_s[1:] / rounds_s[1:].clip(_LEAST_S)).min()))
+        shares = [alone / max(together, _LEAST_S) for alone, together in zip(alone_s, rounds_s, strict=True)]
+        return work.rates(rounds_s, min(shares[1:]))
 
     def _next(self, work: RemainingWork, num_rows: int) -> int:
         rates = self._rates(work, num_rows)
-        best = int(rates.argmax())
-        if work.tokens[:, 1].max() < _LEAST_TOKENS:
+        best = _best(rates)
+        if work.most_of_one_draft < _LEAST_TOKENS:
             best = 0
         untried = self._untried(work, num_rows, rates[best])
         if best == 0 and not untried:
@@ -170,12 +171,12 @@ class AdaptiveSchedule(Schedule):
         is_close = best_rate < _CLOSE * plain_rate
         return num_samples == 1 and is_close and self._num_rounds >= _PLAIN_AGAIN_AT
 
-    def _plain_or_probe(self, rates: Floats, num_rows: int) -> int:
+    def _plain_or_probe(self, rates: Sequence[float], num_rows: int) -> int:
         self._num_drafted_rounds = 0
         self._num_plain_rounds += 1
         if self._start_s:
             return 0  # with fewer tokens left the prefill pays even less
-        likeliest = 1 + int(rates[1:].argmax())
+        likeliest = 1 + _best(rates[1:])
         longest = self._longest_wait(likeliest, num_rows)
         if self._num_plain_rounds <= min(self._wait, longest):
             if self._wait > _FIRST_WAIT:  # before, one more measured plain step may change what is best
@@ -190,9 +191,8 @@ class AdaptiveSchedule(Schedule):
     def _longest_wait(self, num_draft_tokens: int, num_rows: int) -> int:
         """Plain steps between two probes that do not pay, so that probes stay within their budget."""
         seconds = self._costs.rounds_s(num_rows, self._max)
-        plain_s = float(seconds[0])
-        surplus_s = max(float(seconds[num_draft_tokens]), self._probe_s) - plain_s
-        return min(max(round(surplus_s / max(plain_s, _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
+        surplus_s = max(seconds[num_draft_tokens], self._probe_s) - seconds[0]
+        return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
 
     def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
         """The untried K with the highest optimistic rate; 0 if none may gain or another was tried recently."""
@@ -208,10 +208,15 @@ class AdaptiveSchedule(Schedule):
         promising = [num for num in untried if rates[num] > _EXPLORE_GAIN * best_rate]
         if not promising:
             return 0
-        likely_s = (least_s + self._costs.rounds_s(num_rows, self._max)) / 2
+        rounds_s = self._costs.rounds_s(num_rows, self._max)
+        likely_s = [(least + likely) / 2 for least, likely in zip(least_s, rounds_s, strict=True)]
         likely_rates = work.rates(likely_s)
         choice = max(promising, key=lambda num: likely_rates[num])
         if self._num_since_untried * (rates[choice] / best_rate - 1) < _EXPLORE_EVERY:
             return 0
         self._num_since_untried = 0
         return choice
+
+
+def _best(rates: Sequence[float]) -> int:
+    return max(range(len(rates)), key=rates.__getitem__)

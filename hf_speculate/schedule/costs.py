@@ -1,70 +1,80 @@
 """The cost model: how many seconds a round of K drafts takes."""
 
 import copy
+import math
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from operator import mul
 from statistics import median_low
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import ArrayLike
-
-from hf_speculate.schedule.acceptance import Floats
 from hf_speculate.schedule.base import RoundOutcome
 
 _NUM_SAMPLES = 24  # newest rounds of one kind that are kept
 _MOST_TIMES = 3.0  # the expected seconds that a sample counts as; a pause of the process may take a hundred times
-_ESTIMATE_EVERY = 4  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
+_ESTIMATE_EVERY = 6  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
 _OTHER_WEIGHT = 0.4  # of a round of another kind, at most
-_BANDWIDTH = 0.3  # of the logarithm of query rows, within which one kind says much about another
+_BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
 _FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
+
+
+_Sizes = tuple[int, ...]
 
 
 class _Kind(NamedTuple):
     """Seconds of the newest rounds of one kind."""
 
-    num_query: float  # query rows
-    num_samples: float
+    sizes: _Sizes  # that its seconds depend on
+    num_samples: int
     median_s: float
-    newest: float  # drafted rounds before the newest of these
+    newest: int  # drafted rounds before the newest of these
+
+
+@lru_cache(64)
+def _likenesses(wanted: tuple[_Sizes, ...], kinds: tuple[_Sizes, ...]) -> list[list[float]]:
+    """[M][N] how much rounds of one of [N] kinds say about those of one of [M] others."""
+
+    def likeness(sizes: _Sizes, other: _Sizes) -> float:
+        if sizes == other:
+            return 1.0
+        distances = [math.log(size / of_other) / _BANDWIDTH for size, of_other in zip(sizes, other, strict=True)]
+        return _OTHER_WEIGHT / math.prod(1 + distance**4 for distance in distances)
+
+    return [[likeness(sizes, other) for other in kinds] for sizes in wanted]
 
 
 class _Kinds:
     """Seconds of rounds by kind, such as B or (B, K)."""
 
     def __init__(self) -> None:
+        self.summaries: dict[Hashable, _Kind] = {}
         self._samples: dict[Hashable, tuple[float, ...]] = {}
-        self._places: dict[Hashable, int] = {}
-        self.table = np.empty((0, len(_Kind._fields)))  # [N, 4], a `_Kind` by place
 
-    def __contains__(self, kind: Hashable) -> bool:
-        return kind in self._places
-
-    def add(self, kind: Hashable, num_query: int, seconds: float, num_drafted: int) -> None:
-        if kind in self._places:
-            seconds = min(seconds, _MOST_TIMES * _Kind(*self.table[self._places[kind]]).median_s)
-        elif len(self.table):
-            seconds = min(seconds, _MOST_TIMES * float(self.mean([num_query])[0]))
+    def add(self, kind: Hashable, sizes: _Sizes, seconds: float, num_drafted: int) -> None:
+        known = self.summaries.get(kind)
+        if self.summaries:
+            expected_s = known.median_s if known else self.mean([sizes])[0]
+            seconds = min(seconds, _MOST_TIMES * expected_s)
         samples = self._samples[kind] = (*self._samples.get(kind, ()), seconds)[-_NUM_SAMPLES:]
-        if kind not in self._places:
-            self._places[kind] = len(self._places)
-            self.table = np.vstack([self.table, np.empty(self.table.shape[1])])
-        self.table[self._places[kind]] = _Kind(num_query, len(samples), median_low(samples), num_drafted)
+        self.summaries[kind] = _Kind(sizes, len(samples), median_low(samples), num_drafted)
 
-    def mean(self, num_query: ArrayLike) -> Floats:
-        """[M] weighted means of all medians for [M] numbers of query rows; unlike and older kinds weigh less."""
-        of_kinds, num_samples, medians, newest = self.table.T
-        distances = (np.log(num_query)[:, None] - np.log(of_kinds)) / _BANDWIDTH  # [M, N]
-        likeness = np.where(distances == 0, 1.0, _OTHER_WEIGHT / (1 + np.square(np.square(distances))))
-        weights = num_samples * _FADE ** (newest.max() - newest) * likeness
-        means: Floats = weights @ medians / weights.sum(axis=1)
-        return means
+    def mean(self, sizes: Sequence[_Sizes]) -> list[float]:
+        """[M] weighted means of all medians for the sizes of [M] kinds; unlike and older kinds weigh less."""
+        of_kinds, num_samples, medians, newest = zip(*self.summaries.values(), strict=True)
+        latest = max(newest)
+        weights = [num * _FADE ** (latest - last) for num, last in zip(num_samples, newest, strict=True)]  # [N]
+        weighted_s = list(map(mul, weights, medians))
+        return [
+            sum(map(mul, weighted_s, likeness)) / sum(map(mul, weights, likeness))
+            for likeness in _likenesses(tuple(sizes), of_kinds)
+        ]
 
     def copy(self) -> "_Kinds":
         twin = _Kinds()
-        twin._samples, twin._places, twin.table = dict(self._samples), dict(self._places), self.table.copy()
+        twin.summaries, twin._samples = dict(self.summaries), dict(self._samples)
         return twin
 
 
@@ -85,23 +95,25 @@ class CostModel:
         self._num_drafted = 0
         self._verify = _Kinds()  # by (B, K >= 1): scoring and all that follows
         self._plain = _Kinds()  # by B
-        self._step = _Kinds()  # by B: of a draft's steps, from rounds in which the drafter read little
+        self._step = _Kinds()  # by (B, K): a draft's steps, from rounds in which the drafter read little
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
-        self._known_s: dict[tuple[int, int], Floats] = {}  # results of `rounds_s` that still count
+        self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round's seconds."""
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
-        if num == 0 or (num_rows, num) not in self._verify or self._num_drafted % _ESTIMATE_EVERY == 0:
+        if num == 0 or not self.is_tried(num_rows, num):
             self._known_s.clear()
+        elif self._num_drafted % _ESTIMATE_EVERY == 0:
+            self._known_s = {key: seconds for key, seconds in self._known_s.items() if key[0] != num_rows}
         if num == 0:
-            self._plain.add(num_rows, num_rows, verify_s, self._num_drafted)
+            self._plain.add(num_rows, (num_rows,), verify_s, self._num_drafted)
             return
         self._num_drafted += 1
-        self._verify.add((num_rows, num), num_rows * (num + 1), verify_s, self._num_drafted)
+        self._verify.add((num_rows, num), (num_rows * (num + 1),), verify_s, self._num_drafted)
         step_s = outcome.draft_s / num
         if outcome.num_fed <= _FEW_FED:
-            self._step.add(num_rows, num_rows, step_s, self._num_drafted)
+            self._step.add((num_rows, num), (num_rows, num), step_s, self._num_drafted)
         else:
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
 
@@ -115,64 +127,64 @@ class CostModel:
     def num_plain_samples(self, num_rows: int) -> int:
         """The number of plain steps measured with about this many rows."""
         kind = self._nearest_plain(num_rows)
-        return int(kind.num_samples) if kind else 0
+        return kind.num_samples if kind else 0
 
     def plain_age(self, num_rows: int) -> int:
         """Drafted rounds since a plain step of about this many rows; 0 if none was measured."""
         kind = self._nearest_plain(num_rows)
-        return self._num_drafted - int(kind.newest) if kind else 0
+        return self._num_drafted - kind.newest if kind else 0
 
     @property
     def num_kinds(self) -> int:
         """The number of pairs of B and K that were measured."""
-        return len(self._verify.table)
+        return len(self._verify.summaries)
 
     def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
         """Whether a round with these B and K was run."""
-        return (num_rows, num_draft_tokens) in self._verify
+        return (num_rows, num_draft_tokens) in self._verify.summaries
 
-    def rounds_s(self, num_rows: int, max_draft_tokens: int) -> Floats:
+    def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
         if (num_rows, max_draft_tokens) in self._known_s:
             return self._known_s[num_rows, max_draft_tokens]
-        seconds = np.full(max_draft_tokens + 1, self._plain_s(num_rows))
-        nums = np.arange(1, max_draft_tokens + 1)
-        if len(self._verify.table):
-            seconds[1:] = self._verify.mean(num_rows * (nums + 1))
-        seconds[1:] += nums * self._step_s(num_rows)
+        nums, plain_s = range(1, max_draft_tokens + 1), self._plain_s(num_rows)
+        sizes = [(num_rows * (num + 1),) for num in nums]
+        verify_s = self._verify.mean(sizes) if self.num_kinds else [plain_s] * len(nums)
+        steps_s = self._steps_s(num_rows, max_draft_tokens)
+        seconds = [plain_s, *(num * step + of_k for num, step, of_k in zip(nums, steps_s, verify_s, strict=True))]
         self._known_s[num_rows, max_draft_tokens] = seconds
         return seconds
 
-    def best_case_s(self, num_rows: int, max_draft_tokens: int) -> Floats:
+    def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] optimistic seconds of a round: its verification takes as long as a measured one near it.
 
         Between two measured numbers of query rows that is the faster of the two, past the largest the fastest of all.
         """
-        sizes = sorted({*self._verify.table[:, 0].tolist(), num_rows})
-        seen_s = self._verify.mean(sizes).tolist() if len(self._verify.table) else [0.0]
-        seen_s[sizes.index(num_rows)] = self._plain_s(num_rows)
-        step_s, least_s, seconds = self._step_s(num_rows), min(seen_s), []
-        for num in range(max_draft_tokens + 1):
-            right = bisect_left(sizes, num_rows * (num + 1))
+        sizes = sorted({(num_rows,), *(kind.sizes for kind in self._verify.summaries.values())})
+        seen_s = self._verify.mean(sizes) if self.num_kinds else [0.0]
+        seen_s[sizes.index((num_rows,))] = self._plain_s(num_rows)
+        least_s, seconds = min(seen_s), []
+        for num, step_s in enumerate((0.0, *self._steps_s(num_rows, max_draft_tokens))):
+            right = bisect_left(sizes, (num_rows * (num + 1),))
             near_s = min(seen_s[right - 1 : right + 1]) if 0 < right < len(sizes) else least_s
             seconds.append(num * step_s + near_s)
-        return np.array(seconds)
+        return seconds
 
     def _nearest_plain(self, num_rows: int) -> _Kind | None:
-        kinds = [_Kind(*kind) for kind in self._plain.table.tolist()]
-        near = [kind for kind in kinds if max(kind.num_query, num_rows) <= _ALIKE * min(kind.num_query, num_rows)]
-        return min(near, key=lambda kind: abs(kind.num_query - num_rows), default=None)
+        kinds = self._plain.summaries.values()
+        near = [kind for kind in kinds if max(kind.sizes[0], num_rows) <= _ALIKE * min(kind.sizes[0], num_rows)]
+        return min(near, key=lambda kind: abs(kind.sizes[0] - num_rows), default=None)
 
     def _plain_s(self, num_rows: int) -> float:
         """Before any plain step, the estimate of a verification of as many rows."""
         kind = self._nearest_plain(num_rows)
         if kind is not None:
             return kind.median_s
-        return float(self._verify.mean([num_rows])[0]) if len(self._verify.table) else 1.0
+        return self._verify.mean([(num_rows,)])[0] if self.num_kinds else 1.0
 
-    def _step_s(self, num_rows: int) -> float:
-        """Seconds of a draft step; before any drafted round, from the models' sizes."""
-        if len(self._step.table):
-            return float(self._step.mean([num_rows])[0])
+    def _steps_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
+        """[K_max] seconds of a step of a draft by K >= 1; before any drafted round, from the models' sizes."""
+        if self._step.summaries:
+            return self._step.mean([(num_rows, num) for num in range(1, max_draft_tokens + 1)])
         step_s = self._ratio * self._plain_s(num_rows)
-        return step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
+        return [step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)] * max_draft_tokens

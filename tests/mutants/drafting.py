@@ -75,13 +75,14 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/schedule/costs.py", "schedule"): {
-            "a pause decides about a new kind": Fault("_MOST_TIMES * float(self.mean", "1e9 * float(self.mean"),
+            "a pause decides about a new kind": Fault("else self.mean([sizes])[0]", "else 1e9"),
+            "a step takes as long in every draft": Fault("(num_rows, num), step_s", "(num_rows, 1), step_s"),
         },
         ("hf_speculate/schedule/adaptive.py", "schedule"): {
             "plain steps are never measured": Fault("return self._num_rounds >= _PLAIN_AT\n", "return False\n"),
             "drafts grow without bound": Fault("max(self._last + _GROWTH, _FIRST", "max(self._max, _FIRST"),
             "it never probes": Fault("if self._num_plain_rounds <= min(self._wait, longest):", "if True:"),
-            "the fastest row counts": Fault("(1 - alone_share))).sum(axis=0)", "(1 - alone_share)))[0]"),
+            "the fastest row counts": Fault("alone_share * most + (1", "alone_share * total / self._num_others + (1"),
         },
     }
 )

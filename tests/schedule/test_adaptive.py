@@ -162,6 +162,13 @@ def test_a_step_that_was_measured_long_ago_still_counts():
     assert model.rounds_s(1, 2) == pytest.approx([1.0, 1.2, 1.4])
 
 
+def test_a_step_takes_what_it_took_in_drafts_of_that_length():
+    model = CostModel(0.1)
+    for num, draft_s in ((1, 0.3), (8, 0.8)) * 20:
+        model.observe(RoundOutcome([0], [num], [num], num, 1, num_fed=1, draft_s=draft_s, score_s=1.0))
+    assert model.rounds_s(1, 8)[1::7] == pytest.approx([1.3, 1.8], rel=0.02)
+
+
 def test_one_round_in_which_the_process_paused_does_not_decide():
     model = CostModel(0.1)
     for num, score_s in ((5, 1.0), (2, 100.0), (5, 100.0)):  # of a new kind, and of one that is known
@@ -252,7 +259,7 @@ def test_the_store_is_bounded_and_its_entries_never_change():
     for kind in range(100):
         run(adaptive(history_of(store, kind)), traces("high")[0], Machine(), SHORT)
     assert [kind for kind in range(100) if store.get(DRAFT, kind)] == list(range(36, 100))
-    costs_of = lambda: store.get(DRAFT, 99).costs.rounds_s(1, 4).tolist()  # noqa: E731
+    costs_of = lambda: store.get(DRAFT, 99).costs.rounds_s(1, 4)  # noqa: E731
     before, unfinished = costs_of(), adaptive(history_of(store, 99))
     for num_left in (9, 9, 9, 0):
         assert costs_of() == before
