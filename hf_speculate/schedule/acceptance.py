@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from hf_speculate.draft.acceptance_rates import AcceptanceCounts
 
 # Tuned on the simulated traces of tests/schedule, and on those of the bundled pair with its rounds' seconds.
-# A round's weight is halved after about seven rounds.
+# The weight of a round of one row is halved after about eight rounds, that of one of eight rows after four.
 _DECAY = 0.92
+_BATCH_POWER = 0.4  # of the number of rows: more observations a round make older ones dispensable
 _SLOW_DECAY = 0.98  # of the long-run rate of the first position
 _PRIOR_ACCEPTANCE = 0.8  # of the first position, before any observation; optimistic, so that drafting is tried
 _PRIOR_WEIGHT = 1.0  # of the prior, in observations
@@ -37,7 +38,7 @@ class AcceptanceModel:
         """Learn from a round in which `num_draft_tokens` >= 1 were asked for; other arguments as in `RoundOutcome`."""
         num_positions = min(num_draft_tokens, len(self._positions.verified))
         rejections = [1 - rate for rate in self._by_position(num_positions)]
-        self._positions.decay(_DECAY)
+        self._positions.decay(_DECAY ** len(row_ids) ** _BATCH_POWER)
         self._long_run.decay(_SLOW_DECAY)
         seen_rows, self._row_rejections = self._row_rejections, {}  # rows that have left do not come back
         for row_id, accepted in zip(row_ids, num_accepted, strict=True):
