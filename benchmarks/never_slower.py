@@ -1,11 +1,10 @@
 """The default schedule against plain `generate()` where drafting helps, where it cannot, and where it costs too much.
 
     python benchmarks/never_slower.py
-    python benchmarks/never_slower.py --batch-sizes 1 8 --limit-s 7200
-    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 64 256 --repeats 6 \
-        --categories docstring edit --limit-s 900 --add
+    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 256 --repeats 6 --add
+    python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 64 --repeats 16 --add
 
-The last one takes a quarter of an hour: the easiest and the hardest category for the bundled draft, short calls first.
+The last two take ten minutes each.
 
 A cell is a number of new tokens, a draft, a number of rows, a category of prompts and a mode. Sampled cells take the
 prompts of all categories: how many drafts are accepted is chance, by 5 % in a few calls, and the categories do not

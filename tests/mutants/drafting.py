@@ -82,7 +82,7 @@ MUTANTS = mutants_of(
             "plain steps are never measured": Fault("return self._num_rounds >= _PLAIN_AT\n", "return False\n"),
             "drafts grow without bound": Fault("max(self._last + _GROWTH, _FIRST", "max(self._max, _FIRST"),
             "it never probes": Fault("if self._num_plain_rounds <= min(self._wait, longest):", "if True:"),
-            "the fastest row counts": Fault("alone_share * most + (1", "alone_share * total / self._num_others + (1"),
+            "the fastest row counts": Fault("(max(of_k), sum", "(min(of_k), sum"),
         },
     }
 )

@@ -13,6 +13,7 @@ from torch.nn import Identity
 
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HistoryStore, RoundOutcome, ScheduleHistory
 from hf_speculate.schedule.acceptance import AcceptanceModel
+from hf_speculate.schedule.adaptive import RemainingWork
 from hf_speculate.schedule.costs import CostModel
 from tests.schedule.simulator import NUM_TOKENS, Machine, Trace, cliff, run, trace
 
@@ -167,6 +168,12 @@ def test_a_step_takes_what_it_took_in_drafts_of_that_length():
     for num, draft_s in ((1, 0.3), (8, 0.8)) * 20:
         model.observe(RoundOutcome([0], [num], [num], num, 1, num_fed=1, draft_s=draft_s, score_s=1.0))
     assert model.rounds_s(1, 8)[1::7] == pytest.approx([1.3, 1.8], rel=0.02)
+
+
+def test_a_call_takes_as_long_as_its_slowest_row():
+    work = RemainingWork([[1.0, 2.0], [1.0, 1.0]], [10, 10])  # 10 rounds of both, or 5 of one
+    assert work.rates([1.0, 1.5]) == pytest.approx([2.0, 20 / 15])
+    assert work.rates([1.0, 1.5], alone_share=0.5) == pytest.approx([2.0, 20 / (7.5 * 1.5)])
 
 
 def test_one_round_in_which_the_process_paused_does_not_decide():
