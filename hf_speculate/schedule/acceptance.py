@@ -7,7 +7,7 @@ from hf_speculate.draft.acceptance_rates import AcceptanceCounts
 # Tuned on the simulated traces of tests/schedule, and on those of the bundled pair with its rounds' seconds.
 # The weight of a round of one row is halved after about eight rounds, that of one of eight rows after four.
 _DECAY = 0.92
-_BATCH_POWER = 0.4  # of the number of rows: more observations a round make older ones dispensable
+_BATCH_POWER = 0.4  # of the number of rows: with more observations a round, older ones may weigh less
 _SLOW_DECAY = 0.98  # of the long-run rate of the first position
 _PRIOR_ACCEPTANCE = 0.8  # of the first position, before any observation; optimistic, so that drafting is tried
 _PRIOR_WEIGHT = 1.0  # of the prior, in observations

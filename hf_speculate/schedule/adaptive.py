@@ -38,11 +38,12 @@ class RemainingWork:
     """
 
     def __init__(self, tokens: Sequence[Sequence[float]], num_left: Sequence[int], start_s: float = 0.0):
-        self.most_of_one_draft = max(of_row[1] for of_row in tokens)  # expected tokens of a round with K = 1
+        self.max_tokens_of_one_draft = max(of_row[1] for of_row in tokens)  # expected tokens of a round with K = 1
         self._num_left = sum(num_left)
         self._start_s = start_s
         by_row = [[left / num for num in of_row] for left, of_row in zip(num_left, tokens, strict=True)]
-        self._num_rounds = [(max(of_k), sum(of_k)) for of_k in zip(*by_row, strict=True)]  # the most, and all rows'
+        # by K, of the slowest row, and the sum of all rows
+        self._num_rounds = [(max(of_k), sum(of_k)) for of_k in zip(*by_row, strict=True)]
         self._num_others = max(len(tokens) - 1, 1)
 
     def rates(self, rounds_s: Sequence[float], alone_share: float = 1.0) -> list[float]:
@@ -151,7 +152,7 @@ class AdaptiveSchedule(Schedule):
     def _next(self, work: RemainingWork, num_rows: int) -> int:
         rates = self._rates(work, num_rows)
         best = _best(rates)
-        if work.most_of_one_draft < _LEAST_TOKENS:
+        if work.max_tokens_of_one_draft < _LEAST_TOKENS:
             best = 0
         untried = self._untried(work, num_rows, rates[best])
         if best == 0 and not untried:

@@ -35,7 +35,7 @@ class _Kind(NamedTuple):
 
 @lru_cache(64)
 def _likenesses(wanted: tuple[_Sizes, ...], kinds: tuple[_Sizes, ...]) -> list[list[float]]:
-    """[M][N] how much rounds of one of [N] kinds say about those of one of [M] others."""
+    """[M][N] weights of the N kinds in the estimate for each of M sizes, before samples and age are counted."""
 
     def likeness(sizes: _Sizes, other: _Sizes) -> float:
         if sizes == other:
