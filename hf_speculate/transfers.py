@@ -20,23 +20,18 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-class Download:
-    """A tensor on its way to the host.
+def download(rows: Tensor, *counts: Tensor) -> list[Any]:
+    """Integers [B, N] and others [B], on one device, as lists: the host waits for one copy.
 
-    On a CUDA device the copy goes to pinned memory, and reading it waits for that copy alone, not for what was launched
-    after it.
+    On a CUDA device the copy goes to pinned memory, and the host does not wait for what was launched after it.
     """
-
-    def __init__(self, tensor: Tensor):
-        self._copied: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            tensor, stream = tensor.to("cpu", non_blocking=True), torch.cuda.current_stream(tensor.device)
-            self._copied = torch.cuda.Event()
-            self._copied.record(stream)
-        self._tensor = tensor
-
-    def tolist(self) -> Any:
-        """The numbers, once they have arrived."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._tensor.tolist()
+    if rows.device.type == "cpu":
+        return [numbers.tolist() for numbers in (rows, *counts)]
+    packed = torch.cat([rows, torch.stack(counts, dim=1).to(rows.dtype)], dim=1)  # [B, N + C]
+    if packed.device.type == "cuda":
+        packed, stream = packed.to("cpu", non_blocking=True), torch.cuda.current_stream(packed.device)
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        copied.synchronize()
+    values, width = packed.tolist(), rows.shape[1]
+    return [[row[:width] for row in values], *([row[column] for row in values] for column in range(width, packed.shape[1]))]

@@ -98,7 +98,11 @@ class TargetSession:
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""
-        query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
+        newest = batch.tokens.last(1)
+        if draft.token_ids.shape[1]:
+            query = torch.cat([newest, draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
+        else:
+            query = newest.contiguous()
         query = self.padding.fill(batch, query)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import BroadcastVerifier, TensorParallelGroup
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
-from hf_speculate.transfers import Download
+from hf_speculate.transfers import download
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
@@ -66,19 +68,16 @@ class RowWiseVerification(Verification):
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
         verdict = self._verifier_at(0, batch, draft).verify(scores, draft, keys)
-        counts = torch.stack([verdict.num_accepted, verdict.status, draft.lens.to(torch.int32)], dim=1)  # [B, 3]
-        packed = Download(torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1)).tolist()  # the one wait
-        num_accepted = [row[-3] for row in packed]
-        status = 0
-        for row in packed:
-            status |= row[-2]
-        new_ids = [row[: num + 1] for row, num in zip(packed, num_accepted, strict=True)]
+        draft_lens = draft.lens.to(torch.int32)
+        ids, num_accepted, flags, num_drafted = download(  # the one wait
+            verdict.token_ids, verdict.num_accepted, verdict.status, draft_lens
+        )
         return Verified(
             verdict.token_ids,
-            new_ids,
-            [row[-1] for row in packed],
+            [row[: num + 1] for row, num in zip(ids, num_accepted, strict=True)],
+            num_drafted,
             num_accepted,
-            status,
+            reduce(or_, flags, 0),
             scores,
             device_num_accepted=verdict.num_accepted,
         )

@@ -155,6 +155,8 @@ def _attend(
         output = attend_all(folded, key, value, False, scaling)
     else:
         output = attend_masked(folded, key, value, mask, scaling)
+    if num_query == 1:
+        return output.reshape(output.shape[0], 1, -1, value.shape[3])
     output = output.unflatten(2, (groups, num_query)).permute(0, 3, 1, 2, 4)  # [B, Q, H, g, D']
     joined: Tensor = output.reshape(output.shape[0], num_query, -1, value.shape[3])
     return joined.contiguous()

@@ -4,14 +4,16 @@ import torch
 
 from .._inputs import Round, Warp
 from ..types import Verdict
-from .chain import choose_rows, find_end, make_chain, make_verdict
+from .chain import choose_rows, find_end, make_chain, make_verdict, undrafted_verdict
 from .rows import first_max, row_status
 
 
 def greedy(round_: Round) -> Verdict:
     """See `verify_greedy`."""
-    chain = make_chain(round_)
     best = first_max(round_.target_logits)  # [B, K+1]
+    if round_.target_logits.shape[1] == 1:  # with K = 0 most operators would work on empty tensors
+        return undrafted_verdict(best.indices.squeeze(1), row_status(best.values.squeeze(1)))
+    chain = make_chain(round_)
     is_valid = best.values.abs() < torch.inf
     end = find_end(chain, (best.indices[:, :-1] == chain.token_ids) & is_valid[:, :-1])
     positions = end.num_accepted.unsqueeze(-1)
