@@ -34,4 +34,7 @@ def download(rows: Tensor, *counts: Tensor) -> list[Any]:
         copied.record(stream)
         copied.synchronize()
     values, width = packed.tolist(), rows.shape[1]
-    return [[row[:width] for row in values], *([row[column] for row in values] for column in range(width, packed.shape[1]))]
+    return [
+        [row[:width] for row in values],
+        *([row[column] for row in values] for column in range(width, packed.shape[1])),
+    ]

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._inputs import Proposal, Round, Warp
 from ..noise import uniforms
 from ..types import NoiseKeys, Status, Stream, Verdict
-from .chain import Chain, End, find_end, make_chain, make_verdict
+from .chain import Chain, End, find_end, make_chain, make_verdict, undrafted_verdict
 from .greedy import greedy, with_greedy_rows
 from .masses import piece_masses, row_sums
 from .pieces import Pieces
@@ -120,8 +120,22 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
     """See `verify_rejection`."""
     if warp.is_greedy:
         return greedy(round_)
-    verdict, _ = _reject(make_chain(round_), round_, warp, proposal, keys)
+    if round_.target_logits.shape[1] == 1:  # with K = 0 many operators would work on empty tensors
+        verdict = _sample_undrafted(round_.target_logits[:, 0], warp, keys)
+    else:
+        verdict, _ = _reject(make_chain(round_), round_, warp, proposal, keys)
     return with_greedy_rows(round_, warp, verdict)
+
+
+def _sample_undrafted(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdict:
+    """The verdict on a round without drafted tokens, from logits [B, V]: that of `_reject`, bit for bit."""
+    with torch.inference_mode():
+        if warp.row_cutoffs is not None:
+            warp = Warp(warp.temperature, warp.row_cutoffs.squeeze(1))
+        logsumexp, pieces = row_sums(logits, warp)
+        probs = piece_masses(pieces, pieces.gather(logits), warp, logsumexp)  # [P, S]
+        final_ids = race(probs, pieces, keys, Stream.CORRECTION, torch.zeros_like(keys.positions))
+    return undrafted_verdict(final_ids.clone(), row_status(logsumexp))
 
 
 def reject_and_test(round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
