@@ -45,6 +45,7 @@ class RemainingWork:
         # by K, of the slowest row, and the sum of all rows
         self._num_rounds = [(max(of_k), sum(of_k)) for of_k in zip(*by_row, strict=True)]
         self._num_others = max(len(tokens) - 1, 1)
+        self.most_rounds = self._num_rounds[-1][0]  # of the slowest row, with drafts of K_max tokens
 
     def rates(self, rounds_s: Sequence[float], alone_share: float = 1.0) -> list[float]:
         """[K_max + 1] tokens per second until the last row ends.
@@ -198,6 +199,8 @@ class AdaptiveSchedule(Schedule):
     def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
         """The untried K with the highest optimistic rate; 0 if none may gain or another was tried recently."""
         self._num_since_untried += 1
+        if work.most_rounds < _LOOK_EVERY:
+            return 0  # few rounds are left to gain anything
         if self._costs.num_kinds == self._num_kinds and self._num_since_untried % _LOOK_EVERY:
             return 0
         self._num_kinds = self._costs.num_kinds

@@ -102,9 +102,9 @@ class CostModel:
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round's seconds."""
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
-        if num == 0 or not self.is_tried(num_rows, num):
+        if num == 0:  # plain steps also serve for about as many rows
             self._known_s.clear()
-        elif self._num_drafted % _ESTIMATE_EVERY == 0:
+        elif not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
             self._known_s = {key: seconds for key, seconds in self._known_s.items() if key[0] != num_rows}
         if num == 0:
             self._plain.add(num_rows, (num_rows,), verify_s, self._num_drafted)
@@ -121,7 +121,7 @@ class CostModel:
         """A model that learns apart from this one."""
         twin = copy.copy(self)
         twin._verify, twin._plain, twin._step = self._verify.copy(), self._plain.copy(), self._step.copy()
-        twin._known_s = {}
+        twin._known_s = dict(self._known_s)
         return twin
 
     def num_plain_samples(self, num_rows: int) -> int:
