@@ -106,12 +106,8 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/engine/verification.py", "generation/test_options.py generation/test_matrix.py"): {
-            "flags are lost": Fault(
-                "            status |= row[-2]", "            status &= row[-2]", "reliability/test_bad_logits.py"
-            ),
-            "one token too few": Fault(
-                "new_ids = [row[: num + 1] for", "new_ids = [row[: max(num, 1)] for", "generation/test_options.py"
-            ),
+            "flags are lost": Fault("reduce(or_, flags, 0)", "0", "reliability/test_bad_logits.py"),
+            "one token too few": Fault("[row[: num + 1] for", "[row[: max(num, 1)] for", "generation/test_options.py"),
             "processors are not rolled back": Fault(
                 "[num_positions - num for num in trimmed.num_emitted]",
                 "[0 for num in trimmed.num_emitted]",

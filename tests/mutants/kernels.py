@@ -93,7 +93,18 @@ MUTANTS = mutants_of(
         },
         ("triton_kernels/reference/greedy.py", "triton_kernels/test_distributions.py"): {
             "the next position's argmax": Fault(
-                "best.indices[:, :-1] == chain.token_ids", "best.indices[:, 1:] == chain.token_ids"
+                "best.indices[:, :-1] == chain.token_ids",
+                "best.indices[:, 1:] == chain.token_ids",
+                "triton_kernels/test_invariance.py",
+            ),
+            "the next position's argmax on the host": Fault(
+                "drafted[num] == best_ids[num]", "drafted[num] == best_ids[num + 1]"
+            ),
+            "an invalid row accepts on the host": Fault(
+                " and math.isfinite(values[num])", "", "triton_kernels/test_edges.py"
+            ),
+            "bad ids are not reported on the host": Fault(
+                "BAD_DRAFT_ID if is_bad_id", "BAD_DRAFT_ID if False", "triton_kernels/test_edges.py"
             ),
             "rows at temperature 0 are sampled": Fault(
                 "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_invariance.py"

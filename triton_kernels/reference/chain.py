@@ -70,11 +70,6 @@ def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> V
     return Verdict(ids, end.num_accepted.to(torch.int32), flags)
 
 
-def undrafted_verdict(final_ids: Tensor, status: Tensor) -> Verdict:
-    """The verdict on a round without drafted tokens: `final_ids` [B] int64, with `status` [B] int32."""
-    return Verdict(final_ids.unsqueeze(-1), torch.zeros_like(status), status)
-
-
 def choose_rows(rows: Tensor, yes: Verdict, no: Verdict) -> Verdict:
     """`yes` where `rows` [B] bool, else `no`."""
     return Verdict(

@@ -1,24 +1,55 @@
 """Torch reference of greedy verification."""
 
+import math
+
 import torch
 
 from .._inputs import Round, Warp
-from ..types import Verdict
-from .chain import choose_rows, find_end, make_chain, make_verdict, undrafted_verdict
-from .rows import first_max, row_status
+from ..types import Status, Verdict
+from .chain import choose_rows, find_end, make_chain, make_verdict
+from .rows import FirstMax, first_max, is_on_host, row_status
 
 
 def greedy(round_: Round) -> Verdict:
     """See `verify_greedy`."""
     best = first_max(round_.target_logits)  # [B, K+1]
-    if round_.target_logits.shape[1] == 1:  # with K = 0 most operators would work on empty tensors
-        return undrafted_verdict(best.indices.squeeze(1), row_status(best.values.squeeze(1)))
+    if is_on_host(best.values):
+        return _verdict_on_host(round_, best)
     chain = make_chain(round_)
     is_valid = best.values.abs() < torch.inf
     end = find_end(chain, (best.indices[:, :-1] == chain.token_ids) & is_valid[:, :-1])
     positions = end.num_accepted.unsqueeze(-1)
     final_ids = best.indices.gather(1, positions).squeeze(-1)
     return make_verdict(chain, end, final_ids, row_status(best.values.gather(1, positions).squeeze(-1)))
+
+
+def _verdict_on_host(round_: Round, best: FirstMax) -> Verdict:
+    """The verdict from numbers: a third of the time of two dozen operators on tensors of B * (K+1) entries."""
+    num_draft_tokens, vocab_size = round_.draft_token_ids.shape[1], round_.target_logits.shape[-1]
+    lens = [num_draft_tokens] * len(best.values) if round_.draft_lens is None else round_.draft_lens.tolist()
+    rows = zip(round_.draft_token_ids.tolist(), lens, best.indices.tolist(), best.values.tolist(), strict=True)
+    ids, num_accepted, flags = [], [], []
+    for drafted, length, best_ids, values in rows:
+        drafted = drafted[: max(length, 0)]
+        num = 0
+        while num < len(drafted) and drafted[num] == best_ids[num] and math.isfinite(values[num]):
+            num += 1
+        is_bad_id = num < len(drafted) and not 0 <= drafted[num] < vocab_size
+        ids.append([*drafted[:num], best_ids[num], *[-1] * (num_draft_tokens - num)])
+        num_accepted.append(num)
+        flags.append(_status_of(values[num]) | (Status.BAD_DRAFT_ID if is_bad_id else 0))
+    counts = (torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (num_accepted, flags))
+    token_ids = torch.tensor(ids, dtype=torch.int64, device="cpu").view(len(ids), num_draft_tokens + 1)
+    return Verdict(token_ids, *counts)
+
+
+def _status_of(value: float) -> int:
+    """`Status` flags of a row, from its largest entry."""
+    if math.isfinite(value):
+        return 0
+    if math.isnan(value):
+        return Status.NAN
+    return Status.POSITIVE_INF if value > 0 else Status.ALL_MASKED
 
 
 def with_greedy_rows(round_: Round, warp: Warp, verdict: Verdict) -> Verdict:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._inputs import Proposal, Round, Warp
 from ..noise import uniforms
 from ..types import NoiseKeys, Status, Stream, Verdict
-from .chain import Chain, End, find_end, make_chain, make_verdict, undrafted_verdict
+from .chain import Chain, End, find_end, make_chain, make_verdict
 from .greedy import greedy, with_greedy_rows
 from .masses import piece_masses, row_sums
 from .pieces import Pieces
@@ -135,7 +135,9 @@ def _sample_undrafted(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdict:
         logsumexp, pieces = row_sums(logits, warp)
         probs = piece_masses(pieces, pieces.gather(logits), warp, logsumexp)  # [P, S]
         final_ids = race(probs, pieces, keys, Stream.CORRECTION, torch.zeros_like(keys.positions))
-    return undrafted_verdict(final_ids.clone(), row_status(logsumexp))
+    return Verdict(
+        final_ids.clone().unsqueeze(-1), torch.zeros_like(keys.seeds, dtype=torch.int32), row_status(logsumexp)
+    )
 
 
 def reject_and_test(round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:

@@ -63,13 +63,13 @@ def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
 def first_argmax(logits: Tensor) -> Tensor:
     """Lowest index [...] int64 of the largest entry of [..., V] in float32; NaN counts as the largest."""
     entries = logits.detach().to(torch.float32)
-    if not _is_on_host(entries):
+    if not is_on_host(entries):
         return entries.argmax(-1)
     # A fifth of the time of torch.argmax or less (V = 4,096 and 151,936), with ties broken in the same way.
     return torch.from_numpy(entries.numpy().argmax(-1))
 
 
-def _is_on_host(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Whether numbers may be read by other means than torch's operators, which compilers and modes must see."""
     is_observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_observed
@@ -124,7 +124,7 @@ def warp_of(warp: Warp, rows: slice) -> Warp:
 
 def row_status(logsumexp: Tensor) -> Tensor:
     """`Status` flags of rows, int32, from their log-sum-exps or maxima of any shape; 0 for a valid row."""
-    if _is_on_host(logsumexp) and logsumexp.dim() == 1 and all(map(math.isfinite, logsumexp.tolist())):
+    if is_on_host(logsumexp) and logsumexp.dim() == 1 and all(map(math.isfinite, logsumexp.tolist())):
         return torch.zeros(
             logsumexp.shape, dtype=torch.int32, device="cpu"
         )  # a quarter of the time of the operators below
