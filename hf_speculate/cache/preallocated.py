@@ -131,7 +131,8 @@ class PreallocatedKVCache(KVCache):
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
-        self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
+        if any(drops):
+            self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
 
     def rows(self, indices: Sequence[int]) -> None:
         surplus = self.columns.rows(indices)
