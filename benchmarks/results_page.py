@@ -55,14 +55,14 @@ CONSTANT_K = 5  # of the constant schedule that is held to the targets of the de
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
 BOUNDS = {
     "refilled rows": "each prompt is read by itself, target and draft, and prepared on the host",
-    "never_slower": "a plain step of the loop takes 0.3 ms more than one of transformers, of 5.3 ms; trials the rest",
+    "never_slower": "trials of the draft, noise of our own for sampling, and masks for rows that are uneven",
     "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
     "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
     "verify factor": "float32 products of 48 query rows; three runs gave 1.58, 1.66 and 1.81",
     "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
     "drafts without a model": "most of one row's is handing lists and tensors over, which the rows of a batch share",
     "forwards per token": "prompt lookup alone needs no forwards of the draft model, which both together run",
-    "best constant": "in short calls the schedule tries out more, and early rejections may end drafting for some calls",
+    "best constant": "a first call tries out lengths, estimates lag behind rising acceptance, and sampling is chance",
     "bound": "as efficiency; with the default schedule, also what it tries out in a short call",
     "efficiency": "forwards between others take longer than when timed alone, and what a round costs besides them",
     "B=1": "two models read the prompt, and what a round costs besides its forwards",
