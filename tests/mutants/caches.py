@@ -53,6 +53,7 @@ MUTANTS = mutants_of(
             "a window loses its first column": Fault(
                 "first = max(min(self.lens) - window + 1, 0)", "first = max(min(self.lens) - window + 2, 0)"
             ),
+            "masks of plain steps end too soon": Fault("num_left < num_query", "num_left < 0"),
             "padding stays after rows are dropped": Fault(
                 "surplus = min(pads, default=0) if self.num_held else 0", "surplus = 0"
             ),

@@ -125,9 +125,8 @@ def warp_of(warp: Warp, rows: slice) -> Warp:
 def row_status(logsumexp: Tensor) -> Tensor:
     """`Status` flags of rows, int32, from their log-sum-exps or maxima of any shape; 0 for a valid row."""
     if is_on_host(logsumexp) and logsumexp.dim() == 1 and all(map(math.isfinite, logsumexp.tolist())):
-        return torch.zeros(
-            logsumexp.shape, dtype=torch.int32, device="cpu"
-        )  # a quarter of the time of the operators below
+        # a quarter of the time of the operators below
+        return torch.zeros(logsumexp.shape, dtype=torch.int32, device="cpu")
     flags = logsumexp.masked_fill(logsumexp.abs() < torch.inf, 0.0)
     flags.nan_to_num_(**STATUS_FLAGS)
     return flags.to(torch.int32)
