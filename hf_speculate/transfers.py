@@ -21,9 +21,9 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def download(rows: Tensor, *counts: Tensor) -> list[Any]:
-    """Integers [B, N] and others [B], on one device, as lists: the host waits for one copy.
+    """Copies integers [B, N] and further ones [B] of one device to the host in one transfer, as lists.
 
-    On a CUDA device the copy goes to pinned memory, and the host does not wait for what was launched after it.
+    On a CUDA device the copy goes to pinned memory, and the host waits for an event that follows it.
     """
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]

@@ -12,7 +12,7 @@ from hf_speculate.transfers import upload
 # Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
 MASK_UNIT = 8
 MAX_CORNERS = 16  # kept at once; one for each shape of buffers
-_PLAIN_STEPS = 16  # for which masks, positions and places are made at once
+_PLAIN_STEPS = 16  # plain steps whose masks, positions and places are computed together
 _PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tokens
 
 
@@ -110,7 +110,7 @@ class Columns:
         self.num_query, self.is_masked, self._places = num_query, False, {}
         if self.coming.num_left < num_query:
             num_expected = self._num_expected
-            if num_query == 1 and self.coming.num_done:  # nothing was rolled back: a plain step, which others follow
+            if num_query == 1 and self.coming.num_done:  # no rollback since the last forward: plain steps
                 num_expected = max(num_expected, _PLAIN_STEPS)
             self.coming = Coming(self.row_lens.copy(), max(num_query, num_expected))
             self._num_expected = 0

@@ -197,10 +197,10 @@ class AdaptiveSchedule(Schedule):
         return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
 
     def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
-        """The untried K with the highest optimistic rate; 0 if none may gain or another was tried recently."""
+        """The untried K with the highest optimistic rate; 0 if none may gain, or a trial must wait."""
         self._num_since_untried += 1
-        if work.most_rounds < _LOOK_EVERY:
-            return 0  # few rounds are left to gain anything
+        if work.most_rounds < _LOOK_EVERY:  # too few rounds are left to profit from a trial
+            return 0
         if self._costs.num_kinds == self._num_kinds and self._num_since_untried % _LOOK_EVERY:
             return 0
         self._num_kinds = self._costs.num_kinds

@@ -102,13 +102,12 @@ class CostModel:
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round's seconds."""
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
-        if num == 0:  # plain steps also serve for about as many rows
-            self._known_s.clear()
-        elif not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
-            self._known_s = {key: seconds for key, seconds in self._known_s.items() if key[0] != num_rows}
         if num == 0:
+            self._known_s.clear()  # a plain step counts for other numbers of rows too
             self._plain.add(num_rows, (num_rows,), verify_s, self._num_drafted)
             return
+        if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
+            self._known_s = {key: seconds for key, seconds in self._known_s.items() if key[0] != num_rows}
         self._num_drafted += 1
         self._verify.add((num_rows, num), (num_rows * (num + 1),), verify_s, self._num_drafted)
         step_s = outcome.draft_s / num

@@ -98,15 +98,13 @@ MUTANTS = mutants_of(
         },
         ("triton_kernels/reference/greedy.py", "triton_kernels/test_distributions.py"): {
             "the next position's argmax": Fault(
-                "best.indices[:, :-1] == chain.token_ids",
-                "best.indices[:, 1:] == chain.token_ids",
-                "triton_kernels/test_invariance.py",
+                "indices[:, :-1] == chain", "indices[:, 1:] == chain", "triton_kernels/test_invariance.py"
             ),
             "the next position's argmax on the host": Fault("== best_ids[num]", "== best_ids[num + 1]"),
             "an invalid row accepts on the host": Fault(
-                " and math.isfinite(values[num])", "", "triton_kernels/test_edges.py"
+                "math.isfinite(values[num])", "True", "triton_kernels/test_edges.py"
             ),
-            "bad ids are not reported on the host": Fault("if is_bad_id", "if False", "triton_kernels/test_edges.py"),
+            "bad ids are lost on the host": Fault("if any(bad_ids)", "if False", "triton_kernels/test_edges.py"),
             "rows at temperature 0 are sampled": Fault(
                 "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_invariance.py"
             ),

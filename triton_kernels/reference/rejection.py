@@ -120,15 +120,15 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
     """See `verify_rejection`."""
     if warp.is_greedy:
         return greedy(round_)
-    if round_.target_logits.shape[1] == 1:  # with K = 0 many operators would work on empty tensors
-        verdict = _sample_undrafted(round_.target_logits[:, 0], warp, keys)
+    if round_.target_logits.shape[1] == 1:  # K = 0: most of the other operators would run on empty tensors
+        verdict = _sample_without_draft(round_.target_logits[:, 0], warp, keys)
     else:
         verdict, _ = _reject(make_chain(round_), round_, warp, proposal, keys)
     return with_greedy_rows(round_, warp, verdict)
 
 
-def _sample_undrafted(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdict:
-    """The verdict on a round without drafted tokens, from logits [B, V]: that of `_reject`, bit for bit."""
+def _sample_without_draft(logits: Tensor, warp: Warp, keys: NoiseKeys) -> Verdict:
+    """The verdict for K = 0 from logits [B, V]; equals that of `_reject` bit for bit."""
     with torch.inference_mode():
         if warp.row_cutoffs is not None:
             warp = Warp(warp.temperature, warp.row_cutoffs.squeeze(1))

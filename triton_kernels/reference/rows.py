@@ -70,7 +70,7 @@ def first_argmax(logits: Tensor) -> Tensor:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether numbers may be read by other means than torch's operators, which compilers and modes must see."""
+    """Whether a tensor may be read without torch's operators: it is on the CPU, and nothing records them."""
     is_observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_observed
 
@@ -124,7 +124,7 @@ def warp_of(warp: Warp, rows: slice) -> Warp:
 
 def row_status(logsumexp: Tensor) -> Tensor:
     """`Status` flags of rows, int32, from their log-sum-exps or maxima of any shape; 0 for a valid row."""
-    if is_on_host(logsumexp) and logsumexp.dim() == 1 and all(map(math.isfinite, logsumexp.tolist())):
+    if is_on_host(logsumexp) and all(map(math.isfinite, logsumexp.flatten().tolist())):
         # a quarter of the time of the operators below
         return torch.zeros(logsumexp.shape, dtype=torch.int32, device="cpu")
     flags = logsumexp.masked_fill(logsumexp.abs() < torch.inf, 0.0)
