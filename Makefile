@@ -127,8 +127,11 @@ kernels: $(DEV_STAMP)
 kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
+# Needs a GPU, or two revisions to compare.
+BY_HAND = benchmarks/on_gpu.py benchmarks/revisions.py
+
 bench: $(DEV_STAMP)
-	@set -e; for file in $(filter-out $(RESULTS_PAGE) benchmarks/on_gpu.py,$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
+	@set -e; for file in $(filter-out $(RESULTS_PAGE) $(BY_HAND),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 

@@ -15,6 +15,7 @@ import hybrids
 import memory
 import never_slower
 import overhead
+import revisions
 import round_counts
 import scaling
 import suffix
@@ -50,6 +51,7 @@ SECTIONS = (
     Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
     Section("Recurrent layers", hybrids.NAME, hybrids.table),
+    Section("Before and after a change", revisions.NAME, revisions.table),
 )
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
@@ -236,6 +238,11 @@ def drafters_targets(rows: list[Row], where: str) -> list[Target]:
     ]
 
 
+def revisions_targets(rows: list[Row], where: str) -> list[Target]:
+    figure = f"greedy call with K = 5, median over that of {rows[0]['old']}" if rows else "greedy call, new over old"
+    return [line(f"{figure}{where}", 1.02, [row["new_over_old"] for row in rows], True, "{:.3f}")]
+
+
 def heads_targets(rows: list[Row], where: str) -> list[Target]:
     return [
         line(f"drafting with an EAGLE-3 head over its products alone{where}", heads.GOAL, heads.ratios_of(rows), True)
@@ -261,6 +268,7 @@ TARGETS = {
     suffix.NAME: suffix_targets,
     drafters.NAME: drafters_targets,
     heads.NAME: heads_targets,
+    revisions.NAME: revisions_targets,
 }
 TARGET_COLUMNS = {
     "figure": lambda row: row.figure,

@@ -1,0 +1,46 @@
+"""One side of `revisions.py`: decodes prompts from stdin with the library that lies in a folder.
+
+python benchmarks/_revision.py FOLDER DTYPE K MAX_NEW_TOKENS
+
+A line of input is `{"input_ids": [B, T], "attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`.
+Nothing of this folder's helpers is imported: they belong to one revision of the library, and this file reads any.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+PAIR = Path(__file__).resolve().parents[1] / "examples" / "pair"
+
+
+def main() -> None:
+    folder, dtype, num_assistant_tokens, max_new_tokens = sys.argv[1:]
+    sys.path.insert(0, folder)
+    import hf_speculate
+
+    if not Path(hf_speculate.__file__).is_relative_to(folder):
+        raise SystemExit(f"hf_speculate was imported from {hf_speculate.__file__}, not from {folder}")
+    models = [AutoModelForCausalLM.from_pretrained(PAIR / name, dtype=dtype).eval() for name in ("target", "draft")]
+    for model in models:
+        model.generation_config.eos_token_id = None  # every call makes all its tokens
+    target, draft = hf_speculate.enable(models[0]), models[1]
+    for line in sys.stdin:
+        inputs = {name: torch.tensor(values) for name, values in json.loads(line).items()}
+        begin = time.perf_counter()
+        token_ids = target.generate(
+            **inputs,
+            assistant_model=draft,
+            num_assistant_tokens=int(num_assistant_tokens),
+            num_assistant_tokens_schedule="constant",
+            max_new_tokens=int(max_new_tokens),
+            do_sample=False,
+        )
+        print(json.dumps({"seconds": time.perf_counter() - begin, "token_ids": token_ids.tolist()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
