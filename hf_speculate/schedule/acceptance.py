@@ -32,23 +32,22 @@ class AcceptanceModel:
         self._positions = AcceptanceCounts(max_draft_tokens)
         self._long_run = AcceptanceCounts(1)  # of the first position
         self._rate_before: float | None = None  # of the first position in the call before
-        self._row_rejections: dict[int, tuple[float, float]] = {}  # by row id: seen, and expected at the batch's rate
+        self._row_counts: dict[int, tuple[float, float]] = {}  # by row id: rejections and verified tokens
 
     def observe(self, row_ids: Sequence[int], num_accepted: Sequence[int], num_draft_tokens: int) -> None:
         """Learn from a round in which `num_draft_tokens` >= 1 were asked for; other arguments as in `RoundOutcome`."""
         num_positions = min(num_draft_tokens, len(self._positions.verified))
-        rejections = [1 - rate for rate in self._by_position(num_positions)]
         self._positions.decay(_DECAY ** len(row_ids) ** _BATCH_POWER)
         self._long_run.decay(_SLOW_DECAY)
-        seen_rows, self._row_rejections = self._row_rejections, {}  # rows that have left do not come back
+        earlier, self._row_counts = self._row_counts, {}  # rows that have left do not come back
         for row_id, accepted in zip(row_ids, num_accepted, strict=True):
             self._long_run.add(0, accepted > 0)
             num_verified = min(accepted + 1, num_positions)
             for position in range(num_verified):
                 self._positions.add(position, position < accepted)
-            seen, expected = seen_rows.get(row_id, (0.0, 0.0))
-            seen = _DECAY * seen + (accepted < num_positions)
-            self._row_rejections[row_id] = seen, _DECAY * expected + sum(rejections[:num_verified])
+            rejected, verified = earlier.get(row_id, (0.0, 0.0))
+            rejected = _DECAY * rejected + (accepted < num_positions)
+            self._row_counts[row_id] = rejected, _DECAY * verified + num_verified
 
     def recent(self) -> "AcceptanceModel":
         """A copy for the next call, in which this one counts as few observations: more after a call like it."""
@@ -65,12 +64,12 @@ class AcceptanceModel:
     def soften(self, share: float) -> None:
         """Keep only `share`, in [0, 1], of the weight of past observations."""
         self._positions.decay(share)
-        self._row_rejections.clear()
+        self._row_counts.clear()
 
     def expected_tokens(self, row_ids: Sequence[int]) -> list[list[float]]:
         """[N][K_max + 1] tokens that a round of K = 0, 1, ... drafts emits in each row."""
         rejections = [1 - rate for rate in self._by_position(len(self._positions.verified))]
-        factors = [self._row_factor(row_id) for row_id in row_ids] if len(row_ids) > 1 else [1.0]
+        factors = self._row_factors(row_ids) if len(row_ids) > 1 else [1.0]
         tokens = []
         for factor in factors:
             total = share = 1.0
@@ -93,6 +92,9 @@ class AcceptanceModel:
             rates.append(rate)
         return rates
 
-    def _row_factor(self, row_id: int) -> float:
-        seen, expected = self._row_rejections.get(row_id, (0.0, 0.0))
-        return (seen + _ROW_WEIGHT) / (expected + _ROW_WEIGHT)
+    def _row_factors(self, row_ids: Sequence[int]) -> list[float]:
+        """[N] rejections of each row over those of the batch, in as many verified tokens."""
+        num_verified = sum(self._positions.verified) + _PRIOR_WEIGHT
+        rejection = 1 - (sum(self._positions.accepted) + _PRIOR_WEIGHT * _PRIOR_ACCEPTANCE) / num_verified
+        counts = [self._row_counts.get(row_id, (0.0, 0.0)) for row_id in row_ids]
+        return [(seen + _ROW_WEIGHT) / (rejection * verified + _ROW_WEIGHT) for seen, verified in counts]

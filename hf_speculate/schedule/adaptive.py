@@ -15,8 +15,8 @@ _PLAIN_AGAIN_AT = 12  # round after which it is measured once more if both rates
 _PLAIN_STALE = 200  # drafted rounds, including those of earlier calls, after which it is measured again
 _CLOSE = 1.6  # ratio of the rates below which they are close
 _LEAST_TOKENS = 1.04  # expected tokens of a round with K = 1, below which a gain is measurement noise
-_EXPLORE_GAIN = 1.25  # optimistic gain from which an untried K is tried
-_EXPLORE_EVERY = 0.2  # rounds between two untried Ks, divided by the optimistic gain: 2 for a gain of 0.1, then 1
+_EXPLORE_GAIN = 1.15  # optimistic gain from which an untried K is tried
+_EXPLORE_EVERY = 0.3  # rounds between two untried Ks, divided by the optimistic gain: 3 for a gain of 0.1
 _LOOK_EVERY = 4  # rounds after which untried Ks are looked at again, if no other K was measured since
 _FIRST_WAIT = 2  # plain steps before the first probe
 _PROBE_BUDGET = 0.0125  # share of the decoding time that probes may cost; waits double up to that share

@@ -3,9 +3,9 @@
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from operator import mul
+from operator import add, mul
 from statistics import median_low
 from typing import NamedTuple
 
@@ -16,75 +16,109 @@ _MOST_TIMES = 3.0  # the expected seconds that a sample counts as; a pause of th
 _ESTIMATE_EVERY = 6  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
-_OTHER_WEIGHT = 0.4  # of a round of another kind, at most
 _BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
+_OTHER_WEIGHT = 0.1  # of a kind of another size in how far a size lies from the line, at most
+_NOISE = 0.025  # share of a round's seconds; half as much or twice as much loses 1 % where some sizes are slow
 _FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
+_LEAST_VARIANCE = 1e-9  # of sizes, below which they are equal but for rounding
+_TINY = 1e-18  # keeps a division from failing if all kinds lie on the line, or the clock is too coarse
 
-
-_Sizes = tuple[int, ...]
+_Key = tuple[int, int]  # rows, and the size that seconds grow with
 
 
 class _Kind(NamedTuple):
     """Seconds of the newest rounds of one kind."""
 
-    sizes: _Sizes  # that its seconds depend on
     num_samples: int
     median_s: float
     newest: int  # drafted rounds before the newest of these
 
 
+@lru_cache(1024)
+def _likeness(size: int, other: int) -> float:
+    return 1 / (1 + (math.log(size / other) / _BANDWIDTH) ** 4)
+
+
 @lru_cache(64)
-def _likenesses(wanted: tuple[_Sizes, ...], kinds: tuple[_Sizes, ...]) -> list[list[float]]:
-    """[M][N] weights of the N kinds in the estimate for each of M sizes, before samples and age are counted."""
-
-    def likeness(sizes: _Sizes, other: _Sizes) -> float:
-        if sizes == other:
-            return 1.0
-        distances = [math.log(size / of_other) / _BANDWIDTH for size, of_other in zip(sizes, other, strict=True)]
-        return _OTHER_WEIGHT / math.prod(1 + distance**4 for distance in distances)
-
-    return [[likeness(sizes, other) for other in kinds] for sizes in wanted]
+def _likenesses(sizes: Sequence[int], keys: tuple[_Key, ...]) -> list[list[float]]:
+    """[M][N] likeness of N kinds to each of M sizes."""
+    return [[1.0 if size == other else _OTHER_WEIGHT * _likeness(size, other) for _, other in keys] for size in sizes]
 
 
-class _Kinds:
-    """Seconds of rounds by kind, such as B or (B, K)."""
+class _CostLine:
+    """Seconds by size: a line through the kinds of rounds, and how far the kinds of about that size lie from it."""
 
-    def __init__(self) -> None:
-        self.summaries: dict[Hashable, _Kind] = {}
-        self._samples: dict[Hashable, tuple[float, ...]] = {}
+    def __init__(self, is_proportional: bool = False) -> None:
+        self.kinds: dict[_Key, _Kind] = {}
+        self._is_proportional = is_proportional  # until two sizes were measured; otherwise constant
+        self._samples: dict[_Key, tuple[float, ...]] = {}
 
-    def add(self, kind: Hashable, sizes: _Sizes, seconds: float, num_drafted: int) -> None:
-        known = self.summaries.get(kind)
-        if self.summaries:
-            expected_s = known.median_s if known else self.mean([sizes])[0]
+    def add(self, rows: int, size: int, seconds: float, num_drafted: int) -> None:
+        key = (rows, size)
+        if self.kinds:
+            expected_s = self.kinds[key].median_s if key in self.kinds else self.estimate(rows, (size,))[0]
             seconds = min(seconds, _MOST_TIMES * expected_s)
-        samples = self._samples[kind] = (*self._samples.get(kind, ()), seconds)[-_NUM_SAMPLES:]
-        self.summaries[kind] = _Kind(sizes, len(samples), median_low(samples), num_drafted)
+        samples = self._samples[key] = (*self._samples.get(key, ()), seconds)[-_NUM_SAMPLES:]
+        self.kinds[key] = _Kind(len(samples), median_low(samples), num_drafted)
 
-    def mean(self, sizes: Sequence[_Sizes]) -> list[float]:
-        """[M] weighted means of all medians for the sizes of [M] kinds; unlike and older kinds weigh less."""
-        of_kinds, num_samples, medians, newest = zip(*self.summaries.values(), strict=True)
-        latest = max(newest)
-        weights = [num * _FADE ** (latest - last) for num, last in zip(num_samples, newest, strict=True)]  # [N]
-        weighted_s = list(map(mul, weights, medians))
+    def line(self, rows: int) -> tuple[float, float]:
+        """Intercept and slope; kinds of other numbers of rows and older kinds weigh less."""
+        sizes, medians = [size for _, size in self.kinds], [kind.median_s for kind in self.kinds.values()]
+        weights = self._weights(rows)
+        total = sum(weights)
+        mean_size, mean_s = sum(map(mul, weights, sizes)) / total, sum(map(mul, weights, medians)) / total
+        distances = [size - mean_size for size in sizes]
+        weighted = list(map(mul, weights, distances))
+        variance = sum(map(mul, weighted, distances))
+        steepest = mean_s / mean_size  # seconds are proportional to the size
+        if variance <= _LEAST_VARIANCE * total:  # kinds of one size
+            slope = steepest if self._is_proportional else 0.0
+        else:
+            slope = min(max(sum(map(mul, weighted, medians)) / variance, 0.0), steepest)
+        return mean_s - slope * mean_size, slope
+
+    def estimate(self, rows: int, sizes: Sequence[int]) -> list[float]:
+        """[M] seconds for M sizes."""
+        intercept, slope = self.line(rows)
+        weights = self._weights(rows)
+        above = [kind.median_s - intercept - slope * size for (_, size), kind in self.kinds.items()]
+        squares, total = sum(map(mul, weights, map(mul, above, above))), sum(weights)
+        # Of the line, in samples: the less the kinds lie off it, the less one of them is believed.
+        noise_s = _NOISE * (intercept + slope * sum(size for _, size in self.kinds) / len(self.kinds))
+        line_weight = noise_s**2 * total / max(squares, _TINY)
+        weighted = list(map(mul, weights, above))
         return [
-            sum(map(mul, weighted_s, likeness)) / sum(map(mul, weights, likeness))
-            for likeness in _likenesses(tuple(sizes), of_kinds)
+            intercept
+            + slope * size
+            + sum(map(mul, weighted, likeness)) / (sum(map(mul, weights, likeness)) + line_weight)
+            for size, likeness in zip(sizes, _likenesses(sizes, tuple(self.kinds)), strict=True)
         ]
 
-    def copy(self) -> "_Kinds":
-        twin = _Kinds()
-        twin.summaries, twin._samples = dict(self.summaries), dict(self._samples)
+    def _weights(self, rows: int) -> list[float]:
+        """[N] of the kinds in the line of so many rows."""
+        latest = max(kind.newest for kind in self.kinds.values())
+        return [
+            kind.num_samples * _FADE ** (latest - kind.newest) * _likeness(rows, others)
+            for (others, _), kind in self.kinds.items()
+        ]
+
+    def medians(self) -> list[tuple[int, float]]:
+        """Size and seconds of each kind."""
+        return [(size, kind.median_s) for (_, size), kind in self.kinds.items()]
+
+    def copy(self) -> "_CostLine":
+        twin = _CostLine(self._is_proportional)
+        twin.kinds, twin._samples = dict(self.kinds), dict(self._samples)
         return twin
 
 
 class CostModel:
     """Seconds of a round by rows B and drafted tokens K, from measurements that vary by a fifth.
 
-    A round is K draft steps and a verification. Single rounds are too noisy to compare, so the estimate for a
-    verification is a weighted mean of the medians of all kinds of rounds: the same kind weighs most, other kinds less
-    the further away their B * (K + 1) query rows are. The model does not assume that cost grows with rows: on CPUs in
-    float32, 4 to 15 rows may cost more than 16. Plain steps take another path through the model and are kept apart.
+    A round is K draft steps and a verification. Single rounds are too noisy to compare. The seconds of a verification
+    grow about linearly with its B * (K + 1) query rows, those of a draft with K, so a line is fitted to the medians of
+    all kinds of rounds. A kind that lies off the line, because some sizes suit the hardware better, is believed as far
+    as it was measured. Plain steps take another path through the model and are kept apart.
 
     Args:
         draft_cost_ratio: seconds of a draft step over those of a plain step, until they are measured.
@@ -93,9 +127,9 @@ class CostModel:
     def __init__(self, draft_cost_ratio: float):
         self._ratio = draft_cost_ratio
         self._num_drafted = 0
-        self._verify = _Kinds()  # by (B, K >= 1): scoring and all that follows
-        self._plain = _Kinds()  # by B
-        self._step = _Kinds()  # by (B, K): a draft's steps, from rounds in which the drafter read little
+        self._verify = _CostLine()  # by query rows: scoring and all that follows
+        self._plain = _CostLine()  # by B
+        self._draft = _CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
 
@@ -104,22 +138,22 @@ class CostModel:
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
         if num == 0:
             self._known_s.clear()  # a plain step counts for other numbers of rows too
-            self._plain.add(num_rows, (num_rows,), verify_s, self._num_drafted)
+            self._plain.add(1, num_rows, verify_s, self._num_drafted)
             return
         if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
             self._known_s = {key: seconds for key, seconds in self._known_s.items() if key[0] != num_rows}
         self._num_drafted += 1
-        self._verify.add((num_rows, num), (num_rows * (num + 1),), verify_s, self._num_drafted)
-        step_s = outcome.draft_s / num
+        self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted)
         if outcome.num_fed <= _FEW_FED:
-            self._step.add((num_rows, num), (num_rows, num), step_s, self._num_drafted)
+            self._draft.add(num_rows, num, outcome.draft_s, self._num_drafted)
         else:
+            step_s = outcome.draft_s / num
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
 
     def copy(self) -> "CostModel":
         """A model that learns apart from this one."""
         twin = copy.copy(self)
-        twin._verify, twin._plain, twin._step = self._verify.copy(), self._plain.copy(), self._step.copy()
+        twin._verify, twin._plain, twin._draft = self._verify.copy(), self._plain.copy(), self._draft.copy()
         twin._known_s = dict(self._known_s)
         return twin
 
@@ -135,55 +169,58 @@ class CostModel:
 
     @property
     def num_kinds(self) -> int:
-        """The number of pairs of B and K that were measured."""
-        return len(self._verify.summaries)
+        """The number of sizes of verifications that were measured."""
+        return len(self._verify.kinds)
 
     def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
-        """Whether a round with these B and K was run."""
-        return (num_rows, num_draft_tokens) in self._verify.summaries
+        """Whether a verification of as many query rows was measured."""
+        return (1, num_rows * (num_draft_tokens + 1)) in self._verify.kinds
 
     def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
         if (num_rows, max_draft_tokens) in self._known_s:
             return self._known_s[num_rows, max_draft_tokens]
         nums, plain_s = range(1, max_draft_tokens + 1), self._plain_s(num_rows)
-        sizes = [(num_rows * (num + 1),) for num in nums]
-        verify_s = self._verify.mean(sizes) if self.num_kinds else [plain_s] * len(nums)
-        steps_s = self._steps_s(num_rows, max_draft_tokens)
-        seconds = [plain_s, *(num * step + of_k for num, step, of_k in zip(nums, steps_s, verify_s, strict=True))]
+        sizes = range(2 * num_rows, (max_draft_tokens + 1) * num_rows + 1, num_rows)
+        verify_s = self._verify.estimate(1, sizes) if self._verify.kinds else [plain_s] * len(nums)
+        if self._draft.kinds:
+            drafts_s = self._draft.estimate(num_rows, nums)
+        else:  # from the models' sizes
+            step_s = self._ratio * plain_s
+            step_s = step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
+            drafts_s = [num * step_s for num in nums]
+        seconds = [plain_s, *map(add, drafts_s, verify_s)]
         self._known_s[num_rows, max_draft_tokens] = seconds
         return seconds
 
     def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
-        """[K_max + 1] optimistic seconds of a round: its verification takes as long as a measured one near it.
+        """[K_max + 1] optimistic seconds of a round.
 
-        Between two measured numbers of query rows that is the faster of the two, past the largest the fastest of all.
+        Its verification lies below the line as far as any did, but takes no less than those of the measured sizes next
+        to it, a plain step among them.
         """
-        sizes = sorted({(num_rows,), *(kind.sizes for kind in self._verify.summaries.values())})
-        seen_s = self._verify.mean(sizes) if self.num_kinds else [0.0]
-        seen_s[sizes.index((num_rows,))] = self._plain_s(num_rows)
-        least_s, seconds = min(seen_s), []
-        for num, step_s in enumerate((0.0, *self._steps_s(num_rows, max_draft_tokens))):
-            right = bisect_left(sizes, (num_rows * (num + 1),))
-            near_s = min(seen_s[right - 1 : right + 1]) if 0 < right < len(sizes) else least_s
-            seconds.append(num * step_s + near_s)
-        return seconds
+        intercept, slope = self._verify.line(1) if self._verify.kinds else (0.0, 1.0)
+        measured = sorted([(num_rows, self._plain_s(num_rows)), *self._verify.medians()])
+        share = min(seconds / max(intercept + slope * size, _TINY) for size, seconds in measured)
+        best_s = []
+        for num, round_s in enumerate(self.rounds_s(num_rows, max_draft_tokens)):
+            line_s = intercept + slope * num_rows * (num + 1)
+            right = bisect_left(measured, (num_rows * (num + 1),))
+            near_s = min((seconds for _, seconds in measured[max(right - 1, 0) : right + 1]), default=0.0)
+            best_s.append(round_s - line_s + max(share * line_s, near_s if right < len(measured) else 0.0))
+        return best_s
 
     def _nearest_plain(self, num_rows: int) -> _Kind | None:
-        kinds = self._plain.summaries.values()
-        near = [kind for kind in kinds if max(kind.sizes[0], num_rows) <= _ALIKE * min(kind.sizes[0], num_rows)]
-        return min(near, key=lambda kind: abs(kind.sizes[0] - num_rows), default=None)
+        near = [
+            (abs(rows - num_rows), kind)
+            for (_, rows), kind in self._plain.kinds.items()
+            if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)
+        ]
+        return min(near, default=(0, None))[1]
 
     def _plain_s(self, num_rows: int) -> float:
         """Before any plain step, the estimate of a verification of as many rows."""
         kind = self._nearest_plain(num_rows)
         if kind is not None:
             return kind.median_s
-        return self._verify.mean([(num_rows,)])[0] if self.num_kinds else 1.0
-
-    def _steps_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
-        """[K_max] seconds of a step of a draft by K >= 1; before any drafted round, from the models' sizes."""
-        if self._step.summaries:
-            return self._step.mean([(num_rows, num) for num in range(1, max_draft_tokens + 1)])
-        step_s = self._ratio * self._plain_s(num_rows)
-        return [step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)] * max_draft_tokens
+        return self._verify.estimate(1, (num_rows,))[0] if self._verify.kinds else 1.0

@@ -75,8 +75,9 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/schedule/costs.py", "schedule"): {
-            "a pause decides about a new kind": Fault("else self.mean([sizes])[0]", "else 1e9"),
-            "a step takes as long in every draft": Fault("(num_rows, num), step_s", "(num_rows, 1), step_s"),
+            "a pause decides about a new kind": Fault("else self.estimate(rows, (size,))[0]", "else 1e9"),
+            "a draft takes as long for every K": Fault("add(num_rows, num, outcome", "add(num_rows, 1, outcome"),
+            "a kind off the line is not believed": Fault("* total / max(squares", "* 1e9 / max(squares"),
         },
         ("hf_speculate/schedule/adaptive.py", "schedule"): {
             "plain steps are never measured": Fault("return self._num_rounds >= _PLAIN_AT\n", "return False\n"),
