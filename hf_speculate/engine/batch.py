@@ -12,15 +12,8 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
 _NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
-_BY_ROW = (
-    "num_hidden",
-    "max_lengths",
-    "row_ids",
-    "is_finished",
-    "prompt_lens",
-    "draft_limits",
-    "_rounds_before",
-)  # lists with one entry per row
+# lists with one entry per row
+_BY_ROW = ("num_hidden", "max_lengths", "row_ids", "is_finished", "prompt_lens", "draft_limits", "_rounds_before")
 _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
 
 

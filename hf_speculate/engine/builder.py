@@ -135,7 +135,7 @@ def build_schedule(
 
 def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
-    stats.verifier = plan.config.verifier or ""
+    stats.verifier = plan.call.config.verifier or ""
     stats.cache = plan.target.cache.kind
     stats.compiled, stats.graphed = list(plan.compile.settings), list(plan.compile.graphed)
     stats.lock_step = plan.is_lock_step
@@ -155,10 +155,10 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
 
 def _make_batch(plan: Plan) -> Batch:
     call, num_rows = plan.call, plan.call.batch_size
-    seeds = plan.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
+    seeds = plan.call.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
-    limits = plan.config.draft_limits(num_rows)
+    limits = plan.call.config.draft_limits(num_rows)
     return Batch(
         call.input_ids, seeds, call.max_length, call.num_prompt_tokens, plan.reads_keys, call.first_row, limits
     )
@@ -186,8 +186,8 @@ def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenState
 
 
 def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
-    call, config, most = plan.call, plan.config, drafter.max_draft_tokens
-    target, draft = call.target, call.draft
+    call, most = plan.call, drafter.max_draft_tokens
+    config, target, draft = call.config, call.target, call.draft
     if most == 0:
         return ConstantSchedule(0)
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
@@ -209,7 +209,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
 
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
-    call, config = plan.call, plan.config
+    call, config = plan.call, plan.call.config
     rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
     if not plan.is_lock_step:
         return RowWiseVerification(*rule, ProcessorGroups(call.processors, call.batch_size))

@@ -43,11 +43,7 @@ def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The processes that compute one tensor-parallel model together; all of them use what rank 0 decides.
-
-    Each has the same tokens and the same logits. Clocks, generators and users' state differ, and processes that decide
-    differently would add up parts of different forwards, or wait for one that never comes.
-    """
+    """The processes that compute one tensor-parallel model together; all use what rank 0 decides, so forwards agree."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -96,10 +92,7 @@ class BroadcastSchedule(Schedule):
 
 
 class BroadcastDrafter(Drafter):
-    """A drafter on a tensor-parallel group: rank 0's draft counts, because drafters may read a store of their own.
-
-    Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
-    """
+    """A drafter on a tensor-parallel group: all ranks draft, as each has a draft cache; rank 0's draft counts."""
 
     def __init__(self, drafter: Drafter, group: TensorParallelGroup):
         self.drafter, self._group = drafter, group

@@ -150,11 +150,8 @@ class DraftSession:
             self.reuse.remember(batch)
 
     def _num_unseen(self, batch: Batch) -> int:
-        """Tokens at the end of the live rows that the drafter has not seen; the same number for every row.
-
-        If no row is live, all rows are fed what they lack: other ranks take part in the forwards.
-        """
-        no_live = all(batch.is_finished)
+        """Tokens at the end of the live rows that the drafter has not seen; the same number for every row."""
+        no_live = all(batch.is_finished)  # other ranks take part in the forwards: all rows are fed what they lack
         rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
         num_unseen = max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read

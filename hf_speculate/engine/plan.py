@@ -7,7 +7,6 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
-from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
@@ -39,19 +38,16 @@ class Plan:
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
 
     @property
-    def config(self) -> SpeculationConfig:
-        return self.call.config
-
-    @property
     def is_lock_step(self) -> bool:
         """Whether all rows advance by the same number of tokens."""
         return bool(self.lock_step)
 
     def __repr__(self) -> str:
+        config = self.call.config
         parts = {
             "drafter": self.drafter,
-            "verifier": self.config.verifier,
-            "draft length": f"{self.config.schedule}, at most {self.config.max_draft_tokens}",
+            "verifier": config.verifier,
+            "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
             "target cache": str(self.target.cache),
             "draft cache": "" if self.draft is None else str(self.draft.cache),

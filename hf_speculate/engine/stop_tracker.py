@@ -9,11 +9,7 @@ from hf_speculate.types import Trimmed, Verified
 
 
 class StopTracker:
-    """Trims each round to the tokens that token-by-token decoding would have emitted.
-
-    A row that stops is finished if ended rows are filled with padding. Without an EOS token, rows go on decoding until
-    the last one has stopped, as in plain `generate`; the surplus is dropped at the end of the call.
-    """
+    """Trims each round to the tokens that token-by-token decoding would have emitted."""
 
     def __init__(
         self,
@@ -70,6 +66,6 @@ class StopTracker:
         has_stopped = [stop is not None for stop in self.stop_lens]
         if self._pads_ended_rows:
             return has_stopped
-        # rows go on until the last one has stopped
+        # without an EOS token, rows go on until the last one has stopped, as in plain `generate`
         end = min(self._max_new_tokens, self.end) if all(has_stopped) else self._max_new_tokens
         return [num >= end for num in self.num_new]

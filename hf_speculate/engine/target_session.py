@@ -18,12 +18,7 @@ MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, 
 
 
 class EndPadding:
-    """Brings the KV cache of finished rows to the length of the longest row.
-
-    Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
-    row reads these tokens instead of drafts, in the rounds of the other rows. Tokens that it still lacks after the last
-    round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
-    """
+    """Feeds finished rows their last token, then padding, up to the length of the longest row, as plain `generate`."""
 
     def __init__(self, pad_token_id: int | None, max_query: int, num_rows: int, ranks: SyncedRanks | None):
         self._pad_token_id = pad_token_id
@@ -35,7 +30,7 @@ class EndPadding:
         self._device_starts: Tensor  # the same on the query's device
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """The query [B, Q] int64 of a forward, with padding instead of the drafts of finished rows."""
+        """The query [B, Q] int64 of a round, with padding instead of the drafts of finished rows."""
         if self._pad_token_id is None or not any(batch.is_finished):
             return query
         self._was_finished = batch.is_finished
@@ -57,7 +52,7 @@ class EndPadding:
         return [num_query - num for num in kept]
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
-        """Feed what finished rows lack after the last round, in which all rows are finished."""
+        """Feed what rows lack after the last round, in forwards from which rows that lack less are rolled back."""
         num_forwards = -(-max(self._num_lacking(batch)) // self._max_query)
         if self._ranks is not None:
             num_forwards = self._ranks.max(num_forwards or None) or 0

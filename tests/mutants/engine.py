@@ -144,8 +144,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
-                "return next(position for position in range(length) if one[position] != other[position])",
-                "return length",
+                "for position, (left, right) in pairs if left != right)", "for position, _ in () if position)"
             ),
             "padding is not taken into account": Fault(
                 "columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]",
