@@ -31,8 +31,7 @@ class Batch:
         draft_limits: Sequence[int] | None = None,  # [B] tokens that a round drafts at most
     ):
         num_rows, self.prompt_len = input_ids.shape
-        capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
-        self.tokens = TokenBuffer(input_ids, capacity)  # on the target's device
+        self.tokens = TokenBuffer(input_ids, min(max_length, self.prompt_len + _FIRST_CAPACITY))
         self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         self.seeds = seeds
         self.num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns

@@ -21,13 +21,7 @@ from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.engine.observers import (
-    BadLogitsObserver,
-    CallbackObserver,
-    Observer,
-    StatsObserver,
-    StreamObserver,
-)
+from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, cost_ratio, make_plan
 from hf_speculate.engine.stage_clock import StageClock

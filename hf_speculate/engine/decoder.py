@@ -98,7 +98,8 @@ class SpeculativeDecoder:
         trimmed = self.stops.trim(batch, verified)
         self.clock.enter(Stage.COMMIT)
         batch.commit(verified, trimmed)
-        self.draft_length.begin(self.clock.prefill_s, self.target.num_read, self.drafts.num_unread(batch))
+        num_read = self.target.query_ids.shape[1]
+        self.draft_length.begin(self.clock.prefill_s, num_read, self.drafts.num_unread(batch))
         self._observe(batch, 0, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
 

@@ -6,7 +6,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
-from hf_speculate.compat import attention_name
+from hf_speculate.compat import adapters_by_row, attention_name
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
@@ -91,9 +91,8 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=bool(
-            lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache
-        ),
+        keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
+        or adapters_by_row(call.target),
         end_padding_id=_end_padding_id(call, ends_apart=not goes_on and not lock_step),
         fallbacks=tuple(fallbacks),
     )

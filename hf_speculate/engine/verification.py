@@ -98,11 +98,7 @@ class RowWiseVerification(Verification):
 
 @dataclass
 class LockStepVerification(Verification):
-    """Verifies position by position, with processors and criteria that must see what plain `generate` shows them.
-
-    They are called once per new token, on rows of equal length, never on a rejected prefix. A round ends at the first
-    position at which a live row rejects its draft or a row finishes.
-    """
+    """Verifies one position at a time until a row finishes or rejects; processors are called as in plain `generate`."""
 
     processors: LogitsProcessorList  # the call's whole list
     criteria: BlockStoppingCriteria  # the call's whole list
@@ -131,8 +127,7 @@ class LockStepVerification(Verification):
             scores.append(step_scores)
             if self.records_scores:
                 self._scores.append(step_scores)
-            shown_scores = tuple(self._scores) if self.records_scores else None
-            self._is_finished = is_finished = was_finished | self.criteria.ask(input_ids, shown_scores)
+            self._is_finished = is_finished = was_finished | self.criteria.ask(input_ids, tuple(self._scores) or None)
             stays = verdict.num_accepted.bool() | is_padded  # the draft of padded rows is padding
             num_accepted += verdict.num_accepted
             status = reduce(or_, verdict.status[~is_padded].tolist(), status)
