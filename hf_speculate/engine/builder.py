@@ -14,7 +14,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.distributed import BroadcastDrafter, BroadcastSchedule, BroadcastStopping
+from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
@@ -81,7 +81,15 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     if plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     schedule = _make_schedule(plan, drafter)
-    draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
+    reads_clock = call.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
+    draft_length = DraftLength(
+        schedule,
+        call.max_new_tokens,
+        plan.is_lock_step,
+        counts_drafted=drafter.drafts_fewer,
+        ranks=call.ranks,
+        group=call.group if reads_clock else None,
+    )
     criteria = call.criteria
     if call.group is not None and not criteria.reads_text_alone:
         criteria = BroadcastStopping(criteria, call.group)
@@ -171,11 +179,15 @@ def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenState
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)
         reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
-    if plan.call.group is not None:
-        drafter = BroadcastDrafter(drafter, plan.call.group)
-    padding_id = plan.pad_token_id if plan.is_lock_step else None
     return DraftSession(
-        drafter, kv_cache, plan.draft_strategy, padding_id, reuse, placeless_id(plan.target.model), hidden_states
+        drafter,
+        kv_cache,
+        plan.draft_strategy,
+        plan.pad_token_id if plan.is_lock_step else None,
+        reuse,
+        placeless_id(plan.target.model),
+        hidden_states,
+        plan.call.group,
     )
 
 
@@ -196,10 +208,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
             call.max_length.bit_length(),  # within a factor of two a forward's time changes little
         )
         history = ScheduleHistory(model_state(target).history, draft or config.drafter, kind)
-    schedule = build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
-    if call.group is not None and config.schedule == "adaptive":  # others do not read the clock
-        schedule = BroadcastSchedule(schedule, call.group)
-    return schedule
+    return build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
 
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
