@@ -22,7 +22,6 @@ from transformers import (
 from hf_speculate.errors import UnsupportedModelError
 
 _OLDEST, _NEWEST = "5.17.0", "5.23.0"
-TESTED_VERSIONS = f"{_OLDEST} to {_NEWEST}"
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
@@ -39,7 +38,7 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
     if missing:
         raise UnsupportedModelError(
             f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; hf_speculate was "
-            f"tested with {TESTED_VERSIONS}: install one of these"
+            f"tested with {_OLDEST} to {_NEWEST}: install one of these"
         )
 
 
@@ -72,10 +71,7 @@ def plain_steps(
     model_kwargs: Mapping[str, Any],
     num_steps: int,
 ) -> PlainSteps:
-    """Decode `num_steps` tokens after prompts [B, T] int64, in the loop of `GenerationMixin`.
-
-    The passed config is not changed; the cache in `model_kwargs` is advanced.
-    """
+    """Decode `num_steps` tokens after prompts [B, T] int64, in the loop of `GenerationMixin`; advances the cache."""
     config = copy.copy(generation_config)
     for name in ("do_sample", "output_scores", "output_hidden_states", "output_attentions"):
         setattr(config, name, False)

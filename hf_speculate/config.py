@@ -34,10 +34,6 @@ def _is_span(value: Any) -> bool:
     return is_list(value, lambda one: is_int(one) and one >= 0) and len(value) == 2 and value[0] != value[1]
 
 
-def _is_seed(value: Any) -> bool:
-    return is_int(value) or is_list(value, is_int)
-
-
 _CHECKS: dict[str, Check] = {
     "typical_correction": one_of("argmax", "sample"),
     "draft_sampling": one_of("argmax", "sample"),
@@ -63,7 +59,11 @@ _CHECKS: dict[str, Check] = {
         _is_span,
         "pass those of <think> and </think>, for example",
     ),
-    "seed": Check("be an int or one int per output row", _is_seed, "leave it out for a random one"),
+    "seed": Check(
+        "be an int or one int per output row",
+        lambda value: is_int(value) or is_list(value, is_int),
+        "leave it out for a random one",
+    ),
     "generator": instance("torch.Generator", torch.Generator, "pass seed= for an int"),
     "speculation_stats": instance("SpeculationStats", SpeculationStats, "pass hf_speculate.SpeculationStats()"),
     "candidate_generator": Check(

@@ -8,18 +8,14 @@ from hf_speculate.errors import ConfigError
 
 
 class Check(NamedTuple):
-    """A condition on the value of a field.
-
-    Calling it with a field's name and value raises `ConfigError` unless the value is allowed; `source` says where the
-    value stands, such as " at prompts.jsonl:3".
-    """
+    """A condition on the value of a field; calling it with name and value raises `ConfigError` unless it holds."""
 
     allowed: str  # follows "must" in the error
     is_allowed: Callable[[Any], bool]
     hint: str = "leave it out for the default"
     shows_type: bool = False  # whether the error shows the value's type instead of the value
 
-    def __call__(self, name: str, value: Any, source: str = "") -> None:
+    def __call__(self, name: str, value: Any, source: str = "") -> None:  # source: " at prompts.jsonl:3" for example
         if not self.is_allowed(value):
             got = type(value).__name__ if self.shows_type else repr(value)
             raise ConfigError(f"{name} must {self.allowed}, got {got}{source}; {self.hint}")

@@ -20,48 +20,35 @@ def make_figure(
     # The class itself, not pyplot: no window system is chosen, and nothing is kept.
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
     figure.suptitle(headline)
-    axes = figure.subplots(1, 3)
-    _draw_acceptance(axes[0], acceptance_rate_per_position)
-    _draw_lens(axes[1], draft_lens, num_rounds)
-    _draw_seconds(axes[2], seconds_by_stage)
+    acceptance, lens, stages = figure.subplots(1, 3)
+
+    positions = range(1, len(acceptance_rate_per_position) + 1)
+    acceptance.bar(positions, acceptance_rate_per_position, color=_COLOR)
+    acceptance.set(title="acceptance rate per position", xlabel="position in the draft", ylabel="accepted / drafted")
+    acceptance.set_ylim(0, 1)
+    acceptance.locator_params(axis="x", integer=True)
+    if not positions:
+        _write(acceptance, "nothing was drafted")
+
+    rounds = range(1, len(draft_lens) + 1)
+    lens.step(rounds, draft_lens, where="mid", color=_COLOR)
+    if len(draft_lens) == 1:
+        lens.plot(rounds, draft_lens, marker="o", color=_COLOR)  # a step plot of one point shows nothing
+    label = "round" if num_rounds <= len(draft_lens) else f"round, the first {len(draft_lens)} of {num_rounds}"
+    lens.set(title="draft length", xlabel=label, ylabel="drafted tokens", ylim=(0, max(draft_lens, default=0) + 1))
+    lens.locator_params(integer=True)
+    if not rounds:
+        _write(lens, "there were no rounds")
+
+    total_s = sum(seconds_by_stage.values())
+    bars = stages.barh(list(seconds_by_stage), list(seconds_by_stage.values()), color=_COLOR)
+    shares = [seconds / total_s if total_s else 0.0 for seconds in seconds_by_stage.values()]
+    stages.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3)
+    stages.invert_yaxis()  # the first stage on top
+    stages.margins(x=0.2)  # room for the labels
+    stages.set(title="time by stage", xlabel="seconds")
     return figure
 
 
-def _draw_acceptance(axes: Any, shares: Sequence[float]) -> None:
-    positions = range(1, len(shares) + 1)
-    axes.bar(positions, shares, color=_COLOR)
-    axes.set(
-        title="acceptance rate per position", xlabel="position in the draft", ylabel="accepted / drafted", ylim=(0, 1)
-    )
-    _whole_numbers(axes.xaxis)
-    _say_if_empty(axes, shares, "nothing was drafted")
-
-
-def _draw_lens(axes: Any, lens: Sequence[int], num_rounds: int) -> None:
-    rounds = range(1, len(lens) + 1)
-    axes.step(rounds, lens, where="mid", color=_COLOR)
-    if len(lens) == 1:
-        axes.plot(rounds, lens, marker="o", color=_COLOR)  # a step plot of one point shows nothing
-    label = "round" if num_rounds <= len(lens) else f"round, the first {len(lens)} of {num_rounds}"
-    axes.set(title="draft length", xlabel=label, ylabel="drafted tokens", ylim=(0, max(lens, default=0) + 1))
-    _whole_numbers(axes.xaxis)
-    _whole_numbers(axes.yaxis)
-    _say_if_empty(axes, lens, "there were no rounds")
-
-
-def _draw_seconds(axes: Any, seconds: Mapping[str, float]) -> None:
-    total_s = sum(seconds.values())
-    bars = axes.barh(list(seconds), list(seconds.values()), color=_COLOR)
-    axes.bar_label(bars, [f"{part / total_s if total_s else 0.0:.0%}" for part in seconds.values()], padding=3)
-    axes.invert_yaxis()  # the first stage on top
-    axes.margins(x=0.2)  # room for the labels
-    axes.set(title="time by stage", xlabel="seconds")
-
-
-def _whole_numbers(axis: Any) -> None:
-    axis.get_major_locator().set_params(integer=True)
-
-
-def _say_if_empty(axes: Any, values: Sequence[float], text: str) -> None:
-    if not values:
-        axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+def _write(axes: Any, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)

@@ -215,6 +215,8 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
             table.add_row(name, rich.markup.escape(value))
         return table
 
+    __rich__ = as_table
+
     def plot(self) -> Any:
         """A `matplotlib.figure.Figure` of acceptance rate per position, draft length by round, and seconds by stage.
 
@@ -223,9 +225,6 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         """
         rates = self.acceptance_rate_per_position
         return make_figure(self.headline, rates, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
-
-    def __rich__(self) -> rich.table.Table:
-        return self.as_table()
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"{name}: {value}" for name, value in self._lines())])

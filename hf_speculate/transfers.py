@@ -21,14 +21,11 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def download(rows: Tensor, *counts: Tensor) -> list[Any]:
-    """Copies integers [B, N] and further ones [B] of one device to the host in one transfer, as lists.
-
-    On a CUDA device the copy goes to pinned memory, and the host waits for an event that follows it.
-    """
+    """Copies integers [B, N] and further ones [B] of one device to the host in one transfer, as lists."""
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
     packed = torch.cat([rows, torch.stack(counts, dim=1).to(rows.dtype)], dim=1)  # [B, N + C]
-    if packed.device.type == "cuda":
+    if packed.device.type == "cuda":  # to pinned memory; the host waits for an event that follows
         packed, stream = packed.to("cpu", non_blocking=True), torch.cuda.current_stream(packed.device)
         copied = torch.cuda.Event()
         copied.record(stream)

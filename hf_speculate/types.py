@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hf_speculate.triton_kernels.types import NoiseKeys as NoiseKeys
-from hf_speculate.triton_kernels.types import Sampled as Sampled
 from hf_speculate.triton_kernels.types import Status as Status
 from hf_speculate.triton_kernels.types import Stream as Stream
 from hf_speculate.triton_kernels.types import Verdict as Verdict

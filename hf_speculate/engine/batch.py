@@ -12,15 +12,8 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
 _NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
-_BY_ROW = (
-    "num_hidden",
-    "max_lengths",
-    "row_ids",
-    "is_finished",
-    "prompt_lens",
-    "draft_limits",
-    "_rounds_before",
-)  # lists with one entry per row
+# lists with one entry per row
+_BY_ROW = ("num_hidden", "max_lengths", "row_ids", "is_finished", "prompt_lens", "draft_limits", "_rounds_before")
 _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
 
 
@@ -38,8 +31,7 @@ class Batch:
         draft_limits: Sequence[int] | None = None,  # [B] tokens that a round drafts at most
     ):
         num_rows, self.prompt_len = input_ids.shape
-        capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
-        self.tokens = TokenBuffer(input_ids, capacity)  # on the target's device
+        self.tokens = TokenBuffer(input_ids, min(max_length, self.prompt_len + _FIRST_CAPACITY))
         self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         self.seeds = seeds
         self.num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns

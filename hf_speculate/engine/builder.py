@@ -14,20 +14,14 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.distributed import BroadcastDrafter, BroadcastSchedule, BroadcastStopping
+from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.engine.observers import (
-    BadLogitsObserver,
-    CallbackObserver,
-    Observer,
-    StatsObserver,
-    StreamObserver,
-)
+from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, cost_ratio, make_plan
 from hf_speculate.engine.stage_clock import StageClock
@@ -87,7 +81,15 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     if plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     schedule = _make_schedule(plan, drafter)
-    draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
+    reads_clock = call.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
+    draft_length = DraftLength(
+        schedule,
+        call.max_new_tokens,
+        plan.is_lock_step,
+        counts_drafted=drafter.drafts_fewer,
+        ranks=call.ranks,
+        group=call.group if reads_clock else None,
+    )
     criteria = call.criteria
     if call.group is not None and not criteria.reads_text_alone:
         criteria = BroadcastStopping(criteria, call.group)
@@ -135,7 +137,7 @@ def build_schedule(
 
 def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
-    stats.verifier = plan.config.verifier or ""
+    stats.verifier = plan.call.config.verifier or ""
     stats.cache = plan.target.cache.kind
     stats.compiled, stats.graphed = list(plan.compile.settings), list(plan.compile.graphed)
     stats.lock_step = plan.is_lock_step
@@ -155,10 +157,10 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
 
 def _make_batch(plan: Plan) -> Batch:
     call, num_rows = plan.call, plan.call.batch_size
-    seeds = plan.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
+    seeds = call.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
-    limits = plan.config.draft_limits(num_rows)
+    limits = call.config.draft_limits(num_rows)
     return Batch(
         call.input_ids, seeds, call.max_length, call.num_prompt_tokens, plan.reads_keys, call.first_row, limits
     )
@@ -177,17 +179,21 @@ def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenState
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)
         reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
-    if plan.call.group is not None:
-        drafter = BroadcastDrafter(drafter, plan.call.group)
-    padding_id = plan.pad_token_id if plan.is_lock_step else None
     return DraftSession(
-        drafter, kv_cache, plan.draft_strategy, padding_id, reuse, placeless_id(plan.target.model), hidden_states
+        drafter,
+        kv_cache,
+        plan.draft_strategy,
+        plan.pad_token_id if plan.is_lock_step else None,
+        reuse,
+        placeless_id(plan.target.model),
+        hidden_states,
+        plan.call.group,
     )
 
 
 def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
-    call, config, most = plan.call, plan.config, drafter.max_draft_tokens
-    target, draft = call.target, call.draft
+    call, most = plan.call, drafter.max_draft_tokens
+    config, target, draft = call.config, call.target, call.draft
     if most == 0:
         return ConstantSchedule(0)
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
@@ -202,14 +208,11 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
             call.max_length.bit_length(),  # within a factor of two a forward's time changes little
         )
         history = ScheduleHistory(model_state(target).history, draft or config.drafter, kind)
-    schedule = build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
-    if call.group is not None and config.schedule == "adaptive":  # others do not read the clock
-        schedule = BroadcastSchedule(schedule, call.group)
-    return schedule
+    return build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
 
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
-    call, config = plan.call, plan.config
+    call, config = plan.call, plan.call.config
     rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
     if not plan.is_lock_step:
         return RowWiseVerification(*rule, ProcessorGroups(call.processors, call.batch_size))

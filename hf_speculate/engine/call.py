@@ -32,7 +32,6 @@ class Call:
     cache: Cache  # the target's, empty or prefilled
     is_cache_passed: bool  # whether the user passed this cache
     is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
-    keeps_rows: bool  # whether code outside depends on the batch, so that finished rows must stay in it
     processors: BlockLogitsProcessorList  # the target's logits processors
     criteria: BlockStoppingCriteria  # the stopping criteria
     do_sample: bool  # whether the call samples

@@ -82,13 +82,11 @@ def static_request(
     if not is_static and config.compile_config is None:
         return CompilePlan()
     models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
-    found = {part: compile_config_of(one, config) for part, one in models.items()}
-    settings = {
-        part: CompileSettings(one.backend, one.mode, one.dynamic, one.options)
-        for part, one in found.items()
-        if one is not None
-    }
-    reason = ""
+    settings, reason = {}, ""
+    for part, one in models.items():
+        found = compile_config_of(one, config)
+        if found is not None:
+            settings[part] = CompileSettings(found.backend, found.mode, found.dynamic, found.options)
     if config.compile_config is not None and "target" not in settings:
         reason = f"eager forwards: plain generate() would not compile with this compile_config on {model.device}"
     if config.output_hidden_states or config.output_attentions:

@@ -36,7 +36,15 @@ class SpeculativeDecoder:
         self.prefill(batch)
         while self.decode_round(batch):
             pass
-        self._finish(batch)
+        self.clock.enter(Stage.PAD)
+        end = self.stops.end
+        self.output.truncate(end)
+        self.target.finish(batch, self.stops.surplus())
+        self.drafts.end(batch)
+        seconds = self.clock.lap()
+        for observer in self.observers:
+            self.clock.enter(observer.stage)
+            observer.on_end(end, seconds)
 
     def decode_round(self, batch: Batch) -> bool:
         """Decode one round; False if all rows are finished."""
@@ -90,7 +98,8 @@ class SpeculativeDecoder:
         trimmed = self.stops.trim(batch, verified)
         self.clock.enter(Stage.COMMIT)
         batch.commit(verified, trimmed)
-        self.draft_length.begin(self.clock.prefill_s, self.target.num_read, self.drafts.num_unread(batch))
+        num_read = self.target.query_ids.shape[1]
+        self.draft_length.begin(self.clock.prefill_s, num_read, self.drafts.num_unread(batch))
         self._observe(batch, 0, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
 
@@ -123,15 +132,3 @@ class SpeculativeDecoder:
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
         for part in (batch, self.stops, self.target, self.drafts, self.verification):
             part.rows(live)
-
-    def _finish(self, batch: Batch) -> None:
-        """Drop what was decoded past the end of the output, and bring the caches to their final state."""
-        self.clock.enter(Stage.PAD)
-        end = self.stops.end
-        self.output.truncate(end)
-        self.target.finish(batch, self.stops.surplus())
-        self.drafts.end(batch)
-        seconds = self.clock.lap()
-        for observer in self.observers:
-            self.clock.enter(observer.stage)
-            observer.on_end(end, seconds)

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from hf_speculate.draft.base import Drafter, DraftRequest
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows
-from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
 
@@ -43,11 +42,7 @@ def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The processes that compute one tensor-parallel model together; all of them use what rank 0 decides.
-
-    Each has the same tokens and the same logits. Clocks, generators and users' state differ, and processes that decide
-    differently would add up parts of different forwards, or wait for one that never comes.
-    """
+    """The processes that compute one tensor-parallel model together; all use what rank 0 decides, so forwards agree."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -75,57 +70,20 @@ def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.devic
     return None
 
 
-class BroadcastSchedule(Schedule):
-    """A schedule that reads the clock, on a tensor-parallel group: rank 0's choice counts."""
-
-    def __init__(self, schedule: Schedule, group: TensorParallelGroup):
-        self.schedule = schedule
-        self._group = group
-        self.num_draft_tokens = self._agreed()
-
-    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
-        self.schedule.begin(prompt_s, num_prompt_tokens, num_left)
-        self.num_draft_tokens = self._agreed()
-
-    def update(self, outcome: RoundOutcome) -> None:
-        self.schedule.update(outcome)
-        self.num_draft_tokens = self._agreed()
-
-    def _agreed(self) -> int:
-        return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens, device="cpu")))
-
-
-class BroadcastDrafter(Drafter):
-    """A drafter on a tensor-parallel group: rank 0's draft counts, because drafters may read a store of their own.
-
-    Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
-    """
-
-    def __init__(self, drafter: Drafter, group: TensorParallelGroup):
-        self.drafter, self._group = drafter, group
-        self.reads_host_tokens, self.reads_kept = drafter.reads_host_tokens, drafter.reads_kept
-        self.min_query_len = drafter.min_query_len
-
-    def draft(self, request: DraftRequest) -> DraftOut:
-        own = self.drafter.draft(request)
-        num_own = own.token_ids.shape[1]
-        packed = own.token_ids.new_full((len(own.token_ids), request.num_draft_tokens + 2), -1)  # [B, K' + 2]
-        packed[:, :num_own] = own.token_ids
-        packed[:, -2] = own.lens
-        packed[:, -1] = num_own
-        agreed = self._group.broadcast(packed)
-        num = int(agreed[0, -1])
-        draft = own._replace(token_ids=agreed[:, :num], lens=agreed[:, -2].to(own.lens.dtype))
-        if num == num_own:
-            return draft
-        cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
-        return draft._replace(token_logits=None, logsumexp=None, cached=cached)
-
-    def begin(self, token_ids: Tensor) -> None:
-        self.drafter.begin(token_ids)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.drafter.rows(indices)
+def broadcast_draft(own: DraftOut, request: DraftRequest, group: TensorParallelGroup) -> DraftOut:
+    """Rank 0's draft on every rank; all ranks have drafted, so that each draft cache is up to date."""
+    num_own = own.token_ids.shape[1]
+    packed = own.token_ids.new_full((len(own.token_ids), request.num_draft_tokens + 2), -1)  # [B, K' + 2]
+    packed[:, :num_own] = own.token_ids
+    packed[:, -2] = own.lens
+    packed[:, -1] = num_own
+    agreed = group.broadcast(packed)
+    num = int(agreed[0, -1])
+    draft = own._replace(token_ids=agreed[:, :num], lens=agreed[:, -2].to(own.lens.dtype))
+    if num == num_own:
+        return draft
+    cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
+    return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
 
 @dataclass

@@ -38,10 +38,7 @@ class DraftCacheReuse:
         return num_columns
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Note how much of each row the draft cache, cut back to the emitted tokens, holds after a round.
-
-        It held `certain` [B] columns of each row before. A finished row is fed tokens that are not its own.
-        """
+        """Note how much of `certain` [B] columns the cache still holds; a finished row is fed tokens of other rows."""
         rows = zip(self._num_valid, certain, self._num_pads, batch.was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
         lens = self._kv_cache.num_real_tokens
@@ -73,10 +70,8 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(position for position in range(length) if one[position] != other[position])
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((position for position, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def _placed(state: KVState, num_pads: Sequence[int], num_columns: int) -> KVState:

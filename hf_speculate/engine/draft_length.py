@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import SyncedRanks
+from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.schedule import RoundOutcome, Schedule
@@ -20,6 +22,7 @@ class DraftLength(Observer):
     is_lock_step: bool = False
     counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
     ranks: SyncedRanks | None = None  # the largest K of all ranks counts; finished ranks go on until all are
+    group: TensorParallelGroup | None = None  # rank 0's schedule counts; None if every rank's asks for the same K
 
     def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
         """Prepare for the first round, from the seconds and columns of the target's prompt."""
@@ -35,7 +38,10 @@ class DraftLength(Observer):
             most = max(min(left - 1, limit) for left, limit in live)
             if self.is_lock_step:
                 most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
-            num = max(min(self.schedule.num_draft_tokens, most), 0)
+            num_wanted = self.schedule.num_draft_tokens
+            if self.group is not None:
+                num_wanted = int(self.group.broadcast(torch.tensor(num_wanted, device="cpu")))
+            num = max(min(num_wanted, most), 0)
         return num if self.ranks is None else self.ranks.max(num)
 
     def on_round(self, record: RoundRecord) -> None:

@@ -10,6 +10,7 @@ from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.distributed import TensorParallelGroup, broadcast_draft
 from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.transfers import upload
@@ -30,6 +31,7 @@ class DraftSession:
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
     placeless_id: int | None = None
     hidden_states: HiddenStates | None = None
+    group: TensorParallelGroup | None = None  # processes that use the drafts of rank 0, or None
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the last round
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
@@ -66,6 +68,8 @@ class DraftSession:
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
         request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
         draft = self.drafter.draft(request)
+        if self.group is not None:
+            draft = broadcast_draft(draft, request, self.group)
         self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
         draft = self._before_placeless(batch, _within_room(draft, batch))
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
@@ -150,11 +154,8 @@ class DraftSession:
             self.reuse.remember(batch)
 
     def _num_unseen(self, batch: Batch) -> int:
-        """Tokens at the end of the live rows that the drafter has not seen; the same number for every row.
-
-        If no row is live, all rows are fed what they lack: other ranks take part in the forwards.
-        """
-        no_live = all(batch.is_finished)
+        """Tokens at the end of the live rows that the drafter has not seen; the same number for every row."""
+        no_live = all(batch.is_finished)  # other ranks take part in the forwards: all rows are fed what they lack
         rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
         num_unseen = max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read

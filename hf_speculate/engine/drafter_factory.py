@@ -58,21 +58,21 @@ class NoDrafter(Drafter):
 
 def make_drafter(plan: Plan, on_failure: Callable[[str, str], None]) -> Drafter:
     """The drafter of a plan, unless it is a custom one."""
-    num_lookup, device = plan.config.prompt_lookup_num_tokens, plan.target.device
+    config, device = plan.call.config, plan.target.device
     model = None if plan.draft is None else _model_drafter(plan, plan.draft, on_failure)
-    if num_lookup is None:
+    if config.prompt_lookup_num_tokens is None:
         return model or NoDrafter()
     settings = SuffixSettings(
-        max_draft_tokens=num_lookup,
-        max_match_len=plan.config.max_matching_ngram_size,
+        max_draft_tokens=config.prompt_lookup_num_tokens,
+        max_match_len=config.max_matching_ngram_size,
         eos_token_ids=plan.call.criteria.eos_token_ids or frozenset(),
         vocab_size=vocab_size_of(plan.target.model),
-        store=plan.config.suffix_store,
+        store=config.suffix_store,
         num_pads=plan.call.num_pads,
     )
     if model is None:
         return SuffixDrafter(settings, device)
-    return HybridDrafter(model, settings, plan.config.max_model_tokens, device)
+    return HybridDrafter(model, settings, config.max_model_tokens, device)
 
 
 def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
@@ -99,7 +99,7 @@ def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
 
 
 def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str], None]) -> ModelDrafter:
-    call, config, device = plan.call, plan.config, draft.device
+    call, config, device = plan.call, plan.call.config, draft.device
     is_synced = call.ranks is not None or call.group is not None
     max_position = min(call.max_position, last_position(draft.model, call.max_position))
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]

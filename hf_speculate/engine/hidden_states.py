@@ -11,16 +11,11 @@ from hf_speculate.types import Scored
 
 
 class HiddenStates:
-    """The hidden states that the drafter has not read, row by row: those from which an emitted token was chosen.
-
-    Counts stay on the host and states on the target's device: neither adding nor taking waits for an accelerator. The
-    layers are concatenated along D in their order. Their states come from `Scored.captured` if `is_captured`, otherwise
-    from `Scored.hidden_states`, and are kept as `project` maps them.
-    """
+    """The hidden states that the drafter has not read, row by row: those from which an emitted token was chosen."""
 
     def __init__(self, layers: Sequence[int], is_captured: bool, project: Callable[[Tensor], Tensor]):
-        self._layers = list(layers)
-        self._project = project
+        self._layers = list(layers)  # concatenated along D in this order
+        self._project = project  # applied to states before they are kept
         # the value of `output_hidden_states` in the target's forward: a list names the first layers only
         self.wanted: bool | list[int] = not is_captured and (min(self._layers) < 0 or self._layers)
         self._pieces: list[Tensor] = []  # each [B, Q, D]
@@ -60,11 +55,10 @@ class HiddenStates:
         self._pieces, self._columns = [], []
         return states.to(device)
 
-    def _states(self, output: Scored) -> Tensor:  # [B, Q, D]
-        return self._project(self._returned(output) if output.captured is None else output.captured)
-
-    def _returned(self, output: Scored) -> Tensor:
-        """[B, Q, D] of the wanted layers, from the forward's output."""
+    def _states(self, output: Scored) -> Tensor:
+        """[B, Q, D] of the wanted layers, captured or from the forward's output."""
+        if output.captured is not None:
+            return self._project(output.captured)
         given = output.hidden_states or ()
         few = [layer for layer in self._layers if not -len(given) <= layer < len(given) or given[layer] is None]
         if few or any(given[layer].shape[1] < output.logits.shape[1] for layer in self._layers):
@@ -73,7 +67,8 @@ class HiddenStates:
                 f"{self.wanted}; use a drafter that does not read them"
             )
         states = [given[layer] for layer in self._layers]
-        return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
+        is_one = len(states) == 1
+        return self._project(states[0] if is_one else torch.cat([one.to(states[0].device) for one in states], dim=-1))
 
     def rows(self, indices: Sequence[int]) -> None:
         if self._pieces:

@@ -1,11 +1,10 @@
 """Observers: read the record of each round."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
@@ -70,45 +69,36 @@ def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError
     """The rows whose last token was sampled from logits that define no distribution, with the errors."""
     for row in record.live_rows if record.verified.status & _BAD_LOGITS else ():
         num = record.trimmed.num_emitted[row]
-        if num and num == len(record.verified.new_ids[row]):
-            scores, num_before = record.verified.scores[row, num - 1], record.trimmed.num_new[row] - 1
-            error = _bad_logits_error(scores, record.row_ids[row], num_before)
-            if error is not None:
-                yield row, error
+        if not num or num < len(record.verified.new_ids[row]):
+            continue
+        scores = record.verified.scores[row, num - 1]  # [V]
+        faults = {
+            "NaN": scores.isnan().any(),
+            "+inf": scores.isposinf().any(),
+            "-inf for every token": scores.isneginf().all(),
+        }
+        fault = next((fault for fault, holds in faults.items() if holds), None)
+        if fault is not None:
+            error = (
+                f"logits must be finite or -inf, and not all -inf, to draw a token, got {fault} in row "
+                f"{record.row_ids[row]} after {record.trimmed.num_new[row] - 1} new tokens; look for overflow in the "
+                "model or a processor that forbids every token, or pass remove_invalid_values=True"
+            )
+            yield row, BadLogitsError(error)
 
 
-def _bad_logits_error(scores: Tensor, row_id: int, num_before: int) -> BadLogitsError | None:
-    """The error if plain `generate` could not sample from these logits [V] after `num_before` tokens; or None."""
-    if scores.isnan().any():
-        what = "NaN"
-    elif scores.isposinf().any():
-        what = "+inf"
-    elif scores.isneginf().all():
-        what = "-inf for every token"
-    else:
-        return None
-    return BadLogitsError(
-        f"logits must be finite or -inf, and not all -inf, to draw a token, got {what} in row {row_id} after "
-        f"{num_before} new tokens; look for overflow in the model or a processor that forbids every token, or pass "
-        "remove_invalid_values=True"
-    )
-
-
+@dataclass
 class BadLogitsObserver(Observer):
-    """Raises an error if a token was sampled from logits that define no distribution, as plain `generate` does.
-
-    An error past a row's stop is kept until the end: plain `generate` may have stopped before it.
-    """
+    """Raises an error if a token was sampled from logits that define no distribution, as plain `generate` does."""
 
     stage = Stage.VERIFY
-
-    def __init__(self, stops: StopTracker):
-        self._stops = stops
-        self._late: list[tuple[int, BadLogitsError]] = []  # by the number of new tokens before it
+    stops: StopTracker
+    # errors past a row's stop, with the new tokens before them: plain `generate` may have stopped before these
+    _late: list[tuple[int, BadLogitsError]] = field(default_factory=list, init=False)
 
     def on_round(self, record: RoundRecord) -> None:
         for row, error in bad_logits_errors(record):
-            stop, num_new = self._stops.stop_lens[row], record.trimmed.num_new[row] - 1
+            stop, num_new = self.stops.stop_lens[row], record.trimmed.num_new[row] - 1
             if stop is None or num_new < stop:
                 raise error
             self._late.append((num_new, error))

@@ -6,8 +6,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
-from hf_speculate.compat import attention_name
-from hf_speculate.config import SpeculationConfig
+from hf_speculate.compat import adapters_by_row, attention_name
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
@@ -26,7 +25,6 @@ class Plan:
     call: Call  # with the fallbacks applied to its settings
     target: ModelPlan
     draft: ModelPlan | None  # the model that drafts; None if none does
-    drafter: str  # what drafts, in words; "none" if nothing is drafted
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
     compile: CompilePlan  # the forwards that run compiled or from device graphs
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
@@ -35,23 +33,27 @@ class Plan:
     # fills finished rows; None if rows without an EOS token go on until the last one has stopped
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
-    end_padding_id: int | None  # fills a kept target cache after finished rows, see `EndPadding`; None if nothing does
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
-
-    @property
-    def config(self) -> SpeculationConfig:
-        return self.call.config
 
     @property
     def is_lock_step(self) -> bool:
         """Whether all rows advance by the same number of tokens."""
         return bool(self.lock_step)
 
+    @property
+    def end_padding_id(self) -> int | None:
+        """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
+        pad, call = self.pad_token_id, self.call
+        if pad is None or self.lock_step or not call.is_cache_kept or call.batch_size < 2:
+            return None
+        return pad if pad < vocab_size_of(call.target) else 0  # plain generate() fails at ids without an embedding
+
     def __repr__(self) -> str:
+        config = self.call.config
         parts = {
-            "drafter": self.drafter,
-            "verifier": self.config.verifier,
-            "draft length": f"{self.config.schedule}, at most {self.config.max_draft_tokens}",
+            "drafter": _drafter_text(self.call),
+            "verifier": config.verifier,
+            "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
             "target cache": str(self.target.cache),
             "draft cache": "" if self.draft is None else str(self.draft.cache),
@@ -75,8 +77,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         fallbacks.append(lock_step)
     strategy = _draft_strategy(call)
     call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
-    drafter = _drafter_text(call)
-    lens = draft_lens(call.config) if drafter != "none" else ()
+    lens = draft_lens(call.config) if _drafter_text(call) != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
@@ -88,17 +89,14 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         call=call,
         target=target,
         draft=draft,
-        drafter=drafter,
         draft_strategy=strategy,
         compile=compile_plan,
         reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=bool(
-            lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache
-        ),
-        end_padding_id=_end_padding_id(call, ends_apart=not goes_on and not lock_step),
+        keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
+        or adapters_by_row(call.target),
         fallbacks=tuple(fallbacks),
     )
 
@@ -144,15 +142,6 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     if counting and call.batch_size > 1:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
     return ""
-
-
-def _end_padding_id(call: Call, *, ends_apart: bool) -> int | None:
-    """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
-    if not ends_apart or not call.is_cache_kept or call.batch_size < 2:
-        return None
-    pad = call.pad_token_id or 0
-    # without an embedding plain generate() fails; here any id keeps the columns
-    return pad if pad < vocab_size_of(call.target) else 0
 
 
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:

@@ -1,5 +1,6 @@
 """Running batch: rows join it once they have read their prompts, and leave it one by one."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -69,7 +70,8 @@ class RunningBatch:
         return [self._finished(row_id) for row_id in row_ids]
 
     def _finished(self, row_id: int) -> FinishedRow:
-        (num_rounds, num_drafted, num_accepted), error = self._rows.take(row_id)
+        num_rounds, num_drafted, num_accepted = self._rows.counts.pop(row_id, [0, 0, 0])
+        error = self._rows.errors.pop(row_id, None)
         token_ids = self._decoder.output.take(row_id)
         token_ids = token_ids if error is None else token_ids[:-1]
         return FinishedRow(row_id, token_ids, num_rounds, num_drafted, num_accepted, error)
@@ -82,22 +84,18 @@ class _RowObserver(Observer):
 
     def __init__(self, batch: Batch, samples: bool):
         self._batch, self._samples = batch, samples
-        self._counts: dict[int, list[int]] = {}  # by row: rounds, drafted and accepted tokens
-        self._errors: dict[int, BadLogitsError] = {}
-
-    def take(self, row_id: int) -> tuple[list[int], BadLogitsError | None]:
-        return self._counts.pop(row_id, [0, 0, 0]), self._errors.pop(row_id, None)
+        self.counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])  # rounds, drafted, accepted tokens
+        self.errors: dict[int, BadLogitsError] = {}
 
     def on_round(self, record: RoundRecord) -> None:
         verified = record.verified
         for row in record.live_rows:
-            row_id = record.row_ids[row]
-            num_accepted = min(verified.num_accepted[row], record.trimmed.num_emitted[row])
-            gained = 1, verified.num_drafted[row], num_accepted
-            counts = self._counts.get(row_id, [0, 0, 0])
-            self._counts[row_id] = [count + more for count, more in zip(counts, gained, strict=True)]
+            counts = self.counts[record.row_ids[row]]
+            counts[0] += 1
+            counts[1] += verified.num_drafted[row]
+            counts[2] += min(verified.num_accepted[row], record.trimmed.num_emitted[row])
         for row, error in bad_logits_errors(record) if self._samples else ():
-            self._errors[record.row_ids[row]], self._batch.is_finished[row] = error, True
+            self.errors[record.row_ids[row]], self._batch.is_finished[row] = error, True
 
 
 def join_obstacle(prepared: Prepared) -> str:
@@ -118,6 +116,6 @@ def join_obstacle(prepared: Prepared) -> str:
     if not decoder.drafts.can_join:
         return "the drafter has states that cannot be joined"
     is_distributed = call.ranks is not None or call.group is not None
-    if plan.keeps_rows or is_distributed or plan.config.relax_only_inside is not None:
+    if plan.keeps_rows or is_distributed or call.config.relax_only_inside is not None:
         return "the call depends on its rows staying together"
     return ""

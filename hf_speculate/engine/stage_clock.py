@@ -2,10 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from types import TracebackType
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.types import StageSeconds
@@ -34,24 +32,18 @@ _FIELD_OF = {Stage.PREFILL: "prefill", Stage.DRAFT: "draft", Stage.SCORE: "score
 
 
 class StageClock:
-    """The stage of a call, and the seconds spent in each stage.
+    """The stage of a call, and the seconds spent in each; as a context, it adds a note with the stage to an error."""
 
-    Used in a `with` statement, it adds a note with the current stage to an error that leaves the block. An error with
-    such a note, as from a call inside this one, gets no second one; an error about the arguments gets none.
-    """
-
-    def __init__(self, now: Callable[[], float] | None = None):  # None for `time.perf_counter`
-        self.stage: Stage | None = None  # None while code runs that is not ours
-        self.num_round = 0  # of the loop, counted from 1; 0 before it
-        self._now = now or time.perf_counter
-        self._began = self._since = 0.0
+    def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
+        self.start(None)
 
-    def start(self, stage: Stage) -> None:
+    def start(self, stage: Stage | None) -> None:
         """Begin a run of the decoder with `stage`, before its first round."""
-        self._began = self._since = self._now()
+        self._began = self._since = time.perf_counter()
         self._seconds.clear()
-        self.stage, self.num_round = stage, 0
+        self.stage = stage  # None while code runs that is not ours
+        self.num_round = 0  # of the loop, counted from 1; 0 before it
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
         """Begin a stage, None for code that is not ours: the seconds since the last call count for the one before."""
@@ -76,7 +68,7 @@ class StageClock:
         return self._since - self._began
 
     def _book(self) -> None:
-        now = self._now()
+        now = time.perf_counter()
         if self.stage is not None:
             self._seconds[_FIELD_OF.get(self.stage, "bookkeeping")] += now - self._since
         self._since = now
@@ -88,13 +80,12 @@ class StageClock:
     def __enter__(self) -> "StageClock":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or self.stage is None:
             return
         if isinstance(error, SpeculateError) and self.stage is Stage.PREPARE:
-            return
+            return  # it is about the arguments
+        # a call inside this one may have added a note
         if not any(str(note).startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
             with suppress(AttributeError, TypeError):  # an error that cannot be written to is left as it is
                 error.add_note(f"{_PREFIX}{self}")

@@ -1,6 +1,7 @@
 """Stop tracker: where each row stops, and which rows are finished."""
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.processors.row_groups import StoppingGroups
@@ -8,42 +9,34 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import Trimmed, Verified
 
 
+@dataclass
 class StopTracker:
-    """Trims each round to the tokens that token-by-token decoding would have emitted.
+    """Trims each round to the tokens that token-by-token decoding would have emitted."""
 
-    A row that stops is finished if ended rows are filled with padding. Without an EOS token, rows go on decoding until
-    the last one has stopped, as in plain `generate`; the surplus is dropped at the end of the call.
-    """
+    stopping: BlockStoppingCriteria | StoppingGroups
+    num_rows: InitVar[int]
+    max_new_tokens: int
+    pads_ended_rows: bool  # without an EOS token, rows go on until the last one has stopped, as in plain `generate`
+    is_lock_step: bool
 
-    def __init__(
-        self,
-        stopping: BlockStoppingCriteria | StoppingGroups,
-        num_rows: int,
-        max_new_tokens: int,
-        pads_ended_rows: bool,
-        is_lock_step: bool,
-    ):
+    def __post_init__(self, num_rows: int) -> None:
         self.num_new = [0] * num_rows  # tokens that each row has emitted
         self.stop_lens: list[int | None] = [None] * num_rows  # the same where it stopped, or None
         self.end = 0  # the largest of these, of rows that have left the batch too; at last that of the longest row
-        self._stopping = stopping
-        self._max_new_tokens = max_new_tokens
-        self._pads_ended_rows = pads_ended_rows
-        self._is_lock_step = is_lock_step
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
         """How many verified tokens each row emits, and which rows are finished after them."""
         if verified.is_stopped is None:
-            counts, is_stopped = self._stopping(batch.host_tokens, verified.new_ids)
+            counts, is_stopped = self.stopping(batch.host_tokens, verified.new_ids)
         else:  # the criteria ran between positions
             counts, is_stopped = [len(ids) for ids in verified.new_ids], verified.is_stopped
-        goes_on = not self._pads_ended_rows or self._is_lock_step
+        goes_on = not self.pads_ended_rows or self.is_lock_step
         num_emitted = []
         for row, (num, stops) in enumerate(zip(counts, is_stopped, strict=True)):
             if stops and self.stop_lens[row] is None:
                 self.stop_lens[row] = stop = self.num_new[row] + num
                 self.end = max(self.end, stop)
-            if batch.is_finished[row] and not self._is_lock_step:
+            if batch.is_finished[row] and not self.is_lock_step:
                 num = 0
             elif goes_on:
                 num = len(verified.new_ids[row])
@@ -55,12 +48,12 @@ class StopTracker:
         """Keep the rows `indices`; the others have stopped."""
         self.num_new = [self.num_new[row] for row in indices]
         self.stop_lens = [self.stop_lens[row] for row in indices]
-        self._stopping.rows(indices)
+        self.stopping.rows(indices)
 
     def join(self, other: "StopTracker") -> None:
         self.num_new = self.num_new + other.num_new
         self.stop_lens = self.stop_lens + other.stop_lens
-        self._stopping.join(other._stopping)
+        self.stopping.join(other.stopping)
 
     def surplus(self) -> list[int]:
         """[B] tokens that rows have emitted past the end of the output."""
@@ -68,8 +61,7 @@ class StopTracker:
 
     def _is_finished(self) -> list[bool]:
         has_stopped = [stop is not None for stop in self.stop_lens]
-        if self._pads_ended_rows:
+        if self.pads_ended_rows:
             return has_stopped
-        # rows go on until the last one has stopped
-        end = min(self._max_new_tokens, self.end) if all(has_stopped) else self._max_new_tokens
+        end = min(self.max_new_tokens, self.end) if all(has_stopped) else self.max_new_tokens
         return [num >= end for num in self.num_new]

@@ -1,7 +1,7 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
@@ -17,26 +17,24 @@ _NEVER = 1 << 30  # a column that no query has
 MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, as many as folded attention takes
 
 
+@dataclass
 class EndPadding:
-    """Brings the KV cache of finished rows to the length of the longest row.
+    """Feeds finished rows their last token, then padding, up to the length of the longest row, as plain `generate`."""
 
-    Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
-    row reads these tokens instead of drafts, in the rounds of the other rows. Tokens that it still lacks after the last
-    round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
-    """
+    pad_token_id: int | None  # None if nothing is fed
+    max_query: int  # tokens per row in a forward that reads padding alone
+    num_rows: InitVar[int]
+    ranks: SyncedRanks | None
 
-    def __init__(self, pad_token_id: int | None, max_query: int, num_rows: int, ranks: SyncedRanks | None):
-        self._pad_token_id = pad_token_id
-        self._max_query = max_query
-        self._ranks = ranks
+    def __post_init__(self, num_rows: int) -> None:
         self._num_fed = [0] * num_rows  # tokens that the cache holds after all but the last token of each row
         self._was_finished = [False] * num_rows  # at the last query
         self._starts: list[int] = []  # [B] column of the query from which a row reads padding
         self._device_starts: Tensor  # the same on the query's device
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """The query [B, Q] int64 of a forward, with padding instead of the drafts of finished rows."""
-        if self._pad_token_id is None or not any(batch.is_finished):
+        """The query [B, Q] int64 of a round, with padding instead of the drafts of finished rows."""
+        if self.pad_token_id is None or not any(batch.is_finished):
             return query
         self._was_finished = batch.is_finished
         rows = zip(batch.is_finished, self._num_fed, strict=True)
@@ -44,7 +42,7 @@ class EndPadding:
         if starts != self._starts:
             self._starts, self._device_starts = starts, upload(starts, query.device)[:, None]  # [B, 1]
         columns = torch.arange(query.shape[1], device=query.device)
-        return query.masked_fill(columns >= self._device_starts, self._pad_token_id)
+        return query.masked_fill(columns >= self._device_starts, self.pad_token_id)
 
     def num_dropped(self, batch: Batch, num_emitted: Sequence[int], num_query: int) -> list[int]:
         """[B] tokens of the last query, Q of each row, that the KV cache does not keep."""
@@ -57,19 +55,19 @@ class EndPadding:
         return [num_query - num for num in kept]
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
-        """Feed what finished rows lack after the last round, in which all rows are finished."""
-        num_forwards = -(-max(self._num_lacking(batch)) // self._max_query)
-        if self._ranks is not None:
-            num_forwards = self._ranks.max(num_forwards or None) or 0
+        """Feed what rows lack after the last round, in forwards from which rows that lack less are rolled back."""
+        num_forwards = -(-max(self._num_lacking(batch)) // self.max_query)
+        if self.ranks is not None:
+            num_forwards = self.ranks.max(num_forwards or None) or 0
         for _ in range(num_forwards):
-            num_query = max(min(max(self._num_lacking(batch)), self._max_query), 1)
+            num_query = max(min(max(self._num_lacking(batch)), self.max_query), 1)
             query = batch.tokens.last(1).expand(-1, num_query)  # [B, Q]
             model.run(self.fill(batch, query), kv_cache, logits_to_keep=1)
             kv_cache.crop(self.num_dropped(batch, [0] * batch.num_rows, num_query))
 
     def _num_lacking(self, batch: Batch) -> list[int]:
         """[B] tokens that the KV cache lacks in each row."""
-        if self._pad_token_id is None:
+        if self.pad_token_id is None:
             return [0] * batch.num_rows
         longest = max(batch.tokens.lens)
         return [longest - length - num for length, num in zip(batch.tokens.lens, self._num_fed, strict=True)]
@@ -88,8 +86,8 @@ class TargetSession:
 
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
         """Read the prompt in chunks, each passed to `on_chunk` with the columns from its first one on."""
-        num_ahead = self.num_read
-        for chunk in self.query_ids.split(self.chunk_size or self.num_read, dim=1):
+        num_ahead = self.query_ids.shape[1]
+        for chunk in self.query_ids.split(self.chunk_size or num_ahead, dim=1):
             scored = self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self.options)
             on_chunk(scored, num_ahead)
             num_ahead -= chunk.shape[1]
@@ -105,10 +103,6 @@ class TargetSession:
             query = newest.contiguous()
         query = self.padding.fill(batch, query)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
-
-    @property
-    def num_read(self) -> int:
-        return self.query_ids.shape[1]
 
     def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
         """Roll the cache back to the emitted tokens; it never holds the newest one."""

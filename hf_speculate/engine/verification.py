@@ -98,11 +98,7 @@ class RowWiseVerification(Verification):
 
 @dataclass
 class LockStepVerification(Verification):
-    """Verifies position by position, with processors and criteria that must see what plain `generate` shows them.
-
-    They are called once per new token, on rows of equal length, never on a rejected prefix. A round ends at the first
-    position at which a live row rejects its draft or a row finishes.
-    """
+    """Verifies one position at a time until a row finishes or rejects; processors are called as in plain `generate`."""
 
     processors: LogitsProcessorList  # the call's whole list
     criteria: BlockStoppingCriteria  # the call's whole list
@@ -113,36 +109,28 @@ class LockStepVerification(Verification):
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        tokens, num_positions = batch.tokens, logits.shape[1]
-        input_ids: Any = tokens.token_ids[:, : tokens.lens[0]]  # [B, T]; transformers types it as a LongTensor
+        input_ids: Any = batch.tokens.token_ids[:, : batch.tokens.lens[0]]  # [B, T]; typed as a LongTensor elsewhere
         was_finished = self._is_finished
         if was_finished is None:
             was_finished = torch.zeros(batch.num_rows, dtype=torch.bool, device=input_ids.device)
+        # finished rows go on with padding; without EOS they go on, and plain `generate` samples from them
+        is_padded = was_finished if self.pad_token_id is not None else torch.zeros_like(was_finished)
         num_accepted = torch.zeros(batch.num_rows, dtype=torch.int64, device=input_ids.device)
         status, columns, scores = 0, [], []
-        for position in range(num_positions):
+        for position in range(logits.shape[1]):
             step_scores = self.processors(input_ids, logits[:, position].to(torch.float32, copy=True))
             verifier = self._verifier_at(position, batch, draft)
             verdict = verifier.verify(*_one_position(step_scores, draft, keys, position))
-            next_ids = verdict.token_ids[:, 0]
-            if self.pad_token_id is not None:
-                next_ids = next_ids.masked_fill(was_finished, self.pad_token_id)
+            next_ids = verdict.token_ids[:, 0].masked_fill(is_padded, self.pad_token_id or 0)
             input_ids = torch.cat([input_ids, next_ids[:, None]], dim=1)
             columns.append(next_ids)
             scores.append(step_scores)
             if self.records_scores:
                 self._scores.append(step_scores)
-            shown_scores = tuple(self._scores) if self.records_scores else None
-            is_finished = was_finished | self.criteria.ask(input_ids, shown_scores)
-            stays = verdict.num_accepted.bool()
-            if self.pad_token_id is not None:
-                stays = stays | was_finished  # their draft is the padding that they go on with
+            self._is_finished = is_finished = was_finished | self.criteria.ask(input_ids, tuple(self._scores) or None)
+            stays = verdict.num_accepted.bool() | is_padded  # the draft of padded rows is padding
             num_accepted += verdict.num_accepted
-            # finished rows are shown padding; without EOS they go on, and plain `generate` samples from them
-            is_sampled = ~was_finished if self.pad_token_id is not None else torch.ones_like(was_finished)
-            for flags in verdict.status[is_sampled].tolist():
-                status |= flags
-            self._is_finished = is_finished
+            status = reduce(or_, verdict.status[~is_padded].tolist(), status)
             if not bool(stays.all()) or bool((is_finished != was_finished).any()):
                 break
         token_ids = torch.stack(columns, dim=1)  # [B, N]

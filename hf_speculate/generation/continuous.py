@@ -220,7 +220,7 @@ class ContinuousDecoder:
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
         arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._suffix_store = prepared.plan.config.suffix_store
+        self._suffix_store = prepared.plan.call.config.suffix_store
         return prepared
 
 

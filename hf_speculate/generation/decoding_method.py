@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
-from hf_speculate.compat import adapters_by_row, pad_token_id
+from hf_speculate.compat import pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.assistant import ResolvedAssistant
 from hf_speculate.draft.from_candidate_generator import make_generator
@@ -175,7 +175,6 @@ class SpeculativeDecoding:
             cache=model_kwargs[cache_name(model)],
             is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
-            keeps_rows=adapters_by_row(model),
             processors=BlockLogitsProcessorList(processors),
             criteria=BlockStoppingCriteria(criteria),
             do_sample=bool(generation_config.do_sample),

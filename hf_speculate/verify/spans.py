@@ -98,10 +98,7 @@ def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[in
 
 
 def _one_by_one(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
-    """B rounds of K+1 positions as N = B (K+1) rounds; at a row's bonus position no drafted token counts.
-
-    Their target logits are [N, 2, V]: the second row repeats the first, because its sample is not used.
-    """
+    """B rounds of K+1 positions as N = B (K+1) rounds of one drafted token, or none at a bonus position."""
     num_positions, vocab_size = target_logits.shape[1:]
     offsets = torch.arange(num_positions, device=target_logits.device)
     logits, sums = draft.token_logits, draft.logsumexp
@@ -113,4 +110,5 @@ def _one_by_one(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tupl
     )
     positions = (keys.positions[:, None] + offsets).reshape(-1)
     seeds, rounds = (part.repeat_interleave(num_positions) for part in (keys.seeds, keys.rounds))
-    return target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1), singles, NoiseKeys(seeds, rounds, positions)
+    logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)  # the sample of the second row is not used
+    return logits, singles, NoiseKeys(seeds, rounds, positions)

@@ -95,9 +95,9 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
             "a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
-            "a finished row emits on": Fault("if batch.is_finished[row] and not self._is_lock_step:", "if False:"),
+            "a finished row emits on": Fault("if batch.is_finished[row] and not self.is_lock_step:", "if False:"),
             "rows without padding end at their own stop": Fault(
-                "end = min(self._max_new_tokens, self.end) if", "end = min(self._max_new_tokens, *self.stop_lens) if"
+                "end = min(self.max_new_tokens, self.end) if", "end = min(self.max_new_tokens, *self.stop_lens) if"
             ),
             "the shortest row ends the output": Fault(
                 "self.end = max(self.end, stop)",
@@ -144,8 +144,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
-                "return next(position for position in range(length) if one[position] != other[position])",
-                "return length",
+                "for position, (left, right) in pairs if left != right)", "for position, _ in () if position)"
             ),
             "padding is not taken into account": Fault(
                 "columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]",
