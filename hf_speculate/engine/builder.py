@@ -157,10 +157,10 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
 
 def _make_batch(plan: Plan) -> Batch:
     call, num_rows = plan.call, plan.call.batch_size
-    seeds = call.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
+    seeds = plan.call.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
-    limits = call.config.draft_limits(num_rows)
+    limits = plan.call.config.draft_limits(num_rows)
     return Batch(
         call.input_ids, seeds, call.max_length, call.num_prompt_tokens, plan.reads_keys, call.first_row, limits
     )

@@ -105,5 +105,14 @@ class TypicalVerifier:
     backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        options = vars(self)  # named as in the kernel
-        return verify_typical(target_logits, draft.token_ids, keys=keys, draft_lens=draft.lens, **options)
+        return verify_typical(
+            target_logits,
+            draft.token_ids,
+            posterior_threshold=self.posterior_threshold,
+            posterior_alpha=self.posterior_alpha,
+            correction=self.correction,
+            entropy_epsilon=self.entropy_epsilon,
+            keys=keys,
+            draft_lens=draft.lens,
+            backend=self.backend,
+        )
