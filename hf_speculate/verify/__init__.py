@@ -3,8 +3,12 @@
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.types import Stream
 from hf_speculate.verify.base import Verifier, register_verifier
+from hf_speculate.verify.block import BlockVerifier
+from hf_speculate.verify.coupled import CoupledVerifier
+from hf_speculate.verify.greedy import GreedyVerifier
 from hf_speculate.verify.prefix import keep_prefix
-from hf_speculate.verify.rules import BlockVerifier, CoupledVerifier, GreedyVerifier, RejectionVerifier, TypicalVerifier
+from hf_speculate.verify.rejection import RejectionVerifier
+from hf_speculate.verify.typical import TypicalVerifier
 
 
 def _make_typical(config: SpeculationConfig) -> TypicalVerifier:

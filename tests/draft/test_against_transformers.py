@@ -25,7 +25,7 @@ from hf_speculate.draft.from_candidate_generator import layers_read, make_genera
 from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.verify.rules import GreedyVerifier
+from hf_speculate.verify.greedy import GreedyVerifier
 from tests.cases import assert_equal_ids
 from tests.draft.heads.test_mtp import make_checkpoint
 from tests.tiny import make_model, ragged_prompts

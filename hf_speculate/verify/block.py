@@ -1,0 +1,36 @@
+"""Block verification: lossless, accepts the longest prefix of a draft that a joint test allows.
+
+With p and q as in rejection sampling, the weight of a prefix of i tokens is w_i = min(1, w_{i-1} * p(x_i) / q(x_i)),
+w_0 = 1. Prefix i < K passes with probability S_i / (S_i + 1 - w_i), S_i being the mass of max(w_i * p - q, 0) at the
+next position, and the whole draft with probability w_K; the longest prefix that passes is accepted. The token after it
+is sampled from the residual max(w_i * p - q, 0), normalised; after a full acceptance, from p at the bonus position.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_speculate.triton_kernels import verify_block
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+
+
+@dataclass(frozen=True)
+class BlockVerifier:
+    """Block verification, lossless; accepts at least as many tokens as rejection on average, the same for point masses.
+
+    Source:
+        Sun et al. (arXiv:2403.10444), algorithm 2.
+    """
+
+    backend: str = "auto"  # of the kernel
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        return verify_block(
+            target_logits,
+            draft.token_ids,
+            draft.token_logits,
+            keys=keys,
+            draft_lens=draft.lens,
+            draft_logsumexp=draft.logsumexp,
+            backend=self.backend,
+        )

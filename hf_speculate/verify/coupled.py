@@ -1,0 +1,27 @@
+"""Coupled verification: a drafted token is accepted if the target samples the same token with the same noise.
+
+The target's token is the winner of an exponential race on its distribution, with noise keyed by row seed, position and
+token id. Drafts are sampled with the same noise, so that they agree often.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_speculate.triton_kernels import verify_coupled
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+
+
+@dataclass(frozen=True)
+class CoupledVerifier:
+    """Coupled verification, lossless; the output depends on row seed and prompt only, whatever is drafted.
+
+    Source:
+        Daliri et al. (arXiv:2408.07978).
+    """
+
+    backend: str = "auto"  # of the kernel
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        """See `Verifier.verify`; reads only the tokens of the draft."""
+        return verify_coupled(target_logits, draft.token_ids, keys=keys, draft_lens=draft.lens, backend=self.backend)

@@ -1,0 +1,35 @@
+"""Rejection sampling: lossless verification of sampled drafts and point masses.
+
+With target distribution p, draft distribution q and a uniform u, token x is accepted if u < min(1, p(x) / q(x)). After
+the first rejection a token is sampled from the residual max(p - q, 0), normalised; after a full acceptance, from p at
+the bonus position. For a point mass, x is accepted if u < p(x), and the residual is p without x.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_speculate.triton_kernels import verify_rejection
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+
+
+@dataclass(frozen=True)
+class RejectionVerifier:
+    """Rejection sampling, lossless.
+
+    Source:
+        Leviathan et al. (arXiv:2211.17192), algorithm 1; Chen et al. (arXiv:2302.01318), algorithm 2.
+    """
+
+    backend: str = "auto"  # of the kernel
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        return verify_rejection(
+            target_logits,
+            draft.token_ids,
+            draft.token_logits,
+            keys=keys,
+            draft_lens=draft.lens,
+            draft_logsumexp=draft.logsumexp,
+            backend=self.backend,
+        )

@@ -1,0 +1,41 @@
+"""Typical acceptance: lossy verification by a probability threshold that falls with the target's entropy.
+
+With target distribution p and its entropy H(p) in nats, token x is accepted if
+p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted ones is the argmax of p or a
+sample from p at their position.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_speculate.triton_kernels import verify_typical
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+
+
+@dataclass(frozen=True)
+class TypicalVerifier:
+    """Typical acceptance, lossy.
+
+    Source:
+        Cai et al. (arXiv:2401.10774), section 3.3.1.
+    """
+
+    posterior_threshold: float = 0.09  # in (0, 1)
+    posterior_alpha: float = 0.3  # > 0
+    entropy_epsilon: float = 0.0  # added inside the entropy's logarithm, >= 0
+    correction: str = "argmax"  # "argmax" or "sample", how the token after the accepted ones is chosen
+    backend: str = "auto"  # of the kernel
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        return verify_typical(
+            target_logits,
+            draft.token_ids,
+            posterior_threshold=self.posterior_threshold,
+            posterior_alpha=self.posterior_alpha,
+            correction=self.correction,
+            entropy_epsilon=self.entropy_epsilon,
+            keys=keys,
+            draft_lens=draft.lens,
+            backend=self.backend,
+        )
