@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from hf_speculate.compat import stateful_names
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
@@ -36,7 +35,7 @@ def refused_rows() -> Iterator[tuple[str, str]]:
     for kind in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(kind))
         with pytest.raises(UnsupportedModelError) as caught:
-            check_models([model], stateful_names([model]), ASSISTED)
+            check_models([model], ASSISTED)
         yield type(model).__name__, str(caught.value)
 
 

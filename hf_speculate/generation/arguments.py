@@ -10,7 +10,6 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
-from hf_speculate.draft.heads.mtp import SERVED_TARGETS
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
@@ -50,8 +49,6 @@ def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
     # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
     if call.get("temperature") and "temperature" in inspect.signature(bound.plain).parameters:
         return True
-    if "do_sample" in call:
-        return bool(call["do_sample"])
     return bool(setting(model, call, "do_sample"))
 
 
@@ -67,26 +64,24 @@ def unwrapped(assistant: Any) -> Any:
     return assistant.get_base_model()
 
 
+def take_over(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
+    """The value of a field that speculation handles itself; in its place transformers gets `left`."""
+    value = setting(model, call, name)
+    if value not in (None, left):
+        call[name] = left
+    return value
+
+
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
-    stop_strings = setting(model, call, "stop_strings")
+    stop_strings, tokenizer = take_over(model, call, "stop_strings"), call.get("tokenizer")
     if stop_strings is None:
         return
-    tokenizer = call.get("tokenizer")
     if tokenizer is None:
         raise ConfigError("tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()")
     criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer, stop_strings))
     call["stopping_criteria"] = criteria
-    call["stop_strings"] = None
-
-
-def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether a call asks for a static cache, which cannot roll back by row; transformers is kept from making it."""
-    if setting(model, call, "cache_implementation") != "static" or call.get("past_key_values") is not None:
-        return False
-    call["cache_implementation"] = "dynamic"
-    return True
 
 
 def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -99,36 +94,19 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
         call["prompt_lookup_num_tokens"] = None
 
 
-def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
-    """Number of layers after which the target drafts for itself; transformers would do so for one row only."""
-    num_layers: int | None = setting(model, call, "assistant_early_exit")
-    if num_layers is not None:
-        call["assistant_early_exit"] = None
-    return num_layers
-
-
-def own_mtp(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether the target's MTP layers are to draft: transformers is kept from it if `load_drafter` loads them."""
-    if model.config.model_type not in SERVED_TARGETS or not setting(model, call, "use_mtp"):
-        return False
-    call["use_mtp"] = False
-    return True
-
-
-def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:
+def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None) -> Tensor:
     """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings [B, P, hidden].
 
     The input ids [B, T] int64 are the whole text or what is new; with embeddings they stand in the output for them.
     """
-    num_before = num_held(cache)
-    num_prompt = input_ids.shape[1]
+    num_before, num_prompt = num_held(cache), input_ids.shape[1]
+    mask_len = None if passed_mask is None else passed_mask.shape[-1]
     if embeds is None:
-        has_all = passed_mask_len is None or passed_mask_len == num_prompt
-        query = input_ids[:, num_before:] if has_all else input_ids
+        query = input_ids[:, num_before:] if mask_len in (None, num_prompt) else input_ids
     else:
         num_ids, num_prompt = num_prompt, embeds.shape[1]
-        if passed_mask_len != num_prompt and (passed_mask_len is not None or num_ids not in (0, num_prompt)):
-            got = "none" if passed_mask_len is None else f"{passed_mask_len} columns"
+        if mask_len != num_prompt and (mask_len is not None or num_ids not in (0, num_prompt)):
+            got = "none" if mask_len is None else f"{mask_len} columns"
             raise UnsupportedGenerationError(
                 f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
                 f"{got}; pass a mask over the embeddings"
@@ -149,8 +127,5 @@ def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
     """A field by the keyword, even if that is None, the passed config, or the model's; None if nobody set it."""
     if name in call:
         return call[name]
-    value = None
-    for config in (call.get("generation_config"), model.generation_config):
-        if value is None and config is not None:
-            value = getattr(config, name, None)
-    return value
+    values = (getattr(config, name, None) for config in (call.get("generation_config"), model.generation_config))
+    return next((value for value in values if value is not None), None)

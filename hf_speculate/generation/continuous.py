@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,8 @@ class RowPrompt:
     key: Any = None  # passed on to the result
 
 
-class RowSource(Protocol):
-    """Prompts to decode."""
-
-    def next(self) -> RowPrompt | None:
-        """The next prompt; None if there is none now. It is asked again after each round in which a row is free."""
+# The next prompt; None if there is none now. It is asked again after each round in which a row is free.
+RowSource = Callable[[], RowPrompt | None]
 
 
 class RowResult(NamedTuple):
@@ -129,7 +126,7 @@ class ContinuousDecoder:
         results: list[RowResult] = []
         while not results and len(self._prompts) < self.num_rows:
             waiting: list[RowPrompt] = []
-            while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source.next()) is not None:
+            while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None:
                 waiting.append(prompt)
             if not waiting:
                 break
@@ -227,10 +224,8 @@ class ContinuousDecoder:
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
     rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
-    input_ids, attention_mask = (
-        pad_sequence(padded, batch_first=True, padding_value=value, padding_side="left")  # [B, T]
-        for padded, value in ((rows, pad_token_id), ([torch.ones_like(row) for row in rows], 0))
-    )
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     return input_ids.to(device), attention_mask.to(device)
 
 

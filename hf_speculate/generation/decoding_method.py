@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
@@ -28,16 +29,9 @@ from hf_speculate.generation.validate_call import (
     check_mask,
     check_prepared,
     check_room,
-    check_span_ids,
     check_synced,
-    checked_mask,
 )
-from hf_speculate.generation.validate_models import (
-    check_attention,
-    check_chunks,
-    check_decoder_prompt,
-    check_rope,
-)
+from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -97,8 +91,6 @@ class SpeculativeDecoding:
         config = self.config.for_run(self.num_runs).resolve(bool(generation_config.do_sample))
         self.num_runs += 1
         check_verifier(config)
-        check_span_ids(config, model)
-        check_attention(model, bool(generation_config.output_attentions), self.source)
         streamer = self.passed.get("streamer")
         check_prepared(model, input_ids, generation_config, model_kwargs, streamer, self.source)
         input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
@@ -152,8 +144,9 @@ class SpeculativeDecoding:
     def _call(self, inputs: _Inputs, config: SpeculationConfig) -> Call:
         model, input_ids, processors, criteria, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
         draft, vocabulary, device = self.assistant.model, self.assistant.vocabulary, input_ids.device
-        mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-        query_ids = self._query(inputs, mask)
+        mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
+        padding_mask = None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)
+        query_ids = self._query(inputs, mask, padding_mask is not None)
         has_positions = "position_ids" in self.passed
         extra = target_inputs(model, input_ids, query_ids.shape[1], model_kwargs, has_positions=has_positions)
         check_context(extra, input_ids, generation_config, draft, vocabulary)
@@ -171,7 +164,7 @@ class SpeculativeDecoding:
             config=config,
             input_ids=input_ids,
             query_ids=query_ids,
-            attention_mask=checked_mask(mask),
+            attention_mask=padding_mask,
             cache=model_kwargs[cache_name(model)],
             is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
@@ -203,24 +196,22 @@ class SpeculativeDecoding:
             rows_leave=self.first_row is not None,
         )
 
-    def _query(self, inputs: _Inputs, mask: Tensor | None) -> Tensor:
+    def _query(self, inputs: _Inputs, mask: Tensor | None, is_padded: bool) -> Tensor:
         """[B, Q] int64, the prompt tokens that the cache does not hold, after the checks of mask, length and cache."""
         model, input_ids, generation_config = inputs.model, inputs.input_ids, inputs.generation_config
         cache = inputs.model_kwargs[cache_name(model)]
         mask_shape = None if mask is None else tuple(mask.shape)
         if model.config.is_encoder_decoder:
-            check_decoder_prompt(model, mask, self.source)
-            query = uncached(input_ids, cache, None if mask is None else mask.shape[-1])
+            query = uncached(input_ids, cache, mask)
         else:
             embeds, passed = inputs.model_kwargs.get("inputs_embeds"), self.passed.get("attention_mask")
-            query = uncached(input_ids, cache, None if passed is None else passed.shape[-1], embeds)
-            if mask is None or bool((mask != 0).all()):
+            query = uncached(input_ids, cache, passed, embeds)
+            if not is_padded:
                 mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
         num_held_before = num_held(cache)
         check_mask(mask_shape, query, num_held_before, text_prefix(model))
         max_tokens = generation_config.max_length + num_held_before + query.shape[1] - input_ids.shape[1]
-        check_chunks(model, generation_config, self.source)
-        check_rope(model, max_tokens, self.source)
+        check_target(model, generation_config, is_padded, max_tokens, self.source)
         if inputs.static_cache is not None:
             check_room(room_in(inputs.static_cache, model.config.get_text_config(decoder=True)), max_tokens - 1)
         return query

@@ -55,19 +55,14 @@ def _at(length: int, prefix_len: int) -> int:
     return 0 if prefix_len < length else min(prefix_len, length + 1)
 
 
-def _from(length: int, prefix_len: int) -> int:
-    """The shortest length that is to `length` as `prefix_len` is: less, or not."""
-    return 0 if prefix_len < length else length
-
-
 # How many of a prefix's last tokens give the same result as the whole prefix; all of them where a class is missing.
 # Positions that need equally many share a call, whatever their lengths.
 _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.ExponentialDecayLengthPenalty: lambda p, n: 0 if n <= p.regulation_start else n,
     logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
     logits_process.ForcedEOSTokenLogitsProcessor: lambda p, n: _at(p.max_length - 1, n),
-    logits_process.MinLengthLogitsProcessor: lambda p, n: _from(p.min_length, n),
-    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _from(p.prompt_length_to_skip + p.min_new_tokens, n),
+    logits_process.MinLengthLogitsProcessor: lambda p, n: _at(p.min_length, n),
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _at(p.prompt_length_to_skip + p.min_new_tokens, n),
     logits_process.NoBadWordsLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias), default=0)),
     logits_process.SequenceBiasLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias))),
     logits_process.SuppressTokensAtBeginLogitsProcessor: lambda p, n: _at(p.begin_index, n),
