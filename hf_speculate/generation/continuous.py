@@ -1,7 +1,7 @@
 """Continuous batching: a finished row is replaced by the next prompt of a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -185,14 +185,11 @@ class ContinuousDecoder:
         prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
-        others = self._running, self._prompts
-        self._running, self._prompts = {}, {}
-        results: list[RowResult] = []
+        alone, results = replace(self), []
         for prompt in prompts:
-            results += self._begin([prompt])
-            while self._running:
-                results += self._step()
-        self._running, self._prompts = others
+            results += alone._begin([prompt])
+            while alone._running:
+                results += alone._step()
         return results
 
     def _ends_a_row(self, error: Exception) -> bool:
@@ -231,14 +228,12 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: tor
 
 def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
     """Groups of prompts that are read together: of equal arguments and like length."""
-    groups: list[list[RowPrompt]] = []
-    for prompt in prompts:
-        group = groups[-1] if groups else [prompt]
-        lens = [len(one.token_ids) for one in (*group, prompt)]
-        has_seed = [one.seed is not None for one in (group[0], prompt)]
-        is_like = dict(group[0].arguments) == dict(prompt.arguments) and has_seed[0] == has_seed[1]
-        if groups and is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
-            group.append(prompt)
+    groups = [[prompts[0]]]
+    for prompt in prompts[1:]:
+        first, lens = groups[-1][0], [len(one.token_ids) for one in (*groups[-1], prompt)]
+        is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
+        if is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
+            groups[-1].append(prompt)
         else:
             groups.append([prompt])
     return groups

@@ -45,8 +45,6 @@ class _Inputs(NamedTuple):
 
     model: PreTrainedModel
     input_ids: Tensor  # [B, T] int64
-    logits_processor: LogitsProcessorList
-    stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     inputs_tensor: Tensor | None
     model_kwargs: dict[str, Any]
@@ -98,17 +96,8 @@ class SpeculativeDecoding:
         if is_static(cache):
             static_cache = cache
             model_kwargs["past_key_values"] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
-        inputs = _Inputs(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor,
-            model_kwargs,
-            static_cache,
-        )
-        call = self._call(inputs, config)
+        inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
+        call = self._call(inputs, config, BlockLogitsProcessorList(logits_processor), stopping_criteria)
         call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
         prepared = build_decoder(call, self.stats, self.clock)
         if self.first_row is not None:
@@ -141,8 +130,14 @@ class SpeculativeDecoding:
                 write_back(call.cache, inputs.static_cache)  # the last step, which nothing would undo
         return output
 
-    def _call(self, inputs: _Inputs, config: SpeculationConfig) -> Call:
-        model, input_ids, processors, criteria, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
+    def _call(
+        self,
+        inputs: _Inputs,
+        config: SpeculationConfig,
+        processors: BlockLogitsProcessorList,
+        criteria: StoppingCriteriaList,
+    ) -> Call:
+        model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
         draft, vocabulary, device = self.assistant.model, self.assistant.vocabulary, input_ids.device
         mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
         padding_mask = None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)
@@ -169,7 +164,7 @@ class SpeculativeDecoding:
             is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
             keeps_rows=adapters_by_row(model),
-            processors=BlockLogitsProcessorList(processors),
+            processors=processors,
             criteria=BlockStoppingCriteria(criteria),
             do_sample=bool(generation_config.do_sample),
             max_length=generation_config.max_length,

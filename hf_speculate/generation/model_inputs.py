@@ -29,10 +29,10 @@ def target_inputs(
 ) -> ExtraInputs:
     """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
     if model.config.is_encoder_decoder:
-        every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
-        given = {name: value for name, value in every.items() if value is not None}
+        names = [name for name in ("encoder_outputs", "attention_mask") if model_kwargs.get(name) is not None]
+        every = {name: model_kwargs[name] for name in names}
         own_positions = _decoder_positions(model, input_ids, num_query, model_kwargs)
-        return ExtraInputs(given, own_positions, prefix=text_prefix(model))
+        return ExtraInputs(every, own_positions, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
     model_class: Any = type(model)

@@ -91,7 +91,7 @@ MUTANTS = mutants_of(
             ),
             "an id in front ends an n-gram": Fault("fill = _NO_TOKEN", "fill = 1"),
             "the draft model changes the target's": Fault(
-                "parts = [ForkedProcessor(p) if _has_state(p) else p",
+                "parts = [_ForkedProcessor(p) if _has_state(p) else p",
                 "parts = [p if _has_state(p) else p",
                 "processors generation/test_rollback.py",
             ),
