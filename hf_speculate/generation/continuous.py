@@ -38,10 +38,7 @@ RowSource = Callable[[], RowPrompt | None]
 
 
 class RowResult(NamedTuple):
-    """A finished row; a cancelled one has the tokens that it had.
-
-    After an error in a batch, its rows are decoded again one by one, to find the row that fails.
-    """
+    """A finished row; a cancelled one has the tokens that it had."""
 
     prompt: RowPrompt
     token_ids: list[int]  # new tokens, up to the row's stop
@@ -67,7 +64,8 @@ class ContinuousDecoder:
     stats: SpeculationStats = field(default_factory=SpeculationStats)  # of all rows; written to
     on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before they are read
     # called after each round with the prompt of each row that goes on, and all of its new tokens; a row for which it
-    # returns False is cancelled. The tokens begin anew if a row is decoded again, see `RowResult`
+    # returns False is cancelled. The tokens begin anew if a row is decoded again: after an error in a batch, its rows
+    # are decoded one by one, to find the row that fails
     on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None
     ends_rows: bool = False  # whether wrong arguments and a lack of memory end the row, too, instead of the run
 

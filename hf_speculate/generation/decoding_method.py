@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
@@ -22,15 +23,9 @@ from hf_speculate.engine.outputs import GenerateOutput, recorded_of
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_source import DraftSource
-from hf_speculate.generation.model_inputs import draft_inputs, encoder_hidden_states, target_inputs
+from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
 from hf_speculate.generation.self_test import check_decoding
-from hf_speculate.generation.validate_call import (
-    check_context,
-    check_mask,
-    check_prepared,
-    check_room,
-    check_synced,
-)
+from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
@@ -53,18 +48,14 @@ class _Inputs(NamedTuple):
 
 @dataclass(eq=False)
 class SpeculativeDecoding:
-    """A `custom_generate` function that decodes for one `generate()` call, with fixed buffers if `is_static`.
-
-    A model's own `generate`, such as Whisper's, may call it several times: for parts of the input, or to try again.
-    With the number of a first row, the decoder is made but not run, so that its rows may join others.
-    """
+    """A `custom_generate` function for one call of `generate()`, which Whisper's own `generate` runs several times."""
 
     assistant: ResolvedAssistant
     config: SpeculationConfig
     passed: dict[str, Any]  # the arguments of the call that are not None
-    is_static: bool
+    is_static: bool  # whether the call asks for fixed buffers
     source: DraftSource
-    first_row: int | None = None
+    first_row: int | None = None  # if given, the decoder is made but not run, so that its rows may join others
 
     def __post_init__(self) -> None:
         self.prepared: Prepared  # set by a run, if there is a first row
@@ -119,7 +110,8 @@ class SpeculativeDecoding:
                 call.streamer.end()
             output: GenerateOutput | Tensor
             if inputs.generation_config.return_dict_in_generate:
-                encoder_states = encoder_hidden_states(inputs.model_kwargs)
+                encoded = inputs.model_kwargs.get("encoder_outputs")
+                encoder_states = encoded.get("hidden_states") if isinstance(encoded, ModelOutput) else None
                 output = decoder.output.output(inputs.input_ids, pad_id, cache, encoder_states)
             else:
                 output = decoder.output.sequences(inputs.input_ids, pad_id)

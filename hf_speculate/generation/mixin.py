@@ -24,14 +24,16 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
+    fields_in,
+    fields_of,
     own_prompt_lookup,
     own_stop_strings,
+    read_config,
     samples,
     setting,
     take_over,
     unwrapped,
 )
-from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
 from hf_speculate.generation.validate_call import check_call
@@ -59,8 +61,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
         Raises:
             SpeculateError: see `hf_speculate.generate`.
         """
-        plain = super().generate  # type: ignore[misc]  # self is a model wherever the mixin is used
-        return _generate(self, plain, args, kwargs, {})  # type: ignore[arg-type]
+        model: Any = self  # wherever the mixin is used
+        return _generate(model, _plain_generate(model), args, kwargs, {})
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""

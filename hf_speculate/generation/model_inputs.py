@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
@@ -59,12 +58,9 @@ def draft_inputs(
     inputs: Tensor | None,
     model_kwargs: dict[str, Any],
     num_rows: int,
-    vocabulary: VocabMapping | None = None,
+    vocabulary: VocabMapping | None,
 ) -> ExtraInputs:
-    """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
-
-    The draft's encoder runs once on `inputs`, those of the target's encoder, unless both are one.
-    """
+    """What the draft model reads besides the text: the target's encoder output, or that of its own for `inputs`."""
     if draft is None:
         return ExtraInputs()
     outputs = model_kwargs.get("encoder_outputs")
@@ -99,12 +95,6 @@ def draft_inputs(
     if mask is not None:
         every["attention_mask"] = mask.to(device_of(draft))
     return ExtraInputs(every, prefix=text_prefix(draft))
-
-
-def encoder_hidden_states(model_kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """The hidden states [B, S, D] of each layer of the encoder; None if they were not computed."""
-    outputs = model_kwargs.get("encoder_outputs")
-    return outputs.get("hidden_states") if isinstance(outputs, ModelOutput) else None
 
 
 def _decoder_positions(

@@ -50,16 +50,9 @@ def check_decoding(
     mask, dtype = call.attention_mask, _dtype(model)
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     # Calls that agree in this are decoded alike.
-    situation = (
-        num_tokens,
-        call.batch_size > 1,
-        padding,
-        tuple(call.target_inputs.prompt_names),
-        call.config.speculation_cache,
-        call.is_cache_passed,
-        attention_of(model),
-        dtype,
-    )
+    model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
+    prompt_kind = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
+    situation = model_kind, cache_kind, prompt_kind
     self_tests = model_state(model).self_tests
     difference = self_tests.get(situation, torch.nan)
     is_due = math.isnan(difference)
@@ -111,8 +104,8 @@ def _measure(
 ) -> float:
     """The difference between plain steps and our forwards, on copies of the call's cache."""
     model = call.target
-    plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
     with _same_randomness(model):
+        plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
         plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
     del plain_kwargs  # before the second cache is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))

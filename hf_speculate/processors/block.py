@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.processors.registry import Reads, RollbackProcessor, find_context_len, find_reads, name_of
+from hf_speculate.processors.registry import Reads, RollbackProcessor, any_ids, find_context_len, find_reads, name_of
 from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.transfers import upload
 
@@ -236,21 +236,16 @@ def _run_by_group(processor: Any, prefixes: _Prefixes, groups: dict[int, list[in
     if len(groups) == 1:
         (seen_len,) = groups
         if not reads_ids:
-            return cast(Tensor, processor(_any_ids(len(flat), seen_len, flat), flat))
+            return cast(Tensor, processor(any_ids(len(flat), seen_len, flat.device), flat))
         # the user's code may write into what it is given
         return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())).to(flat)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
         indices = upload(pairs, flat.device)  # [M]
-        seen_ids = prefixes.last_ids(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [M, n]
-        scores = processor(seen_ids, flat.index_select(0, indices))  # [M, V]
+        ids = prefixes.last_ids(pairs, seen_len) if reads_ids else any_ids(len(pairs), seen_len, flat.device)  # [M, n]
+        scores = processor(ids, flat.index_select(0, indices))  # [M, V]
         processed.index_copy_(0, indices, scores.to(processed))
     return processed
-
-
-def _any_ids(num_rows: int, num_ids: int, scores: Tensor) -> Tensor:
-    """Ids [N, n] for a processor that reads their number only; they take no memory."""
-    return torch.zeros((1, 1), dtype=torch.int64, device=scores.device).expand(num_rows, num_ids)
 
 
 def _ignored_lens_by_row(processor: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
@@ -177,6 +178,11 @@ def find_context_len(processor: object, prefix_len: int) -> int:
     """How many of the last tokens of a prefix a processor must see, to do what it does for the whole of it."""
     seen_len = _SEEN_LEN.get(type(processor))
     return prefix_len if seen_len is None else seen_len(processor, prefix_len)
+
+
+def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
+    """Ids [N, n] for a processor or criterion that reads their number only; they take no memory."""
+    return torch.zeros((1, 1), dtype=torch.int64, device=device).expand(num_rows, num_ids)
 
 
 def name_of(obj: object) -> str:
