@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py
+OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/models/test_folded_attention.py
+OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
