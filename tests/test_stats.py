@@ -136,7 +136,7 @@ def test_tables_show_markup_as_it_stands():
 
 def generate(batch_size: int = 3, noise: float = DRAFT_NOISE, **options) -> torch.Tensor:
     target, draft = pair("llama", noise)
-    options = {"max_new_tokens": 13, "num_assistant_tokens": 3, **options}
+    options = {"max_new_tokens": 14, "num_assistant_tokens": 3, **options}
     return target.generate(**ragged_prompts(batch_size, seed=1), assistant_model=draft, **options)
 
 
@@ -144,7 +144,7 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
     """Twelve tokens after the first: three rounds of a wholly kept draft of three and one token more."""
     stats = hf_speculate.SpeculationStats()
     for batch_size in (3, 2):  # each call begins anew
-        generate(batch_size, ACCEPTED_ALL, speculation_stats=stats)
+        generate(batch_size, ACCEPTED_ALL, max_new_tokens=13, speculation_stats=stats)
     assert (stats.num_batch_rounds, stats.num_rounds) == (3, 2 * 3)
     assert stats.num_drafted == stats.num_verified == stats.num_accepted == 2 * 9
     assert (stats.num_emitted, stats.mean_acceptance_length, stats.status) == (2 * 12, 4.0, 0)
@@ -279,4 +279,4 @@ def test_a_call_with_drafts_is_reported_and_logs_one_line_at_info(caplog):
         generate()
     (record,) = [record for record in caplog.records if record.name == "hf_speculate"]
     assert record.levelno == logging.INFO
-    assert re.search(r"greedy verification: 36 tokens in \d+ rounds, .* \d+\.\d tokens/s$", record.getMessage())
+    assert re.search(r"greedy verification: 39 tokens in \d+ rounds, .* \d+\.\d tokens/s$", record.getMessage())
