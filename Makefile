@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py
+OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/models/test_folded_attention.py
+OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
-TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_import.py tests/test_noise.py tests/test_mutants.py
+TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py tests/test_mutants.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=

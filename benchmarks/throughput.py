@@ -16,7 +16,6 @@ until the prompts run out, and each prompt is read while the other rows wait: th
 import argparse
 import copy
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -58,16 +57,6 @@ class EndsAtItsLength(StoppingCriteria):
         return input_ids.shape[1] >= self.ends.to(input_ids.device)[input_ids[:, 0]]
 
 
-class Source:
-    """Hands out prompts one by one."""
-
-    def __init__(self, prompts: list[RowPrompt]):
-        self._prompts: Iterator[RowPrompt] = iter(prompts)
-
-    def next(self) -> RowPrompt | None:
-        return next(self._prompts, None)
-
-
 class Methods:
     """The methods over one set of prompts."""
 
@@ -100,7 +89,7 @@ class Methods:
             RowPrompt(ids, arguments={"max_new_tokens": num}) for ids, num in zip(self.prompts, self.lens, strict=True)
         ]
         decoder = ContinuousDecoder(self.target, self.args.rows, self.arguments(is_speculative))
-        finished = [result for results in decoder.decode(Source(rows)) for result in results]
+        finished = [result for results in decoder.decode(partial(next, iter(rows), None)) for result in results]
         self.num_tokens[name] = sum(len(result.token_ids) for result in finished)
         self.stats[name] = decoder.stats
 

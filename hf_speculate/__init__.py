@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hf_speculate.generation.mixin import SpeculativeGenerationMixin as SpeculativeGenerationMixin
     from hf_speculate.generation.mixin import generate as generate
     from hf_speculate.processors.block import BlockLogitsProcessorList as BlockLogitsProcessorList
+    from hf_speculate.processors.registry import RollbackProcessor as RollbackProcessor
     from hf_speculate.processors.registry import register_row_wise as register_row_wise
-    from hf_speculate.processors.rollback import RollbackProcessor as RollbackProcessor
     from hf_speculate.stats import SpeculationStats as SpeculationStats
     from hf_speculate.tools.checks.pair import PairReport as PairReport
     from hf_speculate.tools.checks.pair import check_pair as check_pair
@@ -63,8 +63,7 @@ _NAMES = {
     "generation.enable": ("disable", "enable", "is_enabled"),
     "generation.mixin": ("SpeculativeGenerationMixin", "generate"),
     "processors.block": ("BlockLogitsProcessorList",),
-    "processors.registry": ("register_row_wise",),
-    "processors.rollback": ("RollbackProcessor",),
+    "processors.registry": ("RollbackProcessor", "register_row_wise"),
     "stats": ("SpeculationStats",),
     "tools.checks.pair": ("PairReport", "check_pair"),
     "tools.checks.parity": ("ParityReport", "check_parity"),

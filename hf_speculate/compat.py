@@ -88,9 +88,9 @@ def plain_steps(
     return PlainSteps(output.sequences[:, num_prompt:], torch.stack(output.logits, dim=1))
 
 
-def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:
-    """Class names of the models that transformers marks as stateful."""
-    return [type(one).__name__ for one in models if one._is_stateful]
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether transformers marks the model as stateful."""
+    return bool(model._is_stateful)
 
 
 def adapters_by_row(model: PreTrainedModel) -> bool:

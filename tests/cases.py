@@ -153,10 +153,16 @@ def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
 def pair(
     kind: str, noise: float = DRAFT_NOISE, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """An enabled target and its draft, float64 unless told. Shared between tests: change neither."""
-    target = make_model(kind, seed=seed, dtype=dtype)
-    draft = noisy_copy(target, noise, seed=seed + 1)
-    return hf_speculate.enable(target), draft
+    """As `new_pair`. Shared between tests: change neither."""
+    return new_pair(kind, noise, seed, dtype=dtype)
+
+
+def new_pair(
+    kind: str = "llama", noise: float = DRAFT_NOISE, seed: int = 0, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An enabled target and its draft, float64 unless told."""
+    target = hf_speculate.enable(make_model(kind, seed=seed, **options))
+    return target, noisy_copy(target, noise, seed=seed + 1)
 
 
 def plain_and_ours(
@@ -174,6 +180,9 @@ def plain_and_ours(
 
 
 OWN_FIELDS = (
+    "candidate_generator",
+    "drafter",
+    "use_mtp",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",

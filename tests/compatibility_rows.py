@@ -112,7 +112,9 @@ WARPERS |= {"typical_p": 0.3, "epsilon_cutoff": 0.2, "eta_cutoff": 0.5}
 OBJECT = "an object, never in JSON"
 STATES = "output_attentions output_hidden_states"
 EVERY_SECOND = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 64, 2))}
-SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)
+SYNTH_ID = SynthIDTextWatermarkingConfig(
+    keys=[3, 14, 15], ngram_len=4, context_history_size=2, skip_first_ngram_calls=True
+)
 
 
 def _ids(*ids):
@@ -232,7 +234,7 @@ FIELDS = (
     supported("token_healing", "needs `tokenizer`"),
     supported("guidance_scale", LOCK_STEP, 1.7),
     supported("watermarking_config", value=WatermarkingConfig(bias=9.0), rows=3),
-    same("watermarking_config", f"SynthID; {LOCK_STEP}", SYNTH_ID, rows=3),
+    supported("watermarking_config", f"SynthID; {LOCK_STEP}", SYNTH_ID, rows=3),
     supported("num_return_sequences", value=3, samples=True),
     *_each(supported, STATES, "one row, decoder-only"),
     supported("output_hidden_states", "one row, encoder-decoders too"),

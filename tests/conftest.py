@@ -99,7 +99,7 @@ def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     `parametrize("scripted", [lengths], indirect=True)` gives other lengths.
     """
     made: list[object] = []
-    module = importlib.import_module("tests.schedule.scripted")
+    module = importlib.import_module("tests.schedule.simulator")
 
     def build_schedule(*_: object) -> object:
         made.append(module.ScriptedSchedule(getattr(request, "param", module.LENS)))

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.fake_attention import EFFICIENT, FLASH, AttentionCall, direct_attention, sdpa_call
-from tests.recorded_graphs import Operator, recording, replay
+from tests.recorded_graphs import Operator, is_view, recording, replay
 from tests.triton_kernels.interpreter import quick_interpreter
 
 DEVICE = torch.device("cuda", 0)
@@ -274,11 +274,11 @@ class FakeCuda:
         has_bools = any(one.dtype in (torch.bool, torch.uint8) for one in on_device[1:])
         if name.startswith(_WAITS) or (is_index and has_bools):
             self.wait(name)
-        is_view = _is_view(func)
-        if not is_view and name not in _NO_LAUNCH:
+        has_views = is_view(func)
+        if not has_views and name not in _NO_LAUNCH:
             self.launch(name)
         output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
-        return _wrapped(output, on_device, is_view)
+        return _wrapped(output, on_device, has_views)
 
     def _copy(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Copies inside the device, and across."""
@@ -331,7 +331,7 @@ def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
 
 
-def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], is_view: bool) -> Any:
+def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> Any:
     """What an operator gave, as tensors of the device; what it wrote to is the tensor that it was given."""
     given = {id(one.data_on_host): one for one in inputs}
 
@@ -340,15 +340,10 @@ def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], is_view: bool) -> An
             return one
         return given[id(one)] if id(one) in given else FakeCudaTensor(one)
 
-    if is_view and not inputs[0].is_inference():  # then its views are ordinary tensors too, also in inference mode
+    if has_views and not inputs[0].is_inference():  # then its views are ordinary tensors too, also in inference mode
         with torch.inference_mode(False):
             return tree_map(wrap, output)
     return tree_map(wrap, output)
-
-
-def _is_view(func: Any) -> bool:
-    returned = [one.alias_info for one in func._schema.returns]
-    return any(info is not None and not info.is_write for info in returned)
 
 
 def _check_devices(name: str, on_host: Sequence[Tensor], is_index: bool) -> None:

@@ -14,10 +14,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_speculate
 from tests.compatibility_rows import Shift, StopAtSum
 from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import RECURRENT_KINDS
 from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
-from tests.tiny_recurrent import RECURRENT_KINDS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}

@@ -29,6 +29,11 @@ class Operator(NamedTuple):
     is_view: bool
 
 
+def is_view(func: Any) -> bool:
+    returned = [one.alias_info for one in func._schema.returns]
+    return any(info is not None and not info.is_write for info in returned)
+
+
 class Outside:
     """A tensor that was there before the capture, as the graph knows it."""
 
@@ -67,12 +72,10 @@ class _Recorder(TorchDispatchMode):
         if name in _READS:
             raise RuntimeError(f"the host was read during a capture: {name}")
         outputs = func(*args, **(kwargs or {}))
-        infos = [one.alias_info for one in func._schema.returns]
-        is_view = any(info is not None and not info.is_write for info in infos)
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
         flat = tree_flatten(outputs)[0]
         self._made |= {id(one): one for one in flat if isinstance(one, Tensor) and id(one) not in self._outside}
-        self.operators.append(Operator(func, args, kwargs, flat, is_view))
+        self.operators.append(Operator(func, args, kwargs, flat, is_view(func)))
         return outputs
 
     def _known(self, value: Any) -> Any:

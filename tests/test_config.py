@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import hf_speculate
 from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.config_sources import read_config
+from hf_speculate.generation.arguments import read_config
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import Verdict
 from hf_speculate.verify import register_verifier
 from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.verify.test_verifiers import KeepNothing
 
 SOURCES = ("keyword", "passed", "model", "draft")  # the strongest first
 # One value for each of them, neighbours different, then the default.
@@ -78,12 +78,6 @@ def seen(registry):
     """The resolved settings of each call with the verifier "seeing" or "rejection", which accept nothing here."""
     configs: list[SpeculationConfig] = []
 
-    class KeepNothing:
-        def verify(self, target_logits, draft, keys):
-            token_ids = torch.full((*target_logits.shape[:2],), -1)
-            token_ids[:, 0] = target_logits[:, 0].argmax(-1)
-            return Verdict(token_ids, torch.zeros_like(draft.lens), torch.zeros_like(draft.lens))
-
     def factory(config):
         configs.append(config)
         return KeepNothing()
@@ -102,11 +96,6 @@ def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, see
     models.generate_from(sources, do_sample=True, max_new_tokens=3)
     expected = {name: values[strongest] for name, values in VALUES.items()}
     assert expected in [{name: getattr(config, name) for name in VALUES} for config in seen]
-
-
-@pytest.mark.parametrize(("do_sample", "verifier"), [(False, "greedy"), (True, "rejection")])
-def test_an_unset_verifier_is_the_lossless_one(models, do_sample, verifier):
-    assert models.generate(do_sample=do_sample).verifier == verifier
 
 
 HEURISTIC, TWO = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}

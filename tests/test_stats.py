@@ -1,18 +1,22 @@
-"""Counts follow from the rounds that were added, and read well."""
+"""Counts follow from the rounds that were added, read well, and are those that `speculation_callback` hears of."""
 
 import io
 import json
+import logging
+import re
 import sys
 from dataclasses import fields
 
 import pytest
 import rich
+import torch
 from transformers import LogitsProcessorList
 
 import hf_speculate
+from hf_speculate import RoundReport
 from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
-from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, pair
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.tiny import make_model, ragged_prompts
 
 
@@ -130,17 +134,17 @@ def test_tables_show_markup_as_it_stands():
     assert "first [reason]" in out.getvalue() and "a &lt;b&gt; &amp; c" in page
 
 
-def generate(stats: SpeculationStats, batch_size: int, noise: float = DRAFT_NOISE, **options) -> None:
+def generate(batch_size: int = 3, noise: float = DRAFT_NOISE, **options) -> torch.Tensor:
     target, draft = pair("llama", noise)
-    options |= {"max_new_tokens": 13, "num_assistant_tokens": 3, "speculation_stats": stats}
-    target.generate(**ragged_prompts(batch_size, seed=1), assistant_model=draft, **options)
+    options = {"max_new_tokens": 14, "num_assistant_tokens": 3, **options}
+    return target.generate(**ragged_prompts(batch_size, seed=1), assistant_model=draft, **options)
 
 
 def test_a_call_with_a_perfect_draft_is_counted_exactly():
     """Twelve tokens after the first: three rounds of a wholly kept draft of three and one token more."""
     stats = hf_speculate.SpeculationStats()
     for batch_size in (3, 2):  # each call begins anew
-        generate(stats, batch_size, ACCEPTED_ALL)
+        generate(batch_size, ACCEPTED_ALL, max_new_tokens=13, speculation_stats=stats)
     assert (stats.num_batch_rounds, stats.num_rounds) == (3, 2 * 3)
     assert stats.num_drafted == stats.num_verified == stats.num_accepted == 2 * 9
     assert (stats.num_emitted, stats.mean_acceptance_length, stats.status) == (2 * 12, 4.0, 0)
@@ -152,7 +156,7 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
 def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
     stats, reports = SpeculationStats(), []
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
-    generate(stats, 3, speculation_callback=reports.append, logits_processor=processors)
+    generate(speculation_stats=stats, speculation_callback=reports.append, logits_processor=processors)
     assert stats.lock_step == is_lock_step
     num_verified = 0
     for one in reports:
@@ -224,3 +228,55 @@ def test_low_acceptance_is_reported_once_also_after_it_rose():
     assert [tallies.add(draft, SpeculationStats(num_verified=n, num_accepted=a)) for n, a in calls] == [
         *(True, False, False, False, False)
     ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"logits_processor": LogitsProcessorList([Unchanged()])},
+        {"prompt_lookup_num_tokens": 4, "eos_token_id": 5},
+        {"do_sample": True, "seed": 1, "num_assistant_tokens_schedule": "heuristic"},
+    ],
+)
+def test_it_is_told_every_round_as_the_statistics_count_it(options):
+    reports: list[RoundReport] = []
+    stats = SpeculationStats()
+    generate(speculation_callback=reports.append, speculation_stats=stats, **options)
+    assert len(stats.draft_lens) == len(reports)
+    assert [report.num_round for report in reports] == list(range(1, stats.num_batch_rounds + 1))
+    assert sum(len(report.row_ids) for report in reports) == stats.num_rounds
+    for name in ("num_drafted", "num_accepted", "num_emitted"):
+        assert sum(sum(getattr(report, name)) for report in reports) == getattr(stats, name) > 0
+    assert all(type(num) is int for report in reports for part in report[1:5] for num in part)
+    assert all(report.draft_s > 0 and report.score_s > 0 and report.other_s > 0 for report in reports)
+    assert all(report.round_s == report.draft_s + report.score_s + report.other_s for report in reports)
+    assert sum(report.score_s for report in reports) == pytest.approx(stats.score_s)
+    assert reports[-1].total_s <= stats.total_s  # what follows the last round is not in it
+    assert options or reports[-1].total_s == pytest.approx(stats.total_s, rel=0.05)
+
+
+def test_rows_are_named_by_their_place_in_the_output():
+    reports, quiet, told = [], SpeculationStats(), SpeculationStats()
+    options = {"eos_token_id": 5, "max_new_tokens": 60}
+    text = generate(speculation_callback=reports.append, **options, speculation_stats=told)
+    assert_equal_ids(generate(**options, speculation_stats=quiet), text)
+    assert (quiet.num_host_syncs, quiet.num_user_host_syncs) == (told.num_host_syncs, told.num_user_host_syncs)
+    ends = [(row[12:] == 5).nonzero()[:1, 0] for row in text]
+    emitted = [1, 1, 1]  # the token after the prompt comes before the first round
+    for report in reports:
+        for row, num in zip(report.row_ids, report.num_emitted, strict=True):
+            emitted[row] += num
+    assert emitted == [int(end) + 1 if len(end) else 60 for end in ends]
+    assert len({report.row_ids for report in reports}) > 1  # rows left
+
+
+def test_a_call_with_drafts_is_reported_and_logs_one_line_at_info(caplog):
+    reports: list[RoundReport] = []
+    with caplog.at_level(logging.INFO, logger="hf_speculate"):
+        pair("llama")[0].generate(**ragged_prompts(1), max_new_tokens=3, speculation_callback=reports.append)
+        assert (caplog.records, reports) == ([], [])
+        generate()
+    (record,) = [record for record in caplog.records if record.name == "hf_speculate"]
+    assert record.levelno == logging.INFO
+    assert re.search(r"greedy verification: 39 tokens in \d+ rounds, .* \d+\.\d tokens/s$", record.getMessage())

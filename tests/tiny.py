@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from tests.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
 from tests.tiny_configs import MAX_LEN as MAX_LEN
-from tests.tiny_configs import PAD_TOKEN_ID, SLIDING_WINDOW, fill
-from tests.tiny_recurrent import RECURRENT_KINDS, recurrent_configs
+from tests.tiny_configs import PAD_TOKEN_ID, RECURRENT_KINDS, SLIDING_WINDOW, fill, recurrent_configs
 
 # The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times float64's resolution.
 LOGIT_SCALE = 2.0

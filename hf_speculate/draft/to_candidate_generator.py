@@ -10,7 +10,6 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.compat import stateful_names
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError, UnsupportedModelError
 from hf_speculate.models.cache_selection import make_hybrid_cache
@@ -112,7 +111,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
 def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:
     model: PreTrainedModel | None = getattr(drafter, "draft_model", None)
-    obstacle = "" if model is None else rollback_obstacle(model, bool(stateful_names([model])))
+    obstacle = "" if model is None else rollback_obstacle(model)
     if obstacle:
         raise UnsupportedModelError(
             f"draft models must be able to roll back, got {type(model).__name__} with recurrent state {obstacle}; "

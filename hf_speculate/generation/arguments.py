@@ -1,8 +1,10 @@
-"""Arguments of `generate()`: binds them to names, and takes out those that speculation handles itself."""
+"""Arguments of `generate()`: binds them, takes out what speculation handles itself, and collects the fields of ours."""
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,10 +12,14 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
-from hf_speculate.draft.heads.mtp import SERVED_TARGETS
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig
+from hf_speculate.draft.state import DraftState
+from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
+# A field that is settled keeps its companion out of weaker sources: a call that asks for K tokens gets K.
+_SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 
 
 class BoundCall(NamedTuple):
@@ -50,8 +56,6 @@ def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
     # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
     if call.get("temperature") and "temperature" in inspect.signature(bound.plain).parameters:
         return True
-    if "do_sample" in call:
-        return bool(call["do_sample"])
     return bool(setting(model, call, "do_sample"))
 
 
@@ -67,26 +71,24 @@ def unwrapped(assistant: Any) -> Any:
     return assistant.get_base_model()
 
 
+def take_over(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
+    """The value of a field that speculation handles itself; in its place transformers gets `left`."""
+    value = setting(model, call, name)
+    if value not in (None, left):
+        call[name] = left
+    return value
+
+
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
-    stop_strings = setting(model, call, "stop_strings")
+    stop_strings, tokenizer = take_over(model, call, "stop_strings"), call.get("tokenizer")
     if stop_strings is None:
         return
-    tokenizer = call.get("tokenizer")
     if tokenizer is None:
         raise ConfigError("tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()")
     criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer, stop_strings))
     call["stopping_criteria"] = criteria
-    call["stop_strings"] = None
-
-
-def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether a call asks for a static cache, which cannot roll back by row; transformers is kept from making it."""
-    if setting(model, call, "cache_implementation") != "static" or call.get("past_key_values") is not None:
-        return False
-    call["cache_implementation"] = "dynamic"
-    return True
 
 
 def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -99,36 +101,16 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
         call["prompt_lookup_num_tokens"] = None
 
 
-def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
-    """Number of layers after which the target drafts for itself; transformers would do so for one row only."""
-    num_layers: int | None = setting(model, call, "assistant_early_exit")
-    if num_layers is not None:
-        call["assistant_early_exit"] = None
-    return num_layers
-
-
-def own_mtp(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether the target's MTP layers are to draft: transformers is kept from it if `load_drafter` loads them."""
-    if model.config.model_type not in SERVED_TARGETS or not setting(model, call, "use_mtp"):
-        return False
-    call["use_mtp"] = False
-    return True
-
-
-def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:
-    """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings [B, P, hidden].
-
-    The input ids [B, T] int64 are the whole text or what is new; with embeddings they stand in the output for them.
-    """
-    num_before = num_held(cache)
-    num_prompt = input_ids.shape[1]
+def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None) -> Tensor:
+    """[B, Q] int64, the tokens of ids [B, T], whole or new, that the cache lacks; zeros for embeddings [B, P, D]."""
+    num_before, num_prompt = num_held(cache), input_ids.shape[1]
+    mask_len = None if passed_mask is None else passed_mask.shape[-1]
     if embeds is None:
-        has_all = passed_mask_len is None or passed_mask_len == num_prompt
-        query = input_ids[:, num_before:] if has_all else input_ids
+        query = input_ids[:, num_before:] if mask_len in (None, num_prompt) else input_ids
     else:
         num_ids, num_prompt = num_prompt, embeds.shape[1]
-        if passed_mask_len != num_prompt and (passed_mask_len is not None or num_ids not in (0, num_prompt)):
-            got = "none" if passed_mask_len is None else f"{passed_mask_len} columns"
+        if mask_len != num_prompt and (mask_len is not None or num_ids not in (0, num_prompt)):
+            got = "none" if mask_len is None else f"{mask_len} columns"
             raise UnsupportedGenerationError(
                 f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
                 f"{got}; pass a mask over the embeddings"
@@ -149,8 +131,45 @@ def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
     """A field by the keyword, even if that is None, the passed config, or the model's; None if nobody set it."""
     if name in call:
         return call[name]
-    value = None
-    for config in (call.get("generation_config"), model.generation_config):
-        if value is None and config is not None:
-            value = getattr(config, name, None)
-    return value
+    values = (getattr(config, name, None) for config in (call.get("generation_config"), model.generation_config))
+    return next((value for value in values if value is not None), None)
+
+
+def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
+    """Read each field from the first source that sets it; the strongest source comes first."""
+    settled: dict[str, Any] = {}
+    for source in sources:
+        shut_out = {other for name, other in _SHUTS_OUT.items() if name in settled}
+        for name in FIELD_NAMES:
+            if name in source and name not in settled and name not in shut_out:
+                settled[name] = source[name]
+    for name, kind in (("suffix_store", SuffixStore), ("draft_state", DraftState)):
+        value = settled.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
+            )
+    # an explicit None keeps weaker sources out, then means the default
+    return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
+
+
+def fields_of(config: object) -> dict[str, Any]:
+    """The fields that a `GenerationConfig` sets; `None` counts as not set."""
+    values = {name: getattr(config, name, None) for name in FIELD_NAMES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of ours that a `generation_config.json`, or its content, sets; `None` counts as not set."""
+    values: Any = saved or {}
+    if isinstance(saved, str | Path):
+        try:
+            values = json.loads(Path(saved).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:  # no JSON, or lists in lists without end
+            raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"fields_from must be a JSON object or a mapping, got {type(values).__name__}; "
+            'write {"verifier": "typical"}, say'
+        )
+    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}

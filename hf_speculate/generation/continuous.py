@@ -1,8 +1,8 @@
 """Continuous batching: a finished row is replaced by the next prompt of a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,18 +33,12 @@ class RowPrompt:
     key: Any = None  # passed on to the result
 
 
-class RowSource(Protocol):
-    """Prompts to decode."""
-
-    def next(self) -> RowPrompt | None:
-        """The next prompt; None if there is none now. It is asked again after each round in which a row is free."""
+# The next prompt; None if there is none now. It is asked again after each round in which a row is free.
+RowSource = Callable[[], RowPrompt | None]
 
 
 class RowResult(NamedTuple):
-    """A finished row; a cancelled one has the tokens that it had.
-
-    After an error in a batch, its rows are decoded again one by one, to find the row that fails.
-    """
+    """A finished row; a cancelled one has the tokens that it had."""
 
     prompt: RowPrompt
     token_ids: list[int]  # new tokens, up to the row's stop
@@ -70,7 +64,8 @@ class ContinuousDecoder:
     stats: SpeculationStats = field(default_factory=SpeculationStats)  # of all rows; written to
     on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before they are read
     # called after each round with the prompt of each row that goes on, and all of its new tokens; a row for which it
-    # returns False is cancelled. The tokens begin anew if a row is decoded again, see `RowResult`
+    # returns False is cancelled. The tokens begin anew if a row is decoded again: after an error in a batch, its rows
+    # are decoded one by one, to find the row that fails
     on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None
     ends_rows: bool = False  # whether wrong arguments and a lack of memory end the row, too, instead of the run
 
@@ -129,7 +124,7 @@ class ContinuousDecoder:
         results: list[RowResult] = []
         while not results and len(self._prompts) < self.num_rows:
             waiting: list[RowPrompt] = []
-            while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source.next()) is not None:
+            while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None:
                 waiting.append(prompt)
             if not waiting:
                 break
@@ -188,14 +183,11 @@ class ContinuousDecoder:
         prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
-        others = self._running, self._prompts
-        self._running, self._prompts = {}, {}
-        results: list[RowResult] = []
+        alone, results = replace(self), []
         for prompt in prompts:
-            results += self._begin([prompt])
-            while self._running:
-                results += self._step()
-        self._running, self._prompts = others
+            results += alone._begin([prompt])
+            while alone._running:
+                results += alone._step()
         return results
 
     def _ends_a_row(self, error: Exception) -> bool:
@@ -227,23 +219,19 @@ class ContinuousDecoder:
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
     rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
-    input_ids, attention_mask = (
-        pad_sequence(padded, batch_first=True, padding_value=value, padding_side="left")  # [B, T]
-        for padded, value in ((rows, pad_token_id), ([torch.ones_like(row) for row in rows], 0))
-    )
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     return input_ids.to(device), attention_mask.to(device)
 
 
 def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
     """Groups of prompts that are read together: of equal arguments and like length."""
-    groups: list[list[RowPrompt]] = []
-    for prompt in prompts:
-        group = groups[-1] if groups else [prompt]
-        lens = [len(one.token_ids) for one in (*group, prompt)]
-        has_seed = [one.seed is not None for one in (group[0], prompt)]
-        is_like = dict(group[0].arguments) == dict(prompt.arguments) and has_seed[0] == has_seed[1]
-        if groups and is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
-            group.append(prompt)
+    groups = [[prompts[0]]]
+    for prompt in prompts[1:]:
+        first, lens = groups[-1][0], [len(one.token_ids) for one in (*groups[-1], prompt)]
+        is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
+        if is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
+            groups[-1].append(prompt)
         else:
             groups.append([prompt])
     return groups

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
@@ -21,23 +23,10 @@ from hf_speculate.engine.outputs import GenerateOutput, recorded_of
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_source import DraftSource
-from hf_speculate.generation.model_inputs import draft_inputs, encoder_hidden_states, target_inputs
+from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
 from hf_speculate.generation.self_test import check_decoding
-from hf_speculate.generation.validate_call import (
-    check_context,
-    check_mask,
-    check_prepared,
-    check_room,
-    check_span_ids,
-    check_synced,
-    checked_mask,
-)
-from hf_speculate.generation.validate_models import (
-    check_attention,
-    check_chunks,
-    check_decoder_prompt,
-    check_rope,
-)
+from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
+from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -51,8 +40,6 @@ class _Inputs(NamedTuple):
 
     model: PreTrainedModel
     input_ids: Tensor  # [B, T] int64
-    logits_processor: LogitsProcessorList
-    stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     inputs_tensor: Tensor | None
     model_kwargs: dict[str, Any]
@@ -61,18 +48,14 @@ class _Inputs(NamedTuple):
 
 @dataclass(eq=False)
 class SpeculativeDecoding:
-    """A `custom_generate` function that decodes for one `generate()` call, with fixed buffers if `is_static`.
-
-    A model's own `generate`, such as Whisper's, may call it several times: for parts of the input, or to try again.
-    With the number of a first row, the decoder is made but not run, so that its rows may join others.
-    """
+    """A `custom_generate` function for one call of `generate()`, which Whisper's own `generate` runs several times."""
 
     assistant: ResolvedAssistant
     config: SpeculationConfig
     passed: dict[str, Any]  # the arguments of the call that are not None
-    is_static: bool
+    is_static: bool  # whether the call asks for fixed buffers
     source: DraftSource
-    first_row: int | None = None
+    first_row: int | None = None  # if given, the decoder is made but not run, so that its rows may join others
 
     def __post_init__(self) -> None:
         self.prepared: Prepared  # set by a run, if there is a first row
@@ -97,8 +80,6 @@ class SpeculativeDecoding:
         config = self.config.for_run(self.num_runs).resolve(bool(generation_config.do_sample))
         self.num_runs += 1
         check_verifier(config)
-        check_span_ids(config, model)
-        check_attention(model, bool(generation_config.output_attentions), self.source)
         streamer = self.passed.get("streamer")
         check_prepared(model, input_ids, generation_config, model_kwargs, streamer, self.source)
         input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
@@ -106,17 +87,8 @@ class SpeculativeDecoding:
         if is_static(cache):
             static_cache = cache
             model_kwargs["past_key_values"] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
-        inputs = _Inputs(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor,
-            model_kwargs,
-            static_cache,
-        )
-        call = self._call(inputs, config)
+        inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
+        call = self._call(inputs, config, BlockLogitsProcessorList(logits_processor), stopping_criteria)
         call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
         prepared = build_decoder(call, self.stats, self.clock)
         if self.first_row is not None:
@@ -138,7 +110,8 @@ class SpeculativeDecoding:
                 call.streamer.end()
             output: GenerateOutput | Tensor
             if inputs.generation_config.return_dict_in_generate:
-                encoder_states = encoder_hidden_states(inputs.model_kwargs)
+                encoded = inputs.model_kwargs.get("encoder_outputs")
+                encoder_states = encoded.get("hidden_states") if isinstance(encoded, ModelOutput) else None
                 output = decoder.output.output(inputs.input_ids, pad_id, cache, encoder_states)
             else:
                 output = decoder.output.sequences(inputs.input_ids, pad_id)
@@ -149,11 +122,18 @@ class SpeculativeDecoding:
                 write_back(call.cache, inputs.static_cache)  # the last step, which nothing would undo
         return output
 
-    def _call(self, inputs: _Inputs, config: SpeculationConfig) -> Call:
-        model, input_ids, processors, criteria, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
+    def _call(
+        self,
+        inputs: _Inputs,
+        config: SpeculationConfig,
+        processors: BlockLogitsProcessorList,
+        criteria: StoppingCriteriaList,
+    ) -> Call:
+        model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
         draft, vocabulary, device = self.assistant.model, self.assistant.vocabulary, input_ids.device
-        mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-        query_ids = self._query(inputs, mask)
+        mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
+        padding_mask = None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)
+        query_ids = self._query(inputs, mask, padding_mask is not None)
         has_positions = "position_ids" in self.passed
         extra = target_inputs(model, input_ids, query_ids.shape[1], model_kwargs, has_positions=has_positions)
         check_context(extra, input_ids, generation_config, draft, vocabulary)
@@ -171,11 +151,11 @@ class SpeculativeDecoding:
             config=config,
             input_ids=input_ids,
             query_ids=query_ids,
-            attention_mask=checked_mask(mask),
+            attention_mask=padding_mask,
             cache=model_kwargs[cache_name(model)],
             is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
-            processors=BlockLogitsProcessorList(processors),
+            processors=processors,
             criteria=BlockStoppingCriteria(criteria),
             do_sample=bool(generation_config.do_sample),
             max_length=generation_config.max_length,
@@ -202,24 +182,22 @@ class SpeculativeDecoding:
             rows_leave=self.first_row is not None,
         )
 
-    def _query(self, inputs: _Inputs, mask: Tensor | None) -> Tensor:
+    def _query(self, inputs: _Inputs, mask: Tensor | None, is_padded: bool) -> Tensor:
         """[B, Q] int64, the prompt tokens that the cache does not hold, after the checks of mask, length and cache."""
         model, input_ids, generation_config = inputs.model, inputs.input_ids, inputs.generation_config
         cache = inputs.model_kwargs[cache_name(model)]
         mask_shape = None if mask is None else tuple(mask.shape)
         if model.config.is_encoder_decoder:
-            check_decoder_prompt(model, mask, self.source)
-            query = uncached(input_ids, cache, None if mask is None else mask.shape[-1])
+            query = uncached(input_ids, cache, mask)
         else:
             embeds, passed = inputs.model_kwargs.get("inputs_embeds"), self.passed.get("attention_mask")
-            query = uncached(input_ids, cache, None if passed is None else passed.shape[-1], embeds)
-            if mask is None or bool((mask != 0).all()):
+            query = uncached(input_ids, cache, passed, embeds)
+            if not is_padded:
                 mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
         num_held_before = num_held(cache)
         check_mask(mask_shape, query, num_held_before, text_prefix(model))
         max_tokens = generation_config.max_length + num_held_before + query.shape[1] - input_ids.shape[1]
-        check_chunks(model, generation_config, self.source)
-        check_rope(model, max_tokens, self.source)
+        check_target(model, generation_config, is_padded, max_tokens, self.source)
         if inputs.static_cache is not None:
             check_room(room_in(inputs.static_cache, model.config.get_text_config(decoder=True)), max_tokens - 1)
         return query

@@ -13,8 +13,7 @@ from hf_speculate.generation.mixin import SpeculativeGenerationMixin, warn_of_lo
 ModelT = TypeVar("ModelT")
 
 _LOCK = threading.Lock()
-_ENABLED_CLASSES: dict[type, type] = {}
-_PLAIN_CLASSES: dict[type, type] = {}
+_ENABLED_CLASSES: dict[type, type] = {}  # by plain class, which they name as `_plain_class`
 
 
 def enable(model: ModelT) -> ModelT:
@@ -58,8 +57,9 @@ def disable(model: ModelT) -> ModelT:
         UnsupportedModelError: it is not a transformers model that can generate.
     """
     base = _base_model(model)
-    if type(base) in _PLAIN_CLASSES:
-        base.__class__ = _PLAIN_CLASSES[type(base)]
+    plain: Any = vars(type(base)).get("_plain_class")
+    if plain is not None:
+        base.__class__ = plain
     return model
 
 
@@ -84,6 +84,7 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
     with _LOCK:
         if plain not in _ENABLED_CLASSES:
             body = {
+                "_plain_class": plain,
                 "__doc__": plain.__doc__,
                 "__module__": plain.__module__,
                 "__qualname__": plain.__qualname__,
@@ -91,17 +92,14 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
                 "__copy__": _copy_enabled,
                 "__deepcopy__": _copy_enabled,
             }
-            enabled = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
-            _ENABLED_CLASSES[plain] = enabled
-            _PLAIN_CLASSES[enabled] = plain
+            _ENABLED_CLASSES[plain] = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
         return _ENABLED_CLASSES[plain]
 
 
 def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
     """Pickle as the plain class, which other processes can import; the copy is to be enabled again."""
     reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(protocol)  # type: ignore[misc]
-    enabled = next(parent for parent in type(self).__mro__ if parent in _PLAIN_CLASSES)
-    return object.__new__, (_PLAIN_CLASSES[enabled],), reduced[2]
+    return object.__new__, (self._plain_class,), reduced[2]
 
 
 def _copy_enabled(self: PreTrainedModel, memo: dict[int, Any] | None = None) -> PreTrainedModel:

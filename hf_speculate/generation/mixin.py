@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.compat import check_private_names, comes_from_model_config, stateful_names
+from hf_speculate.compat import check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
 from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
+from hf_speculate.draft.heads.mtp import SERVED_TARGETS
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
@@ -23,20 +24,20 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
-    own_early_exit,
-    own_mtp,
+    fields_in,
+    fields_of,
     own_prompt_lookup,
-    own_static_cache,
     own_stop_strings,
+    read_config,
     samples,
     setting,
+    take_over,
     unwrapped,
 )
-from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
 from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_assistant, check_models
+from hf_speculate.generation.validate_models import check_models
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -60,8 +61,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
         Raises:
             SpeculateError: see `hf_speculate.generate`.
         """
-        plain = super().generate  # type: ignore[misc]  # self is a model wherever the mixin is used
-        return _generate(self, plain, args, kwargs, {})  # type: ignore[arg-type]
+        model: Any = self  # wherever the mixin is used
+        return _generate(model, _plain_generate(model), args, kwargs, {})
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
@@ -161,9 +162,10 @@ def _find_decoding(
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    early_exit = own_early_exit(model, call)
+    early_exit = take_over(model, call, "assistant_early_exit")
     source = find_draft_source(assistant, early_exit, config, samples(model, bound))
-    if source in (None, COUPLED_ALONE) and own_mtp(model, call):
+    has_mtp = source in (None, COUPLED_ALONE) and model.config.model_type in SERVED_TARGETS
+    if has_mtp and take_over(model, call, "use_mtp", left=False):
         source, assistant = MTP, model_state(model).heads.get(str(model.config.name_or_path), model)
     if isinstance(assistant, DraftHead):
         config, assistant = with_head(config, assistant, source or ASSISTED), None
@@ -173,17 +175,17 @@ def _find_decoding(
             config.speculation_stats.reset()
         return None
     source = source or NO_DRAFTS
-    check_call(model, call, source)
-    if assistant is not None:
-        check_assistant(assistant)
-    models = [model] if assistant is None else [model, assistant]
+    check_call(model, call, config, source)
     check_private_names(model)
-    check_models(models, stateful_names(models), source)
+    check_models([model] if assistant is None else [model, assistant], source)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
-    is_static = own_static_cache(model, call)
+    # a static cache cannot roll back by row
+    is_static = setting(model, call, "cache_implementation") == "static" and call.get("past_key_values") is None
+    if is_static:
+        call["cache_implementation"] = "dynamic"
     passed = {name: value for name, value in call.items() if value is not None}
     return SpeculativeDecoding(resolved, config, passed, is_static, source, first_row)
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
@@ -29,10 +28,10 @@ def target_inputs(
 ) -> ExtraInputs:
     """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
     if model.config.is_encoder_decoder:
-        every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
-        given = {name: value for name, value in every.items() if value is not None}
+        names = [name for name in ("encoder_outputs", "attention_mask") if model_kwargs.get(name) is not None]
+        every = {name: model_kwargs[name] for name in names}
         own_positions = _decoder_positions(model, input_ids, num_query, model_kwargs)
-        return ExtraInputs(given, own_positions, prefix=text_prefix(model))
+        return ExtraInputs(every, own_positions, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
     model_class: Any = type(model)
@@ -59,12 +58,9 @@ def draft_inputs(
     inputs: Tensor | None,
     model_kwargs: dict[str, Any],
     num_rows: int,
-    vocabulary: VocabMapping | None = None,
+    vocabulary: VocabMapping | None,
 ) -> ExtraInputs:
-    """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
-
-    The draft's encoder runs once on `inputs`, those of the target's encoder, unless both are one.
-    """
+    """What the draft model reads besides the text: the target's encoder output, or that of its own for `inputs`."""
     if draft is None:
         return ExtraInputs()
     outputs = model_kwargs.get("encoder_outputs")
@@ -99,12 +95,6 @@ def draft_inputs(
     if mask is not None:
         every["attention_mask"] = mask.to(device_of(draft))
     return ExtraInputs(every, prefix=text_prefix(draft))
-
-
-def encoder_hidden_states(model_kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """The hidden states [B, S, D] of each layer of the encoder; None if they were not computed."""
-    outputs = model_kwargs.get("encoder_outputs")
-    return outputs.get("hidden_states") if isinstance(outputs, ModelOutput) else None
 
 
 def _decoder_positions(

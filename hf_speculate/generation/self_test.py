@@ -11,7 +11,6 @@ resolution of the dtype and grows with depth; a token that is read at a wrong pl
 
 import copy
 import math
-import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -38,8 +37,6 @@ NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, 
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
 
-_lock = threading.Lock()
-
 
 def check_decoding(
     call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
@@ -50,21 +47,14 @@ def check_decoding(
         return ""
     if model.training:  # dropout draws anew in every forward
         return "skipped, for the model is in training mode"
-    mask = call.attention_mask
+    mask, dtype = call.attention_mask, _dtype(model)
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     # Calls that agree in this are decoded alike.
-    situation = (
-        num_tokens,
-        call.batch_size > 1,
-        padding,
-        tuple(call.target_inputs.prompt_names),
-        call.config.speculation_cache,
-        call.is_cache_passed,
-        attention_of(model),
-        _dtype(model),
-    )
-    with _lock:
-        difference = model_state(model).self_tests.get(situation, torch.nan)
+    model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
+    prompt_kind = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
+    situation = model_kind, cache_kind, prompt_kind
+    self_tests = model_state(model).self_tests
+    difference = self_tests.get(situation, torch.nan)
     is_due = math.isnan(difference)
     if call.ranks is not None:  # forwards wait for those of the other ranks
         is_due = bool(call.ranks.max(int(is_due)))
@@ -73,10 +63,8 @@ def check_decoding(
         if call.group is not None:
             measured = torch.tensor(difference, dtype=torch.float64, device="cpu")
             difference = float(call.group.broadcast(measured))
-        with _lock:
-            model_state(model).self_tests[situation] = difference
+        self_tests[situation] = difference
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
-    dtype = _dtype(model)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
     fails_anywhere = has_failed if call.ranks is None else bool(call.ranks.max(int(has_failed)))
@@ -116,8 +104,8 @@ def _measure(
 ) -> float:
     """The difference between plain steps and our forwards, on copies of the call's cache."""
     model = call.target
-    plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
     with _same_randomness(model):
+        plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
         plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
     del plain_kwargs  # before the second cache is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -35,7 +34,7 @@ _DECODER_KWARGS = set(
 _PASSED_OVER = {"labels", "output_router_logits"}
 
 
-def check_call(model: PreTrainedModel, call: dict[str, Any], source: DraftSource) -> None:
+def check_call(model: PreTrainedModel, call: dict[str, Any], config: SpeculationConfig, source: DraftSource) -> None:
     """Refuse arguments, before transformers prepares the call."""
     refused = {
         "custom_generate": call.get("custom_generate") is not None,
@@ -53,6 +52,12 @@ def check_call(model: PreTrainedModel, call: dict[str, Any], source: DraftSource
         )
     is_paged = call.get("cache_implementation") == "paged"  # transformers would batch continuously, past our loop
     _refuse({"cache_implementation": is_paged}, f"with {source.cause}, got 'paged'; {source.hint}")
+    span, size = config.relax_only_inside, vocab_size_of(model)
+    if span is not None and max(span) >= size:
+        raise ConfigError(
+            f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got {tuple(span)}; "
+            "take them from the target's tokenizer"
+        )
 
 
 def check_prepared(
@@ -114,16 +119,6 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
         f"{prefix}attention_mask must be {[num_rows, num_cached + num_query]} for {num_rows} rows of {tokens}, got "
         f"{list(mask_shape)}; pass the mask that the tokenizer gives with the prompt, cached tokens included"
     )
-
-
-def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
-    """Refuse spans of tokens that the target does not have."""
-    size = vocab_size_of(model)
-    if config.relax_only_inside is not None and max(config.relax_only_inside) >= size:
-        raise ConfigError(
-            f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got "
-            f"{tuple(config.relax_only_inside)}; take them from the target's tokenizer"
-        )
 
 
 def check_synced(
@@ -195,8 +190,3 @@ def check_room(room: int | None, num_columns: int) -> None:
             f"past_key_values must have room for {num_columns} tokens, got a StaticCache for {room}; make it with "
             f"max_cache_len={num_columns}, or lower max_new_tokens"
         )
-
-
-def checked_mask(mask: Tensor | None) -> Tensor | None:
-    """The attention mask [B, P] of any dtype as int64; None if nothing is padded."""
-    return None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from transformers import AttentionMaskInterface, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,8 +20,14 @@ _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
 _SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}
 
 
-def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], source: DraftSource) -> None:
-    """Refuse models that cannot decode, from the configs alone; the target comes first, then the draft."""
+def check_models(models: Sequence[Any], source: DraftSource) -> None:
+    """Refuse models that cannot decode, from the configs alone; the target comes first, then what is to draft."""
+    for assistant in models[1:]:
+        if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
+            raise UnsupportedModelError(
+                f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
+                f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.hint}"
+            )
     if has_own_loop(models[0]):
         raise UnsupportedModelError(
             f"the target must decode in the loop of GenerationMixin, got {type(models[0]).__name__} with a loop "
@@ -30,7 +35,7 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], sou
         )
     for model in models:
         name, config = type(model).__name__, model.config
-        recurrent = rollback_obstacle(model, name in stateful)
+        recurrent = rollback_obstacle(model)
         quirk = limit_reason(model, Limit.NOT_SUPPORTED)
         drops_states = model.training and any(
             getattr(part, "gradient_checkpointing", False) for part in model.modules()
@@ -78,62 +83,46 @@ def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
             )
 
 
-def check_rope(target: PreTrainedModel, max_length: int, source: DraftSource) -> None:
-    """Refuse rotary embeddings of a target that change for tokens already cached once the text grows past a border."""
+def check_target(
+    target: PreTrainedModel,
+    generation_config: GenerationConfig,
+    is_padded: bool,
+    max_length: int,
+    source: DraftSource,
+) -> None:
+    """Check a prepared call, whose text may grow to `max_length` tokens, against the limits of its target."""
+    name, attention = type(target).__name__, attention_of(target)
+    is_masked = attention not in ALL_ATTENTION_FUNCTIONS or attention in AttentionMaskInterface()
+    if not is_masked and source is not COUPLED_ALONE:  # drafts would see wrong columns
+        raise UnsupportedModelError(
+            f"the attention implementation must have a mask function to score drafts, got {attention!r} without one in "
+            f"{name}; call transformers.AttentionMaskInterface.register({attention!r}, transformers.masking_utils."
+            f"sdpa_mask), or with another function that makes the masks it reads, or {source.hint}"
+        )
+    quirk = limit_reason(target, Limit.NO_ATTENTIONS_FROM_SDPA)
+    if generation_config.output_attentions and quirk and attention != "eager":
+        raise UnsupportedModelError(
+            f"output_attentions of {name} must come with eager attention, because {quirk}, got {attention!r}; load "
+            f"the model with attn_implementation='eager', or {source.hint}"
+        )
+    quirk = limit_reason(target, Limit.NO_PADDED_DECODER_PROMPT)
+    if quirk and is_padded:
+        raise UnsupportedModelError(
+            f"decoder_attention_mask must be all ones for {name}, because {quirk}, got masked tokens; "
+            f"pass decoder prompts of one length, or {source.hint}"
+        )
     rope = growing_rope(target)
     if rope is not None and max_length > rope[1]:
         raise UnsupportedModelError(
-            f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
-            f"got {max_length}; {source.hint}"
-        )
-
-
-def check_attention(target: PreTrainedModel, returns_weights: bool, source: DraftSource) -> None:
-    """Check that the target's attention gets a mask, without which drafts see wrong columns, and gives its weights."""
-    name = attention_of(target)
-    has_mask = source is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface()
-    if not has_mask:
-        raise UnsupportedModelError(
-            f"the attention implementation must have a mask function to score drafts, got {name!r} without one in "
-            f"{type(target).__name__}; call transformers.AttentionMaskInterface.register({name!r}, "
-            f"transformers.masking_utils.sdpa_mask), or with another function that makes the masks it reads, or "
+            f"max_length must be at most {rope[1]} for {name} with {rope[0]} rotary embeddings, got {max_length}; "
             f"{source.hint}"
         )
-    quirk = limit_reason(target, Limit.NO_ATTENTIONS_FROM_SDPA)
-    if returns_weights and quirk and name != "eager":
-        raise UnsupportedModelError(
-            f"output_attentions of {type(target).__name__} must come with eager attention, because {quirk}, got "
-            f"{name!r}; load the model with attn_implementation='eager', or {source.hint}"
-        )
-
-
-def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None, source: DraftSource) -> None:
-    """Check that a decoder prompt [B, P] has no masked tokens, if the target needs that."""
-    quirk = limit_reason(target, Limit.NO_PADDED_DECODER_PROMPT)
-    if quirk and attention_mask is not None and not bool((attention_mask != 0).all()):
-        raise UnsupportedModelError(
-            f"decoder_attention_mask must be all ones for {type(target).__name__}, because {quirk}, got masked tokens; "
-            f"pass decoder prompts of one length, or {source.hint}"
-        )
-
-
-def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, source: DraftSource) -> None:
-    """Refuse chunked prefill for models that ignore earlier states; plain `generate` reads their prompts at once."""
-    cache = None if generation_config.prefill_chunk_size is None else recurrent_cache(target)
+    chunk_size = generation_config.prefill_chunk_size
+    cache = None if chunk_size is None else recurrent_cache(target)
     if cache is None or attention_layers(cache.layers):
         return
     if not all(protocol.reads_at_once for _, protocol in stepped_model(target, cache).mixers):
         raise UnsupportedModelError(
-            f"prefill_chunk_size must be left out for {type(target).__name__}, got "
-            f"{generation_config.prefill_chunk_size}: its path for several tokens ignores earlier states; "
-            f"leave it out, or {source.hint}"
-        )
-
-
-def check_assistant(assistant: object) -> None:
-    """Refuse an assistant that is no transformers model that can generate."""
-    if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
-        raise UnsupportedModelError(
-            f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
-            f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.hint}"
+            f"prefill_chunk_size must be left out for {name}, got {chunk_size}: its path for several tokens ignores "
+            f"earlier states; leave it out, or {source.hint}"
         )

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_speculate.cache.layers import is_recurrent
+from hf_speculate.compat import is_stateful
 from hf_speculate.models.language_model import CACHE_NAMES
 from hf_speculate.models.mixer_probe import probed
 from hf_speculate.models.mixer_steps import Mixer, StepProtocol
@@ -64,11 +65,11 @@ def recurrent_cache(model: PreTrainedModel) -> Cache | None:
     return cache if is_recurrent(cache) else None
 
 
-def rollback_obstacle(model: PreTrainedModel, is_stateful: bool) -> str:
+def rollback_obstacle(model: PreTrainedModel) -> str:
     """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none."""
     cache = recurrent_cache(model)
     if cache is None:
-        return "outside a transformers cache" if is_stateful else ""
+        return "outside a transformers cache" if is_stateful(model) else ""
     if (getattr(model, "tp_size", None) or 1) > 1:
         return "and split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):

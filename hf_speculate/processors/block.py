@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.processors.registry import Reads, find_context_len, find_reads, name_of
-from hf_speculate.processors.rollback import ForkedProcessor
+from hf_speculate.processors.registry import Reads, RollbackProcessor, any_ids, find_context_len, find_reads, name_of
 from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.transfers import upload
 
@@ -110,7 +109,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     def for_draft(self) -> "BlockLogitsProcessorList":
         """Those that run on the draft model: the pure ones, and of those with state what `forked()` makes forks of."""
-        parts = [ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
+        parts = [_ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
         return BlockLogitsProcessorList(_unsized(p) for p in parts)
 
     def forked(self) -> "BlockLogitsProcessorList":
@@ -129,6 +128,22 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         """The list for the rows `indices` [N], in that order; processors with state drop the others in place."""
         kept = torch.as_tensor(indices, dtype=torch.int64, device="cpu")  # [N]
         return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
+
+
+class _ForkedProcessor:
+    """Stands among a draft model's processors for one of the target's with state, which is rolled back there."""
+
+    def __init__(self, processor: RollbackProcessor):
+        self.fork = processor.fork
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.fork()(input_ids, scores)
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        """Does nothing."""
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Does nothing."""
 
 
 @dataclass
@@ -221,21 +236,16 @@ def _run_by_group(processor: Any, prefixes: _Prefixes, groups: dict[int, list[in
     if len(groups) == 1:
         (seen_len,) = groups
         if not reads_ids:
-            return cast(Tensor, processor(_any_ids(len(flat), seen_len, flat), flat))
+            return cast(Tensor, processor(any_ids(len(flat), seen_len, flat.device), flat))
         # the user's code may write into what it is given
         return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())).to(flat)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
         indices = upload(pairs, flat.device)  # [M]
-        seen_ids = prefixes.last_ids(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [M, n]
-        scores = processor(seen_ids, flat.index_select(0, indices))  # [M, V]
+        ids = prefixes.last_ids(pairs, seen_len) if reads_ids else any_ids(len(pairs), seen_len, flat.device)  # [M, n]
+        scores = processor(ids, flat.index_select(0, indices))  # [M, V]
         processed.index_copy_(0, indices, scores.to(processed))
     return processed
-
-
-def _any_ids(num_rows: int, num_ids: int, scores: Tensor) -> Tensor:
-    """Ids [N, n] for a processor that reads their number only; they take no memory."""
-    return torch.zeros((1, 1), dtype=torch.int64, device=scores.device).expand(num_rows, num_ids)
 
 
 def _ignored_lens_by_row(processor: Any) -> Tensor | None:

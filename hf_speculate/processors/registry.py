@@ -6,18 +6,64 @@ Membership goes by exact type: a subclass may do anything. Processors with state
 back, which they show by having the methods of `RollbackProcessor`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
+from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.processors.fused_warpers import FusedWarpers
-from hf_speculate.processors.rollback import RollbackProcessor
 
 AnyClass = TypeVar("AnyClass", bound=type)
+
+
+@runtime_checkable
+class RollbackProcessor(Protocol):
+    """A row-wise logits processor whose state follows the text and can take its last calls back.
+
+    Such a processor runs at all K+1 positions of a round, and on the draft model, so that drafts obey it; rows need not
+    move in lock step. Any class with these four methods is one; under plain `generate()` only `__call__` is used,
+    in lock step `fork` too. Each call shows every row one token more than the row's call before did:
+
+    - the first call of all shows the prompts, as plain `generate()` does;
+    - a round's first call shows each row's newest token, the next K calls its drafted ones, from left to right;
+    - `rollback` follows the round and takes back the calls whose newest token was refused. It never asks for more calls
+      than there were since the last `rollback`, so nothing older need be kept;
+    - before each draft, `fork` gives the draft model a copy of its own, which is thrown away after it.
+
+    A round may show a row a token that the processor has just forbidden, and after it, as after a drafted EOS, ids
+    without a meaning; what is returned there is never read, and is taken back. So no call may fail for what it is
+    shown, and each counts as one.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Process the scores of the token that comes next in each row.
+
+        Args:
+            input_ids: [B, n] int64, each row ending in the last column. Rows of different lengths are made equally long
+                by repeating their first id in front, which is padding where there is any.
+            scores: [B, V] float32, free to be written to; a fork may be shown another V, its draft model's.
+
+        Returns:
+            [B, V] float32.
+        """
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        """Take back each row's last calls.
+
+        Args:
+            num_calls: [B] calls of each row, 0 or more.
+        """
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Forget all rows but `indices`, in that order; finished rows leave the batch in this way."""
+
+    def fork(self) -> "RollbackProcessor":
+        """A copy that stands where this one stands and goes on by itself; it is never rolled back."""
 
 
 class Reads(Enum):
@@ -55,19 +101,14 @@ def _at(length: int, prefix_len: int) -> int:
     return 0 if prefix_len < length else min(prefix_len, length + 1)
 
 
-def _from(length: int, prefix_len: int) -> int:
-    """The shortest length that is to `length` as `prefix_len` is: less, or not."""
-    return 0 if prefix_len < length else length
-
-
 # How many of a prefix's last tokens give the same result as the whole prefix; all of them where a class is missing.
 # Positions that need equally many share a call, whatever their lengths.
 _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.ExponentialDecayLengthPenalty: lambda p, n: 0 if n <= p.regulation_start else n,
     logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
     logits_process.ForcedEOSTokenLogitsProcessor: lambda p, n: _at(p.max_length - 1, n),
-    logits_process.MinLengthLogitsProcessor: lambda p, n: _from(p.min_length, n),
-    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _from(p.prompt_length_to_skip + p.min_new_tokens, n),
+    logits_process.MinLengthLogitsProcessor: lambda p, n: _at(p.min_length, n),
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _at(p.prompt_length_to_skip + p.min_new_tokens, n),
     logits_process.NoBadWordsLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias), default=0)),
     logits_process.SequenceBiasLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias))),
     logits_process.SuppressTokensAtBeginLogitsProcessor: lambda p, n: _at(p.begin_index, n),
@@ -137,6 +178,11 @@ def find_context_len(processor: object, prefix_len: int) -> int:
     """How many of the last tokens of a prefix a processor must see, to do what it does for the whole of it."""
     seen_len = _SEEN_LEN.get(type(processor))
     return prefix_len if seen_len is None else seen_len(processor, prefix_len)
+
+
+def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
+    """Ids [N, n] for a processor or criterion that reads their number only; they take no memory."""
+    return torch.zeros((1, 1), dtype=torch.int64, device=device).expand(num_rows, num_ids)
 
 
 def name_of(obj: object) -> str:

@@ -12,8 +12,6 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, Sto
 from hf_speculate.transfers import upload
 
 Settings = TypeVar("Settings", bound=Iterable[Any])
-
-
 _Group = tuple[Settings, list[int]]  # the rows of the batch that they are for, in ascending order
 
 
@@ -22,7 +20,6 @@ class ProcessorGroups:
 
     def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
         self._groups: list[_Group[BlockLogitsProcessorList]] = [(processors, list(range(num_rows)))]
-        self._num_rows = num_rows
 
     def __len__(self) -> int:
         return max((len(processors) for processors, _ in self._groups), default=0)
@@ -60,12 +57,10 @@ class ProcessorGroups:
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
         self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
-        self._num_rows = len(indices)
         return self
 
     def join(self, other: "ProcessorGroups") -> None:
-        self._groups = _joined(self._groups, other._groups, self._num_rows)
-        self._num_rows += other._num_rows
+        self._groups = _joined(self._groups, other._groups)
 
 
 class StoppingGroups:
@@ -95,7 +90,7 @@ class StoppingGroups:
         self._max_lengths = [self._max_lengths[row] for row in indices]
 
     def join(self, other: Any) -> None:
-        self._groups = _joined(self._groups, other._groups, len(self._max_lengths))
+        self._groups = _joined(self._groups, other._groups)
         self._max_lengths += other._max_lengths
 
 
@@ -117,9 +112,9 @@ def _kept(
             yield settings, [at for _, at in pairs], [number for number, _ in pairs]
 
 
-def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]], num_rows: int) -> list[_Group[Settings]]:
-    """The groups of both batches, the rows of the second one behind `num_rows` of the first."""
-    groups = list(mine)
+def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> list[_Group[Settings]]:
+    """The groups of both batches, the rows of the second one behind those of the first."""
+    groups, num_rows = list(mine), sum(len(rows) for _, rows in mine)
     for settings, rows in others:
         moved = [row + num_rows for row in rows]
         for at, (same, before) in enumerate(groups):

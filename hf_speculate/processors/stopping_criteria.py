@@ -16,9 +16,10 @@ from transformers import (
 )
 
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.processors.registry import is_registered, name_of
+from hf_speculate.processors.registry import any_ids, is_registered, name_of
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_HOST = torch.device("cpu")
 _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
 
 
@@ -33,24 +34,20 @@ class TokenRows(Protocol):
     """B rows of token ids of different lengths, on the host, such as a `TokenBuffer`."""
 
     @property
-    def token_ids(self) -> Tensor:
-        """[B, C] int64; columns past a row's end are undefined."""
+    def token_ids(self) -> Tensor: ...  # [B, C] int64; columns past a row's end are undefined
 
     @property
-    def lens(self) -> Sequence[int]:
-        """[B] the length of each row."""
+    def lens(self) -> Sequence[int]: ...  # [B] the length of each row
 
 
 class BlockStoppingCriteria:
-    """transformers' stopping criteria on every prefix of a block of new tokens.
+    """transformers' stopping criteria on every prefix of a block of new tokens; time is looked at once per block.
 
-    transformers' own criteria are known by exact type: EOS, maximal length, maximal time (looked at once per block:
-    when it is due, a row keeps its block), stop strings. Classes declared with `register_row_wise` are called on all
-    prefixes of one length together, with `scores=None`. Any other is foreign and must not be called on blocks.
+    transformers' own are known by exact type. Classes declared with `register_row_wise` are called on all prefixes of
+    one length together, with `scores=None`. Any other is foreign and must not be called on blocks.
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
-        """Sorts the criteria; later changes to their list are not seen."""
         self._criteria = listed = list(criteria)
         self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
         self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
@@ -104,7 +101,7 @@ class BlockStoppingCriteria:
             for row, at in ends:
                 num_emitted[row], is_done[row] = min(num_emitted[row], at), True
 
-        if self._max_time_criteria and bool(_ask(self._max_time_criteria, _any_ids(1)).any()):
+        if self._max_time_criteria and bool(_ask(self._max_time_criteria, any_ids(1, 1, _HOST)).any()):
             cut((row, len(ids)) for row, ids in enumerate(new_ids) if ids)
         cut(self._find_max_length(tokens.lens, [len(ids) for ids in new_ids]))
         cut(self._find_eos(new_ids))
@@ -133,7 +130,7 @@ class BlockStoppingCriteria:
         for criterion in self._max_length_criteria:
             unfinished_len = min(max(lens), criterion.max_length - 1)
             if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
-                _ask([criterion], _any_ids(unfinished_len))  # warns, once
+                _ask([criterion], any_ids(1, unfinished_len, _HOST))  # warns, once
 
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
@@ -168,11 +165,6 @@ class BlockStoppingCriteria:
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
         hits = zip(pairs, torch.cat(answers).tolist(), strict=True)
         return [(row, length - tokens.lens[row]) for (length, row), hit in hits if hit]
-
-
-def _any_ids(num: int) -> Tensor:
-    """Ids [1, N] for a criterion that reads their number at most."""
-    return torch.zeros((1, 1), dtype=torch.int64, device="cpu").expand(1, num)
 
 
 def _ask(criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from hf_speculate import DrafterSetup
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Stream
-from tests.cases import Unchanged, assert_equal_ids, each_value, pair
+from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.draft.heads.rounds import states_of
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
@@ -174,8 +174,7 @@ def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_siz
 def test_an_encoder_decoders_states_are_its_decoders():
     (target, _), inputs, seen = encoder_pair("t5"), inputs_of("t5", 2), []
     drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
-    ours = target.generate(**inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
+    assert_decodes_as_plain(target, None, inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2)
     for kept in (request.kept for request in seen):
         chosen = target.get_output_embeddings()(kept.hidden_states).argmax(-1)
         assert torch.equal(chosen[kept.token_ids >= 0], kept.token_ids[kept.token_ids >= 0])
@@ -215,10 +214,9 @@ def test_drafts_of_any_form_leave_the_text(change, options):
         def draft(self, request):
             return CHANGES[change](super().draft(request), len(self.told))
 
-    target, inputs, stats = pair("llama")[0], ragged_prompts(3, seed=8), hf_speculate.SpeculationStats()
-    options = {**({} if "logits" in change else options), "max_new_tokens": NUM_NEW}
-    own = {"drafter": functools.partial(Changed, target), "num_assistant_tokens": 4, "speculation_stats": stats}
-    assert_equal_ids(target.generate(**inputs, **options), target.generate(**inputs, **options, **own))
+    target, options = pair("llama")[0], {} if "logits" in change else options
+    own = {"drafter": functools.partial(Changed, target), "num_assistant_tokens": 4, "max_new_tokens": NUM_NEW}
+    stats = assert_decodes_as_plain(target, None, ragged_prompts(3, seed=8), **options, **own)
     assert (stats.num_accepted > 0) is ("ids" not in change)
 
 

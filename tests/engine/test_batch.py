@@ -11,7 +11,7 @@ from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
-from tests.schedule.scripted import ScriptedSchedule
+from tests.schedule.simulator import ScriptedSchedule
 from tests.tiny import ragged_prompts
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.attention_backends import split_keys_from
+from tests.cases import new_pair
 from tests.gpu_rounds import Enough, Rounds, counted, on_gpu
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -42,8 +43,7 @@ MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
 @cache
 def models(dtype: torch.dtype, kind: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = hf_speculate.enable(make_model(kind, dtype=dtype))
-    return target, noisy_copy(target, 0.1)
+    return new_pair(kind, 0.1, dtype=dtype)
 
 
 @pytest.fixture

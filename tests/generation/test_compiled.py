@@ -5,12 +5,14 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
-from tests.cases import assert_equal_ids, pair
+from hf_speculate.models.compilation import Compilation, CompileSettings
+from tests.cases import assert_equal_ids, new_pair, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -28,14 +30,7 @@ LAYERS = {  # few, because compiling takes the more time the more there are
 @cache
 def small_pair(kind):
     """As `tests.cases.pair`; what one test compiles for it serves the others."""
-    target = hf_speculate.enable(make_model(kind, **LAYERS[kind]))
-    return target, noisy_copy(target)
-
-
-def fresh_pair():
-    """Models of whose buffers none are kept yet; one layer each."""
-    target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
-    return target, noisy_copy(target)
+    return new_pair(kind, **LAYERS[kind])
 
 
 def compile_config(backend="eager", **options):
@@ -94,7 +89,7 @@ def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width():
 @pytest.mark.parametrize("mode", [{}, pytest.param({"do_sample": True, "top_k": 0, "seed": 3}, marks=pytest.mark.slow)])
 def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     """The target's forward and the draft's step, each for one row and for several."""
-    target, draft = fresh_pair()
+    target, draft = new_pair(num_hidden_layers=1)
     torch._dynamo.reset()
     counters.clear()
     calls = [(3, 6, {"num_assistant_tokens": 2}), (2, 250, {"num_assistant_tokens": 5}), (1, 6, {})]
@@ -127,7 +122,7 @@ def breaks_graphs(module, args):
 
 
 def test_a_model_that_cannot_be_compiled_says_so_once_and_decodes_eagerly(caplog):
-    target, draft = fresh_pair()
+    target, draft = new_pair(num_hidden_layers=1)
     target.model.register_forward_pre_hook(breaks_graphs)
     with caplog.at_level(logging.WARNING, logger="hf_speculate"):
         for _ in range(2):
@@ -161,7 +156,7 @@ def addresses_of(*models):
 
 
 def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
-    target, draft = fresh_pair()
+    target, draft = new_pair(num_hidden_layers=1)
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}
     own = {"assistant_model": draft, "num_assistant_tokens": K, "compile_config": compile_config()}
     ours, plain = target.generate(**options, **own), target.generate(**options)
@@ -181,7 +176,7 @@ def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back
 
 def test_a_call_inside_another_and_one_with_a_shorter_prompt_read_no_states_but_their_own():
     """The inner call needs buffers as large as those that the outer one holds; later calls take them in turn."""
-    target, draft = fresh_pair()
+    target, draft = new_pair(num_hidden_layers=1)
     prompts = [ragged_prompts(2, seed=length, min_len=length - 3, max_len=length) for length in (20, 9)]
     options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": K}
     eager = [target.generate(**inputs, **options) for inputs in prompts]
@@ -196,3 +191,24 @@ def test_a_call_inside_another_and_one_with_a_shorter_prompt_read_no_states_but_
     assert_equal_ids(eager[1], *inner)
     for place in (1, 0, 1):
         assert_equal_ids(eager[place], target.generate(**prompts[place], **options))
+
+
+def doubled(model: torch.nn.Module, values: Tensor) -> Tensor:
+    return 2 * values
+
+
+def test_a_recompile_limit_holds_for_the_call_alone() -> None:
+    model, reasons = make_model("llama", num_hidden_layers=1), []
+
+    def compilation() -> Compilation:
+        return Compilation(model, CompileSettings("eager"), model_state(model).units, reasons.append)
+
+    first = compilation()
+    with torch._dynamo.config.patch(recompile_limit=2):  # of three numbers of dimensions torch compiles two
+        results = [first.run("double", doubled, torch.ones((1,) * num)) for num in (1, 2, 3)]
+    assert [result is None for result in results] == [False, False, True]
+    (reason,) = reasons
+    assert "recompile limit" in reason
+    assert first.run("double", doubled, torch.ones(1)) is None  # the rest of the call runs eagerly
+    assert torch.equal(compilation().run("double", doubled, torch.ones(1)), torch.tensor([2.0]))
+    assert reasons == [reason]

@@ -3,7 +3,7 @@
 import gc
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ NUM_ROWS = 3
 
 def source_of(prompts):
     """Hands out prompts until none is left."""
-    left = iter(prompts)
-    return SimpleNamespace(next=lambda: next(left, None))
+    return partial(next, iter(prompts), None)
 
 
 def make_prompts(num=8, **arguments):

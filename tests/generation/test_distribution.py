@@ -7,10 +7,8 @@ refusal the rest comes from further rounds, on a draft cache that was rolled bac
 import itertools
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -19,6 +17,7 @@ from hf_speculate.types import DraftOut
 from hf_speculate.verify import RejectionVerifier
 from tests.cases import Unchanged, assert_equal_ids
 from tests.tiny import make_small_model, ragged_prompts
+from tests.triton_kernels import distributions
 
 VOCAB_SIZE = 8
 NUM_TOKENS = 4
@@ -27,7 +26,6 @@ NUM_DRAWS, MANY_DRAWS = 40_000, 200_000  # of 4096 texts; the second find a bias
 DRAWS_OF_MATCHES = 8_000  # 256 texts
 ROWS_PER_CALL = 20_000
 SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
-MIN_EXPECTED = 5.0  # the usual bound below which chi-square cells are pooled
 PROMPT = torch.tensor([[1, 5, 2, 7]])
 
 WARPERS = {
@@ -108,14 +106,8 @@ def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options
 
 def p_value(counts: Counter, distribution: Tensor) -> float:
     """Chi-square over all texts, rare ones pooled; 0 when an impossible one was drawn."""
-    observed = np.array([counts[text] for text in texts_of(distribution)])
-    expected = distribution.flatten().numpy() * observed.sum()
-    if observed[expected == 0].any():
-        return 0.0
-    is_rare = expected < MIN_EXPECTED
-    cells = [np.append(part[~is_rare], part[is_rare].sum()) for part in (observed, expected)]
-    observed, expected = (cell[: len(cell) - (cells[1][-1] < MIN_EXPECTED)] for cell in cells)
-    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
+    observed = torch.tensor([counts[text] for text in texts_of(distribution)])
+    return distributions.p_value(observed, distribution.flatten())
 
 
 @pytest.mark.parametrize(

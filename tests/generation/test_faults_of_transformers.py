@@ -5,10 +5,9 @@ from pathlib import Path
 
 from transformers import GenerationMixin
 
-import hf_speculate
 from hf_speculate import SpeculationStats
-from tests.cases import ACCEPTED_ALL, assert_decodes_as_plain, each_value
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.cases import ACCEPTED_ALL, assert_decodes_as_plain, each_value, new_pair
+from tests.tiny import ragged_prompts
 
 # The test of each fault, below `tests/generation/`, with what transformers 5.23 does.
 FAULTS = {
@@ -20,16 +19,16 @@ FAULTS = {
     # under sampling, a padded vocabulary raises and another tokenizer replaces layers of the draft model
     "d": "test_vocabularies.py::test_fault_d",
     "e": "test_vocabularies.py::test_fault_e",
-    "f": "../draft/test_from_candidate_generator.py::test_fault_f",  # an argmax handed over with logits biases the text
+    "f": "../draft/test_candidate_generators.py::test_fault_f",  # an argmax handed over with logits biases the text
     "g": "../test_config.py::test_schedules_and_thresholds_count",  # a threshold of None turns into 0.4
     "h": "test_pipeline.py::test_fault_h",  # a pipeline whose draft has another EOS, PAD or BOS raises
     # the heuristic schedule writes into the draft model's config
     "i": "test_faults_of_transformers.py::test_fault_i",
     "j": "test_matrix.py::test_ids_scores",  # batches, several sequences, static caches and compiling raise
     "k": "test_faults_of_transformers.py::test_fault_k",  # every round is a whole generate() of the draft model
-    "l": "test_lookup.py::test_a_shorter_ngram_copies_otherwise",  # lookup takes the left-most match of 2 tokens
+    "l": "../draft/test_suffix.py::test_a_shorter_ngram",  # lookup takes the left-most match of 2 tokens
     # verification copies keys and values to all query heads
-    "m": "test_attention.py::test_a_speculative_call_folds",
+    "m": "../models/test_folded_attention.py::test_a_speculative_call_folds",
 }
 
 NUM_NEW = 24
@@ -41,14 +40,8 @@ def test_every_fault_has_a_test_where_the_index_says():
         assert f"\ndef {test}" in (Path(__file__).parent / name).read_text(), path
 
 
-def own_pair(noise=0.05):
-    """As `tests.cases.pair`, for a test that changes them."""
-    target = hf_speculate.enable(make_model("llama"))
-    return target, noisy_copy(target, noise)
-
-
 def test_fault_i_one_request_does_not_change_the_next():
-    target, draft = own_pair(ACCEPTED_ALL)
+    target, draft = new_pair("llama", ACCEPTED_ALL)
     configs = [one.generation_config.to_dict() for one in (target, draft)]
     options = {"max_new_tokens": 40, "num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 3}
     first, second = (
@@ -61,7 +54,7 @@ def test_fault_i_one_request_does_not_change_the_next():
 
 @each_value(do_sample=[False, True], batch_size=[1, 3])
 def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(monkeypatch, batch_size, do_sample):
-    target, draft = own_pair()
+    target, draft = new_pair()
     plain, generates, forwards, stats = GenerationMixin.generate, [], [], SpeculationStats()
 
     @functools.wraps(plain)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.graphs import GRAPH_BACKENDS
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.draft.heads.kinds import KINDS
 from tests.recorded_graphs import RecordedGraphs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -29,12 +29,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraphs]]:
     yield RecordedGraphs
 
 
-def own_pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """As `tests.cases.pair`, but with graphs of its own."""
-    target = hf_speculate.enable(make_model(kind))
-    return target, noisy_copy(target, 0.1)
-
-
 def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Any]:
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 24, **GRAPHS, **options}
@@ -45,7 +39,7 @@ def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -
 def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
     backend: Any, kind: str, batch_size: int
 ) -> None:
-    target, draft = own_pair(kind)
+    target, draft = new_pair(kind, 0.1)
     for seed, max_len in ((0, 20), (3, 17)):
         inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
         ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
@@ -93,7 +87,7 @@ def reads_host(module: Any, args: Any) -> None:
 
 
 def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
-    target, draft = own_pair("llama")
+    target, draft = new_pair("llama", 0.1)
     inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
     decode(target, inputs, assistant_model=draft)
     for weight, new in zip(target.parameters(), other.parameters(), strict=True):
@@ -101,7 +95,7 @@ def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_
     ids, stats = decode(target, inputs, assistant_model=draft)
     assert_equal_ids(other.generate(**inputs, max_new_tokens=24), ids)
     assert (stats.graphed, backend.num_captures) == (["target", "draft"], 3)
-    target, draft = own_pair("llama")
+    target, draft = new_pair("llama", 0.1)
     target.model.register_forward_pre_hook(reads_host)
     for _ in range(2):  # it is not tried again
         ids, stats = decode(target, inputs, assistant_model=draft)

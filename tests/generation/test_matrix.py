@@ -1,17 +1,20 @@
 """Every pair of two choices of a call: the rows of `tests/pairs.json` over the axes of `tests/cases.py`."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 import hf_speculate
 from tests.cases import AXES, EXCLUDED, assert_equal_ids
 from tests.compatibility import pinned_version
 from tests.pairs import Row, case_of, decode, has_plain_twin, pairs_in, pairs_of, read
-from tests.random_calls import Case
+from tests.random_calls import Case, draw_case
 from tests.random_search import run_case
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
@@ -86,3 +89,24 @@ def test_greedy_text_of_many_models_is_plain(kind: str) -> None:
             plain = target.generate(**options)
             for num in (1, 3, 5, 8):
                 assert_equal_ids(plain, target.generate(**options, assistant_model=draft, num_assistant_tokens=num))
+
+
+FAMILIES = ("llama", "mistral_window", "gpt2")
+# Before, plain decoding reads the whole text again behind a cache that holds it.
+READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
+
+
+@pytest.mark.parametrize(
+    "numbers", [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)]
+)
+def test_text_scores_and_cache_of_every_turn_are_those_of_plain(numbers):
+    kinds: Counter[str] = Counter()
+    for number in numbers:
+        case = draw_case(7, number, FAMILIES)
+        cache = "preallocated" if case.cache == "static" else case.cache
+        chat = replace(case, num_turns=3, passed="with config", cache=cache, embeds=False, num_return_sequences=1)
+        chat = chat if READS_IN_PIECES else replace(chat, prefill_chunk_size=0)
+        result = run_case(chat)
+        assert result.kind in ("equal", "refused", "both fail"), (chat, result)
+        kinds[result.kind] += 1
+    assert kinds["equal"] >= 0.7 * len(numbers)

@@ -35,15 +35,11 @@ def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks()
     )
     model = MoshiForCausalLM(config).to(torch.float64).eval().requires_grad_(False)
     model.generation_config = GenerationConfig(pad_token_id=0)
-    inputs = ragged_prompts(3, seed=3)
-    plain = model.generate(**inputs, max_new_tokens=NUM_NEW)
-    options = {"assistant_model": noisy_copy(model), "num_assistant_tokens": 3, "max_new_tokens": NUM_NEW}
-    hf_speculate.enable(model)
-    assert_equal_ids(plain, model.generate(**inputs, **options))
-    with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
-        model.generate(**inputs, **options, speculation_cache="dynamic")
-    with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
-        model.generate(**inputs, **options, past_key_values=DynamicCache(config=config))
+    inputs, draft = ragged_prompts(3, seed=3), noisy_copy(model)
+    assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
+    for own in ({"speculation_cache": "dynamic"}, {"past_key_values": DynamicCache(config=config)}):
+        with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
+            model.generate(**inputs, **own, assistant_model=draft, max_new_tokens=NUM_NEW)
 
 
 def adapted(model):

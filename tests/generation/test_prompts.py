@@ -8,8 +8,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
+from tests.generation.test_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.generation.test_passed_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 16

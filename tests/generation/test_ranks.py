@@ -24,8 +24,9 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.draft.test_custom import Repeats
+from tests.generation.test_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_compiled import compile_config
-from tests.generation.test_passed_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
+from tests.generation.test_self_test import Own
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_RANKS = 2
@@ -53,10 +54,6 @@ def of_all_ranks(value):
     values = [None] * NUM_RANKS
     dist.all_gather_object(values, value)
     return values
-
-
-class Own(LlamaForCausalLM):
-    """Of an unknown type, so that it is compared with plain decoding first."""
 
 
 class FailsInBatches(LlamaForCausalLM):

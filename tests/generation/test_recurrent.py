@@ -1,26 +1,61 @@
 """Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_speculate
+from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import cache_name
+from hf_speculate.types import DraftOut
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
-from tests.oracle import Oracle
 from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states
 from tests.reliability.faults import Fault, Mistake, hook
 from tests.reliability.test_threads import together
 from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import fill
-from tests.tiny_recurrent import RECURRENT_KINDS
+from tests.tiny_configs import RECURRENT_KINDS, fill
 
 NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
 FEW_KINDS = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")
+
+
+class Oracle:
+    """Drafts each row's new tokens [B, N]; in round r of row b the first (r + b) mod (K + 1) of them are right."""
+
+    def __init__(self, texts: Tensor):
+        self.texts = texts.tolist()
+        self.places = [1] * len(self.texts)  # the token after the prompt is the target's
+        self.row_ids = list(range(len(self.texts)))
+        self.num_rounds = 0
+        self.accepted: set[int] = set()  # how many tokens of a draft stayed, over all rows and rounds
+
+    def __call__(self, setup: DrafterSetup) -> "Oracle":
+        return self
+
+    def draft(self, request: DraftRequest) -> DraftOut:
+        kept, num_draft_tokens = request.kept, request.num_draft_tokens
+        if kept is not None:
+            for row, num in enumerate(kept.num_emitted.tolist()):
+                self.places[row] += num
+                self.accepted |= {num - 1} if num else set()
+        drafts = []
+        for row, place in enumerate(self.places):
+            num_right = (self.num_rounds + self.row_ids[row]) % (num_draft_tokens + 1)
+            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[place:][:num_draft_tokens]
+            drafts.append([token if at < num_right else (token + 1) % 64 for at, token in enumerate(text)])
+        self.num_rounds += 1
+        ids = torch.tensor(drafts)
+        return DraftOut(ids, torch.full((len(ids),), num_draft_tokens, dtype=torch.int32), None, None)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        self.places = [self.places[row] for row in indices]
+        self.row_ids = [self.row_ids[row] for row in indices]
 
 
 @cache

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.errors import ConfigError
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
-from tests.schedule.scripted import LENS
+from tests.schedule.simulator import LENS
 from tests.tiny import noisy_copy, ragged_prompts
 
 NUM_NEW = 40

@@ -11,7 +11,7 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
-from tests.generation.test_passed_caches import assert_same_contents, cache_contents, prefilled
+from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
 from tests.recurrent_cases import hooks_of
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper

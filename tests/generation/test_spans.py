@@ -1,12 +1,21 @@
-"""With `relax_only_inside`, text outside of spans is what the target alone goes on with from the same text."""
+"""With `relax_only_inside` a lossy verifier decides in spans; text outside is what the target alone goes on with."""
 
 import pytest
 import torch
 
 import hf_speculate
+from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.errors import ConfigError
+from hf_speculate.types import DraftOut, NoiseKeys, Status
+from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, register_verifier
+from hf_speculate.verify.base import check_verifier, traits_of
+from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
 from tests.cases import DRAFTERS, KeepsAll, Unchanged, each_value
+from tests.fake_cuda import FakeCuda
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value, with_eos
 from tests.tiny import make_small_model, ragged_prompts
+from tests.verify.test_verifiers import make_keys, make_round
 
 VOCAB_SIZE = 8
 OPEN, CLOSE = 1, 2
@@ -112,3 +121,108 @@ def test_exact_verifiers_and_ids_outside_the_vocabulary_raise(models, prompts, o
     own = {"assistant_model": draft, "relax_only_inside": (OPEN, CLOSE), **options}
     with pytest.raises(hf_speculate.ConfigError, match=f"^relax_only_inside {message}"):
         target.generate(**prompts, **own, max_new_tokens=3)
+
+
+SPAN = Span(1, 4)
+LOSSY = {"argmax": TypicalVerifier(), "sample": TypicalVerifier(correction="sample", posterior_threshold=0.3)}
+EXACT = {"greedy": GreedyVerifier(), "rejection": RejectionVerifier()}
+PAIRS = [
+    pytest.param(lossy, exact, id=f"{one} {other}") for one, lossy in LOSSY.items() for other, exact in EXACT.items()
+]
+
+
+def is_open_after(ids, was_open):
+    """Whether a text stands in a span at its end."""
+    for token_id in ids:
+        was_open = {SPAN.open_id: True, SPAN.close_id: False}.get(token_id, was_open)
+    return was_open
+
+
+def one_after_the_other(lossy, exact, target, draft, keys, was_open):
+    """One row [1, K+1, V] by its definition: ids, accepted tokens, status."""
+    ids, is_open = [], was_open
+    for at in range(int(draft.lens) + 1):
+        counts = at < int(draft.lens)
+        part = DraftOut(
+            draft.token_ids[:, at : at + 1],
+            torch.tensor([1], dtype=torch.int32),
+            None if draft.token_logits is None else draft.token_logits[:, at : at + 1],
+            None if draft.logsumexp is None else draft.logsumexp[:, at : at + 1],
+        )
+        if not counts:
+            part = DraftOut(draft.token_ids[:, :0], torch.tensor([0], dtype=torch.int32), None, None)
+        logits = target[:, [at, at]] if counts else target[:, [at]]
+        here = keys._replace(positions=keys.positions + at)
+        verdict = (lossy if is_open else exact).verify(logits, part, here)
+        ids.append(int(verdict.token_ids[0, 0]))
+        if not counts or not int(verdict.num_accepted):
+            return ids, at, int(verdict.status)
+        is_open = is_open_after(ids, was_open)
+    raise AssertionError("a round ends at its last position")
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+@pytest.mark.parametrize(("lossy", "exact"), PAIRS)
+def test_a_round_that_crosses_borders_is_verified_position_by_position(lossy, exact, has_logits):
+    num_rows = 150
+    target, draft = make_round(num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)])
+    keys, is_open = make_keys(num_rows), torch.arange(num_rows) % 2 == 0
+    draft.token_ids[::9, 1] = 11  # is refused and named
+    inside = SPAN.open_after_each(draft.token_ids, is_open)
+    verdict = SpanVerifier(lossy, exact, SPAN, is_open).verify(target, draft, keys)
+    crossed = 0
+    for row in range(num_rows):
+        only = slice(row, row + 1)
+        part = DraftOut(*(None if field is None else field[only] for field in draft))
+        alone = NoiseKeys(*(key[only] for key in keys))
+        ids, num, status = one_after_the_other(lossy, exact, target[only], part, alone, bool(is_open[row]))
+        assert verdict.token_ids[row].tolist() == ids + [-1] * (4 - num)
+        assert (int(verdict.num_accepted[row]), int(verdict.status[row])) == (num, status)
+        crossed += len(inside[row, : num + 1].unique()) > 1
+    assert crossed > 10
+    assert verdict.status.unique().tolist() == [0, int(Status.BAD_DRAFT_ID)]
+
+
+def test_on_a_gpu_nothing_waits_for_the_device():
+    (target, draft), keys, is_open = make_round(8, 4, has_logits=True), make_keys(8), torch.arange(8) % 2 == 0
+    verifiers = TypicalVerifier(backend="torch"), RejectionVerifier(backend="torch")
+    twin = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
+    with FakeCuda() as gpu:
+        draft = DraftOut(*(part.to("cuda:0") for part in draft[:4]))
+        keys = NoiseKeys(*(part.to("cuda:0") for part in keys))
+        verifier = SpanVerifier(*verifiers, SPAN, is_open.to("cuda:0"))
+        target = target.to("cuda:0")
+        gpu.log.clear()
+        verdict = verifier.verify(target, draft, keys)
+        assert not gpu.log.waits
+        assert torch.equal(verdict.token_ids.cpu(), twin.token_ids)
+
+
+def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
+    tokens = TokenBuffer(torch.tensor([[1, 1, 9], [1, 4, 9], [1, 1, 9]]))
+    reader = Spans(SPAN, GreedyVerifier(), num_pads=[0, 0, 2])
+    none = torch.zeros(3, 0, dtype=torch.int64)
+    assert reader.around(TypicalVerifier(), tokens, none).is_open.tolist() == [True, False, False]
+    tokens.append(torch.tensor([[4, 9], [9, 1], [9, 9]]), [1, 2, 0])
+    drafted = torch.tensor([[1], [9], [1]])
+    assert reader.around(TypicalVerifier(), tokens, none).is_open.tolist() == [False, True, False]
+    assert reader.around(TypicalVerifier(), tokens, drafted).is_open.tolist() == [True, True, True]
+    tokens.rows([1, 2])
+    reader.rows([1, 2])
+    tokens.append(torch.tensor([[4, 9], [1, 9]]), [1, 1])
+    assert reader.around(TypicalVerifier(), tokens, none[:2]).is_open.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)])
+def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
+    config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
+    assert isinstance(make_spans(config, do_sample, [0]).exact, exact)
+    typical = traits_of(SpeculationConfig(verifier="typical"))
+    assert traits_of(config).reads_draft_logits != typical.reads_draft_logits
+
+
+def test_an_exact_verifier_has_nothing_to_relax(registry):
+    register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
+    with pytest.raises(ConfigError, match="relax_only_inside must come with a lossy verifier, one of mine, typical"):
+        check_verifier(SpeculationConfig(verifier="block", relax_only_inside=(5, 6)))
+    check_verifier(SpeculationConfig(verifier="mine", relax_only_inside=(5, 6)))

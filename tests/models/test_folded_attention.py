@@ -1,15 +1,23 @@
-"""Folded attention equals transformers' own, passes on what it cannot fold, and only folds where it is asked to."""
+"""Folded attention equals transformers' own, calls fold and give plain ids, and configs hold its name meanwhile."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import hf_speculate
+from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
-from hf_speculate.models.folded_attention import STANDS_FOR, folded_attention, folding
-from tests.cases import AttentionCalls
+from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folding
+from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pair
+from tests.tiny import make_config, make_model, ragged_prompts
+from tests.tiny_encoders import make_llava
 
 TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1
 H, D, D_VALUE, T = 2, 8, 6, 11
@@ -108,3 +116,151 @@ def test_another_function_under_the_name_is_called_in_place_of_folding(monkeypat
     assert torch.equal(ours, expected)
     assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
     assert shapes == [tuple(query.shape)]
+
+
+def name_in(model) -> str:
+    return model.config._attn_implementation
+
+
+def test_the_name_is_held_inside_and_restored_after_an_error_but_not_over_what_the_user_set():
+    model = make_model("llama")
+    before = dict(vars(model.config))
+    with pytest.raises(KeyboardInterrupt), folded_attention_for([model]):
+        assert vars(model.config) == {**before, "_attn_implementation_internal": FOLDED}
+        raise KeyboardInterrupt
+    assert vars(model.config) == before
+    with folded_attention_for([model]):
+        model.set_attn_implementation("eager")
+    assert name_in(model) == "eager"
+
+
+def test_the_last_of_several_calls_restores_the_name():
+    one, other = make_model("llama"), make_model("qwen2")
+    first, second, third = (folded_attention_for(models) for models in ([one, one], [one, other], [other]))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (name_in(one), name_in(other)) == (FOLDED, FOLDED)
+    third.__enter__()
+    second.__exit__(None, None, None)
+    assert (name_in(one), name_in(other)) == (STANDS_FOR, FOLDED)
+    third.__exit__(None, None, None)
+    assert (name_in(one), name_in(other)) == (STANDS_FOR, STANDS_FOR)
+
+
+def test_an_interrupt_while_names_are_written_leaves_none():
+    models = [make_model("llama"), make_model("llama")]
+    written = []
+
+    def interrupted(config, name, value):
+        vars(config)[name] = value
+        written.append(value)
+        if value == FOLDED:
+            raise KeyboardInterrupt
+
+    models[1].config.__class__ = type("InterruptedConfig", (LlamaConfig,), {"__setattr__": interrupted})
+    with pytest.raises(KeyboardInterrupt), folded_attention_for(models):
+        pass
+    assert written == [FOLDED, STANDS_FOR]
+    assert [name_in(model) for model in models] == [STANDS_FOR] * 2
+
+
+class ComparesName(LlamaForCausalLM):
+    """As Gemma 4 and models with sparse indexers do."""
+
+    def forward(self, *args, **kwargs):
+        self.is_known = self.config._attn_implementation in ("eager", "sdpa")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_whose_code_compares_the_name_is_left_alone():
+    model = ComparesName(make_config("llama"))
+    with folded_attention_for([model]):
+        assert name_in(model) == STANDS_FOR
+
+
+def test_a_frozen_config_is_left_alone():
+    def refuse(config, name, value):
+        raise AttributeError(f"cannot assign to field {name!r}")
+
+    model = make_model("llama")
+    model.config.__class__ = type("FrozenConfig", (LlamaConfig,), {"__setattr__": refuse})
+    with folded_attention_for([model]):
+        assert name_in(model) == STANDS_FOR
+
+
+def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
+    model = make_llava()
+    with folded_attention_for([model]):
+        assert model.config.text_config._attn_implementation == FOLDED
+        assert name_in(model) == model.config.vision_config._attn_implementation == STANDS_FOR
+    assert model.config.text_config._attn_implementation == STANDS_FOR
+
+
+def test_copies_are_models_of_their_own():
+    model = make_model("llama")
+    with folded_attention_for([model]):
+        held = copy.deepcopy(model)
+    for twin in (held, copy.deepcopy(model)):
+        with folded_attention_for([twin]):
+            assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
+        assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)
+
+
+def folds_in(calls, target):
+    """Numbers of query rows in the calls that fold several query tokens; transformers itself packs a single one."""
+    num_heads, num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
+    folded = [query.shape[2] for query in calls.queries if query.shape[1] == num_kv_heads]
+    return [num_rows for num_rows in folded if num_rows > num_heads // num_kv_heads]
+
+
+OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
+
+
+@each_value(batch_size=[1, 3], kind=["llama", "cohere2"])  # the second has full layers and a window
+def test_a_speculative_call_folds_and_gives_the_ids_of_plain(kind, batch_size):
+    target, draft = pair(kind)
+    inputs = ragged_prompts(batch_size, seed=2)
+    with AttentionCalls() as plain:
+        target.generate(**inputs, max_new_tokens=12)
+    assert plain.queries and not folds_in(plain, target)
+    with AttentionCalls() as calls:
+        assert_decodes_as_plain(target, draft, inputs, **OPTIONS)
+    groups = target.config.num_attention_heads // target.config.num_key_value_heads
+    assert 5 * groups in folds_in(calls, target)  # verifications of four drafts
+    assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
+
+
+def test_a_plain_call_meanwhile_gives_exactly_its_usual_result():
+    target, draft = pair("llama")
+    others, logits, nested = ragged_prompts(3, seed=5), [], []
+
+    def plain():
+        with AttentionCalls() as calls:
+            output = target.generate(**others, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
+        logits.append(torch.stack(output.logits))
+        nested.extend(folds_in(calls, target))
+
+    plain()
+    options = {**ragged_prompts(2, seed=2), **OPTIONS, "speculation_callback": lambda report: plain()}
+    with AttentionCalls() as calls:
+        target.generate(**options, assistant_model=draft)
+    assert len(logits) > 2 and all(torch.equal(logits[0], others) for others in logits)
+    assert folds_in(calls, target) and not nested
+
+
+def own_attention(module, query, key, value, attention_mask, **kwargs):
+    """A user's attention: as sdpa, which takes rows without a mask to be the first ones of the text."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def test_an_attention_that_is_handed_no_mask_is_refused_with_the_line_to_add():
+    AttentionInterface.register("own_to_be_masked", own_attention)
+    target = hf_speculate.enable(make_model("llama", attn_implementation="own_to_be_masked"))
+    options = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UnsupportedModelError) as error:
+        target.generate(**ragged_prompts(1, seed=3), **options)
+    line = "transformers.AttentionMaskInterface.register('own_to_be_masked', transformers.masking_utils.sdpa_mask)"
+    assert line in str(error.value)
+    exec(line, {"transformers": transformers})
+    assert assert_decodes_as_plain(target, None, ragged_prompts(3, seed=3), **options).num_drafted > 0

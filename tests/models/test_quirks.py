@@ -16,10 +16,10 @@ from tests.cases import assert_decodes_as_plain
 from tests.random_calls import Case
 from tests.random_search import run_case
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import RECURRENT_KINDS
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
-from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 20
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own

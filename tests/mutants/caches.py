@@ -14,10 +14,10 @@ MUTANTS = mutants_of(
                 "torch.where(source < 0, 0, self._mask", "torch.where(source < 0, 1, self._mask"
             ),
             "common padding stays": Fault(
-                "        if surplus <= 0:\n", "        if True:\n", f"{KV_CACHES} generation/test_passed_caches.py"
+                "        if surplus <= 0:\n", "        if True:\n", f"{KV_CACHES} generation/test_caches.py"
             ),
             "windows keep what is past them": Fault(
-                "layer.record_past = False", "layer.record_past = True", f"generation/test_passed_caches.py {KV_CACHES}"
+                "layer.record_past = False", "layer.record_past = True", f"generation/test_caches.py {KV_CACHES}"
             ),
             "a window's length is not shortened": Fault(
                 "layer.cumulative_length -= surplus", "layer.cumulative_length -= 0"
@@ -34,18 +34,16 @@ MUTANTS = mutants_of(
                 "self.pads = [self.pads[row] for row in indices]", "self.pads = self.pads[: len(indices)]"
             ),
         },
-        ("hf_speculate/cache/preallocated.py", f"generation/test_preallocated.py {KV_CACHES}"): {
+        ("hf_speculate/cache/preallocated.py", f"generation/test_caches.py {KV_CACHES}"): {
             "rows keep rejected tokens": Fault("[length - drop for length, drop in", "[length for length, drop in"),
             "positions count padding": Fault(
                 "starts = [length - pad for length, pad in zip", "starts = [length for length, pad in zip"
             ),
             "a window too wide is handed back": Fault(
-                "max(width - layer.window + 1, 0)",
-                "max(width - layer.window, 0)",
-                f"generation/test_preallocated.py {KV_CACHES} generation/test_passed_caches.py",
+                "max(width - layer.window + 1, 0)", "max(width - layer.window, 0)"
             ),
         },
-        ("hf_speculate/cache/columns.py", f"generation/test_preallocated.py {KV_CACHES}"): {
+        ("hf_speculate/cache/columns.py", f"generation/test_caches.py {KV_CACHES}"): {
             "tokens are written one column late": Fault(
                 "coming.places[key][coming.num_done : coming.num_done + self.num_query]",
                 "coming.places[key][coming.num_done : coming.num_done + self.num_query] + 1",
@@ -59,7 +57,7 @@ MUTANTS = mutants_of(
             ),
             "longest row's window": Fault("first = max(min(self.lens) - window", "first = max(max(self.lens) - window"),
         },
-        ("hf_speculate/cache/token_buffer.py", "test_token_buffer.py"): {
+        ("hf_speculate/cache/token_buffer.py", "cache/test_token_buffer.py"): {
             "even rows are written too early": Fault(
                 "start = self.lens[0] if self.lens else 0", "start = self.lens[0] - 1 if self.lens else 0"
             ),
@@ -91,7 +89,7 @@ MUTANTS = mutants_of(
             ),
             "an id in front ends an n-gram": Fault("fill = _NO_TOKEN", "fill = 1"),
             "the draft model changes the target's": Fault(
-                "parts = [ForkedProcessor(p) if _has_state(p) else p",
+                "parts = [_ForkedProcessor(p) if _has_state(p) else p",
                 "parts = [p if _has_state(p) else p",
                 "processors generation/test_rollback.py",
             ),

@@ -4,7 +4,7 @@ from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = mutants_of(
     {
-        ("hf_speculate/draft/suffix_index.py", "draft/test_suffix.py generation/test_lookup.py"): {
+        ("hf_speculate/draft/suffix_index.py", "draft/test_suffix.py"): {
             "the match is one token late": Fault("length, found = matched, end", "length, found = matched, end + 1"),
             "the earliest match": Fault(
                 "end = before[end - 1]\n", "end = before[end - 1] and before[before[end - 1] - 1]\n"
@@ -13,7 +13,7 @@ MUTANTS = mutants_of(
                 "length < end < len(text) and text", "length < end <= len(text) and text"
             ),
         },
-        ("hf_speculate/draft/suffix.py", "draft/test_suffix.py generation/test_lookup.py"): {
+        ("hf_speculate/draft/suffix.py", "draft/test_suffix.py"): {
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
             "padding is part of the text": Fault("SuffixRow(ids[num:], self", "SuffixRow(ids, self"),
             "finished rows draft": Fault(".token_ids if is_live else [] for row", ".token_ids for row"),

@@ -27,7 +27,7 @@ MUTANTS = mutants_of(
         },
         (
             "hf_speculate/engine/decoder.py",
-            "generation/test_prompts.py generation/test_rollback.py generation/test_callback.py",
+            "generation/test_prompts.py generation/test_rollback.py test_stats.py",
         ): {
             "finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
             "verification keeps dropped rows": Fault(
@@ -44,7 +44,7 @@ MUTANTS = mutants_of(
                 "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
             ),
             "a passed cache is not restored": Fault(
-                "                restore()\n", "                pass\n", "reliability generation/test_passed_caches.py"
+                "                restore()\n", "                pass\n", "reliability generation/test_caches.py"
             ),
             "buffers are not released": Fault(
                 "kv_cache.release()", "kv_cache.kind", "generation/test_compiled.py cache/test_memory.py"
@@ -55,7 +55,7 @@ MUTANTS = mutants_of(
                 "num_query = draft.token_ids.shape[1] + 1", "num_query = draft.token_ids.shape[1]"
             ),
             "surplus tokens stay in the cache": Fault(
-                "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_passed_caches.py"
+                "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_caches.py"
             ),
             "chunks are placed wrongly": Fault("num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"),
             "ids without a meaning reach the model": Fault(
@@ -84,7 +84,7 @@ MUTANTS = mutants_of(
             "rows draft past their end": Fault(
                 "most = [max(min(left - 1, limit), 0)",
                 "most = [max(min(left + 9, limit), 0)",
-                "generation/test_distribution.py generation/test_coupled.py generation/test_callback.py "
+                "generation/test_distribution.py generation/test_coupled.py test_stats.py "
                 "draft/test_custom.py generation/test_schedules.py",
             ),
             "seen lengths are not compacted": Fault(

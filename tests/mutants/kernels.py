@@ -109,13 +109,13 @@ MUTANTS = mutants_of(
                 "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_invariance.py"
             ),
         },
-        ("triton_kernels/reference/sampling.py", "triton_kernels/test_draws.py triton_kernels/test_edges.py"): {
+        ("triton_kernels/reference/sampling.py", "triton_kernels/test_distributions.py triton_kernels/test_edges.py"): {
             "rows at temperature 0 keep a random token": Fault(
                 "torch.where(argmax_rows, best.indices, token_ids)", "torch.where(argmax_rows, token_ids, token_ids)"
             ),
             "noise is not divided by": Fault("].div_(noise))", "].mul_(noise))"),
         },
-        ("triton_kernels/reference/races.py", "triton_kernels/test_edges.py triton_kernels/test_sample.py"): {
+        ("triton_kernels/reference/races.py", "triton_kernels/test_edges.py triton_kernels/test_distributions.py"): {
             "the smallest score wins": Fault(
                 "pieces.scatter(scores.amax(-1)).argmax(", "pieces.scatter(scores.amax(-1)).argmin("
             ),
@@ -139,7 +139,7 @@ MUTANTS = mutants_of(
                 "-UNIFORM_SCALE).log1p_().neg_()", "UNIFORM_SCALE).log_().neg_()"
             ),
         },
-        ("triton_kernels/draws.py", "triton_kernels/test_draws.py"): {
+        ("triton_kernels/draws.py", "triton_kernels/test_distributions.py"): {
             "every draw at the first position": Fault(
                 "positions=self._positions[step]", "positions=self._positions[0]"
             ),

@@ -7,7 +7,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_speculate
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.types import Status
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.tiny import ragged_prompts
 
 K = 3
@@ -33,12 +33,9 @@ def options_of(draft, **options):
 @pytest.mark.parametrize(("value", "batch_size", "cache_kind"), CELLS)
 def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind):
     target, draft = pair("llama")
-    inputs = ragged_prompts(batch_size, seed=4)
-    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     with spoiled(target, value):
-        plain = target.generate(**inputs, max_new_tokens=12)
-        ours = target.generate(**inputs, **options_of(draft, speculation_cache=cache_kind, speculation_stats=stats))
-    assert_equal_ids(plain, ours)
+        stats = assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), **options)
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
 
@@ -128,9 +125,6 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
 def test_a_draft_without_a_distribution_leaves_the_text(options, cell):
     value, batch_size, cache_kind = cell
     target, draft = pair("llama")
-    inputs, plainly = ragged_prompts(batch_size, seed=4), {"max_new_tokens": 12, **options}
-    plainly.pop("prompt_lookup_num_tokens", None)
-    plain = target.generate(**inputs, **plainly)
+    options = {"max_new_tokens": 12, "num_assistant_tokens": K, "speculation_cache": cache_kind, **options}
     with spoiled(draft, value):
-        ours = target.generate(**inputs, **options_of(draft, speculation_cache=cache_kind, **options))
-    assert_equal_ids(plain, ours)
+        assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), **options)

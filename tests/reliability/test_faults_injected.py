@@ -12,7 +12,7 @@ import hf_speculate
 from hf_speculate.errors import ShapeError
 from hf_speculate.models import attention_switch
 from tests.cases import assert_equal_ids, pair
-from tests.generation.test_passed_caches import assert_same_contents, cache_contents, prefilled
+from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
 from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, put_in
 from tests.tiny import SLIDING_WINDOW, ragged_prompts
 from tests.tiny_encoders import NUM_FRAMES, make_whisper, speech

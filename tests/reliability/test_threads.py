@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache
+from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.models import attention_switch
+from tests.cases import new_pair
+from tests.generation.test_compiled import compile_config
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny import ragged_prompts
 
 SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
 TIMEOUT_S = 60.0
@@ -25,12 +27,9 @@ ENDS = [17, 3, 40, 9]
 @cache
 def models():
     """A target whose heads share keys and values, so that its config is written to, and its draft."""
-    target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
-    return target, noisy_copy(target)
+    return new_pair(num_hidden_layers=1)
 
 
-CONFIG = CompileConfig(backend="eager", mode="default")
-CONFIG._compile_all_devices = True  # transformers compiles on a CPU only with this flag
 STORE = hf_speculate.SuffixStore()
 SAMPLES = {"do_sample": True, "num_assistant_tokens": 3}
 ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
@@ -42,7 +41,7 @@ ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
     "typical": lambda: {**SAMPLES, "verifier": "typical", "seed": 9},
     "copies too": lambda: {"num_assistant_tokens": 2, "prompt_lookup_num_tokens": 3, "suffix_store": STORE},
     "static": lambda: {"num_assistant_tokens": 2, "cache_implementation": "static"},
-    "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": CONFIG},
+    "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": compile_config()},
     "own cache": lambda: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=models()[0].config)},
     "lock step": lambda: {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
 }

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_speculate.triton_kernels import (
     NoiseKeys,
@@ -165,3 +166,14 @@ def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
     in_range = (verdict.token_ids >= 0) & (verdict.token_ids < vocab_size)
     assert torch.where(emitted, in_range, verdict.token_ids == -1).all()
     assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= lens)).all()
+
+
+class NoHostSync(TorchDispatchMode):
+    """Raises where a result would have to reach the host."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(func.name().split("::")[1].split(".")[0].startswith(name) for name in self.WAITS):
+            raise AssertionError(f"{func.name()} waits for the device")
+        return func(*args, **(kwargs or {}))

@@ -1,18 +1,126 @@
-"""Verifiers keep the target's distribution, jointly over everything that one round emits."""
+"""Draws have the distribution of their logits, alone and in a round, and verifiers keep the target's distribution."""
+
+import operator
 
 import pytest
 import torch
+from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, sample
+from hf_speculate.triton_kernels import ConfigError, Draws, NoiseKeys, Sampled, Stream, sample
+from hf_speculate.triton_kernels.draws import MAX_SHARED_NUMEL
 from tests.triton_kernels.distributions import (
     EXACT,
     FAIL_P_VALUE,
     PASS_P_VALUE,
+    chunks,
     make_keys,
+    p_value,
     rank_reversed_logits,
     round_p_value,
 )
 from tests.triton_kernels.operations import OPERATIONS, make_round, warp_of
+
+NUM_DRAWN = 250_000
+# Float32 against float64 log-sum-exp of values near 10: a few units in the last place.
+LOGSUMEXP_TOLERANCE = 4e-6
+
+
+@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
+@pytest.mark.parametrize(("vocab_size", "temperature"), [(64, 1.0), (12, 0.7)])
+def test_tokens_are_drawn_from_the_softmax_of_what_temperature_and_cutoff_leave(
+    vocab_size: int, temperature: float, stream: Stream
+) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    logits[3] = -torch.inf
+    scaled = logits / temperature
+    cutoff = scaled.sort().values[4]
+    left = scaled.masked_fill(scaled < cutoff, -torch.inf).double()
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for keys in chunks(NUM_DRAWN):
+        rows = logits.expand(keys.seeds.shape[0], -1)
+        cutoffs = cutoff.expand(len(rows))
+        drawn = sample(rows, keys=keys, stream=stream, temperature=temperature, row_cutoffs=cutoffs)
+        counts += torch.bincount(drawn.token_ids, minlength=vocab_size)
+        expected = left.logsumexp(-1).expand(len(rows))
+        torch.testing.assert_close(drawn.logsumexp.double(), expected, atol=LOGSUMEXP_TOLERANCE, rtol=0)
+    assert p_value(counts, left.softmax(-1)) > PASS_P_VALUE
+
+
+def draw(logits: torch.Tensor, keys: NoiseKeys) -> Sampled:
+    return sample(logits, keys=keys, stream=Stream.DRAFT, backend="torch")
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("vocab_size", [64, 8192])
+def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
+    keys, logits = make_keys(3, positions=9), torch.randn(3, vocab_size)
+    logits[:, 40:] = -torch.inf  # of wide rows the eager twin then looks at pieces
+    eager, compiled = draw(logits, keys), torch.compile(draw, fullgraph=True)(logits, keys)
+    assert torch.equal(eager.token_ids, compiled.token_ids)
+    torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
+
+
+def test_a_compiled_draw_is_not_tied_to_its_batch_size() -> None:
+    """torch 2.11 compiles anew for every batch size if a slice in the graph ends at that number."""
+    bounds: list[object] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        for node in graph.graph.nodes:
+            keys = node.args[1] if node.target is operator.getitem else ()
+            slices = [key for key in (keys if isinstance(keys, tuple) else (keys,)) if isinstance(key, slice)]
+            bounds.extend(bound for key in slices for bound in (key.start, key.stop))
+        return graph
+
+    logits, keys = torch.randn(4, 50), make_keys(4)
+    torch.compiler.reset()  # after other vocabularies, V would be dynamic, and slices may end there
+    for tensor in (logits, *keys):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    torch.compile(draw, backend=keep, fullgraph=True)(logits, keys)
+    assert bounds
+    assert not any(isinstance(bound, torch.fx.Node) for bound in bounds)
+
+
+NUM_ROWS, NUM_DRAWS = 3, 5
+
+
+def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """[NUM_ROWS, NUM_DRAWS, V], rows without a distribution among them."""
+    logits = torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
+    logits[0, 1, 0] = torch.nan
+    logits[1, 2] = -torch.inf
+    logits[2, 3, vocab_size // 2 :] = torch.inf
+    logits[2, 4, 5:] = -torch.inf
+    logits[:, 0, 9:] = -torch.inf  # of wide rows `sample` then looks at pieces
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(1, torch.float32), (37, torch.float16), (100, torch.float64), (4099, torch.bfloat16), (40_000, torch.float32)],
+)
+def test_every_draw_is_that_of_sample_and_shared_noise_is_made_once(
+    vocab_size: int, dtype: torch.dtype, stream: Stream
+) -> None:
+    logits, keys, num_made = make_logits(vocab_size, dtype), make_keys(NUM_ROWS, rounds=2, positions=11), 0
+    round_ = Draws(keys, stream, NUM_DRAWS, backend="torch")
+    for draw in range(NUM_DRAWS):
+        with torch.profiler.profile() as profile:
+            ids = round_.draw(logits[:, draw])
+        num_made += sum(event.name == "aten::log1p_" for event in profile.events())  # once for each noise
+        keys_there = keys._replace(positions=keys.positions + draw)
+        alone = sample(logits[:, draw], keys=keys_there, stream=stream, backend="torch")
+        assert torch.equal(ids, alone.token_ids)
+        sums = round_.logsumexps()
+        assert (sums.shape, sums.dtype) == ((NUM_ROWS, draw + 1), torch.float32)
+        assert torch.equal(sums[:, draw].contiguous().view(torch.int32), alone.logsumexp.view(torch.int32))  # NaN too
+        exact = logits[:, draw].float().double().logsumexp(-1)
+        torch.testing.assert_close(alone.logsumexp.double(), exact, atol=4e-6, rtol=0, equal_nan=True)
+    assert num_made == (1 if logits.numel() <= MAX_SHARED_NUMEL else NUM_DRAWS)
+    with pytest.raises(ConfigError, match=f"num_draws must cover every draw, got {NUM_DRAWS}"):
+        round_.draw(logits[:, 0])
+
 
 NUM_TRIALS = 2_000_000
 # Enough for a control, which fails by many more orders of magnitude than are asked.

@@ -25,7 +25,7 @@ from tests.triton_kernels.distributions import (
     rank_reversed_logits,
     rejection_distribution,
 )
-from tests.triton_kernels.host_syncs import NoHostSync
+from tests.triton_kernels.operations import NoHostSync
 
 NUM_TRIALS = 200_000
 SAMPLER = TypicalAcceptanceSampler(0.09, 0.3)

@@ -1,5 +1,6 @@
 """The kernels decide as their twins do, whatever the shapes, dtypes, strides, tiles and memory that they get."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,15 @@ from torch import Tensor
 
 from hf_speculate.triton_kernels import Stream, sample, verify_typical
 from tests.fake_cuda import FakeCuda
-from tests.triton_kernels.distributions import make_keys
+from tests.triton_kernels.distributions import (
+    EXACT,
+    PASS_P_VALUE,
+    draw_drafts,
+    make_keys,
+    p_value,
+    rank_reversed_logits,
+    round_p_value,
+)
 from tests.triton_kernels.on_triton import DEVICE, assert_same, moved, on_triton
 from tests.triton_kernels.operations import (
     OPERATIONS,
@@ -207,3 +216,27 @@ def test_a_captured_graph_replays_the_same_decision(name: str, vocab_size: int) 
         graph.replay()
         torch.cuda.synchronize()
         assert_same(captured, eager)
+
+
+NUM_TRIALS = 40_960
+draw = partial(on_triton, sample)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXACT)
+def test_joint_distribution_of_a_round_is_exact_on_a_gpu(name: str) -> None:
+    logits = rank_reversed_logits(3, 2)
+    assert round_p_value(name, *logits, NUM_TRIALS, partial(on_triton, OPERATIONS[name]), draw=draw) > PASS_P_VALUE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXACT)
+def test_first_token_has_the_targets_distribution_on_a_gpu(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = 3 * torch.randn(3, 4096, generator=generator)
+    draft = target[:2] + torch.randn(2, 4096, generator=generator)
+    keys, rows = make_keys(NUM_TRIALS, seed=7), (NUM_TRIALS, -1, -1)
+    ids = draw_drafts(draft.to(DEVICE), keys, EXACT[name][1], draw)
+    verdict = on_triton(OPERATIONS[name], target.to(DEVICE).expand(*rows), ids, draft.to(DEVICE).expand(*rows), keys)
+    counts = torch.bincount(verdict.token_ids[:, 0], minlength=4096)
+    assert p_value(counts, target[0].double().softmax(-1)) > PASS_P_VALUE

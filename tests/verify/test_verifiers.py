@@ -1,6 +1,8 @@
-"""The Verifier contract, and the names under which verifiers are chosen."""
+"""The Verifier contract, the names under which verifiers are chosen, and `keep_prefix`, which writes verdicts."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,7 @@ from torch import Tensor
 import hf_speculate
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.triton_kernels import row_seeds
-from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
+from hf_speculate.types import DraftOut, NoiseKeys, Status, Stream, Verdict
 from hf_speculate.verify import (
     BlockVerifier,
     CoupledVerifier,
@@ -24,14 +25,11 @@ from hf_speculate.verify import (
 from hf_speculate.verify.base import is_lossless, make_verifier
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
 from tests.tiny import ragged_prompts
+from tests.triton_kernels import distributions
 
 VOCAB_SIZE = 11
+make_keys = partial(distributions.make_keys, seed=5, rounds=2, positions=9)
 CERTAIN = 60.0  # a logit this far above the others leaves them less than float32 can tell from nothing
-
-
-def make_keys(num_rows: int) -> NoiseKeys:
-    seeds = row_seeds(5, num_rows)
-    return NoiseKeys(seeds, torch.full_like(seeds, 2), torch.full_like(seeds, 9))
 
 
 def make_round(
@@ -230,7 +228,61 @@ def test_a_users_verifier_decides_and_is_shown_distributions_if_it_reads_them(re
     assert {config.posterior_alpha for config in configs} == {0.7}
 
 
-def test_typical_settings_reach_the_verifier() -> None:
-    settings = {"posterior_threshold": 0.4, "posterior_alpha": 0.7, "entropy_epsilon": 0.01}
-    config = SpeculationConfig(verifier="typical", typical_correction="sample", **settings)
-    assert make_verifier(config) == TypicalVerifier(**settings, correction="sample")
+class GreedyByHand:
+    """Greedy verification as a user would write it."""
+
+    def verify(self, target_logits, draft, keys):
+        best = target_logits.argmax(-1)  # [B, K+1]
+        return keep_prefix(target_logits, draft, best[:, :-1] == draft.token_ids, best)
+
+
+def hostile_round(kind: str) -> tuple[torch.Tensor, DraftOut]:
+    """Rows that agree with the target for 0..3 tokens, then meet what `kind` says, with lengths of 0..4."""
+    target = 3 * torch.randn(64, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    ids, rows = target[:, :-1].argmax(-1), torch.arange(64)
+    places = rows % 4
+    if kind == "bad ids":
+        ids[rows, places] = torch.where(rows < 32, -1, VOCAB_SIZE)
+    elif kind == "nan":
+        target[rows, places, 3] = torch.nan
+    elif kind == "masked":
+        target[rows, places] = -torch.inf
+    elif kind == "infinite":
+        target[rows, places, 3] = torch.inf
+    return target, DraftOut(ids, (rows // 4 % 5).to(torch.int32), None, None)
+
+
+@each_value(dtype=[torch.bfloat16, torch.float32, torch.float64], kind=["none", "bad ids", "nan", "masked", "infinite"])
+def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
+    target, draft = hostile_round(kind)
+    target = target.to(dtype)
+    keys = make_keys(64)
+    ours, kernels = (verifier.verify(target, draft, keys) for verifier in (GreedyByHand(), GreedyVerifier()))
+    assert torch.equal(ours.num_accepted, kernels.num_accepted)
+    assert torch.equal(ours.status, kernels.status)
+    assert (ours.status != 0).any() == (kind != "none")
+    is_whole = (ours.status & ~int(Status.BAD_DRAFT_ID)) == 0
+    assert torch.equal(ours.token_ids[is_whole], kernels.token_ids[is_whole])
+    last = ours.token_ids.gather(1, ours.num_accepted.long()[:, None])
+    assert ((last >= 0) & (last < VOCAB_SIZE)).all()
+
+
+def test_a_token_that_the_target_forbids_is_refused_and_one_to_follow_is_moved_into_the_vocabulary():
+    target, draft = make_round(2, 2, has_logits=False)
+    target[0, 1, draft.token_ids[0, 1]] = -torch.inf
+    following = torch.tensor([[0, -5, 0], [0, 0, VOCAB_SIZE]])
+    verdict = keep_prefix(target, draft, torch.ones(2, 2, dtype=torch.bool), following)
+    assert verdict.num_accepted.tolist() == [1, 2]
+    assert verdict.token_ids[[0, 1], [1, 2]].tolist() == [0, VOCAB_SIZE - 1]
+    assert verdict.status.tolist() == [0, 0]
+
+
+def test_the_rule_in_the_guide_is_a_whole_one(registry):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
+    exec(code, {})
+    target, draft = make_round(64, 3, has_logits=False)
+    verdict = make_verifier(SpeculationConfig(verifier="near")).verify(target, draft, make_keys(64))
+    assert_whole(verdict, draft)
+    greedy = GreedyVerifier().verify(target, draft, make_keys(64))
+    assert (verdict.num_accepted > greedy.num_accepted).any()

@@ -9,7 +9,6 @@ from typing import Any
 from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.compat import stateful_names
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
@@ -210,7 +209,7 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
 
 def _unsupported(*models: PreTrainedModel) -> str:
     try:
-        check_models(models, stateful_names(models), ASSISTED)
+        check_models(models, ASSISTED)
     except UnsupportedModelError as error:
         return str(error)
     return ""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, takewhile
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from transformers import (
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.config_sources import fields_of, read_config
+from hf_speculate.generation.arguments import fields_of, read_config
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
@@ -158,9 +157,8 @@ class RowDecoder:
         return RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row)
 
     def _decode_refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt]) -> Iterator[Decoded]:
-        source: Any = SimpleNamespace(next=partial(next, prompts, None))  # a `RowSource`
         try:
-            for results in decoder.decode(source):
+            for results in decoder.decode(lambda: next(prompts, None)):
                 yield Decoded(
                     [self._for_row(one.prompt.key)._line_of(one) for one in results],
                     sum(one.num_drafted for one in results),

@@ -116,8 +116,8 @@ class Engine:
         self.end_requests()
         self._thread.shutdown()
 
-    def next(self) -> RowPrompt | None:
-        """See `RowSource.next`; called by the decoder."""
+    def _next(self) -> RowPrompt | None:
+        """The `RowSource` of the decoder."""
         with self._lock:
             return self._waiting.popleft().prompt if self._waiting else None
 
@@ -157,7 +157,7 @@ class Engine:
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""
         while True:
-            for results in self._decoder.decode(self):
+            for results in self._decoder.decode(self._next):
                 for result in results:
                     result.prompt.key.put(result)
             with self._lock:
@@ -228,7 +228,7 @@ class OneByOneDecoder:
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
         """See `ContinuousDecoder.decode`."""
         decode: Any = self.model.generate
-        while (prompt := source.next()) is not None:
+        while (prompt := source()) is not None:
             stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
             input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
             arguments = {**self.arguments, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}

@@ -1,4 +1,4 @@
-"""Heads inside `generate()`: the text is plain decoding's, whatever the head proposes."""
+"""Heads of all kinds: drafts leave no trace, and in `generate()` the text is plain decoding's whatever is proposed."""
 
 import copy
 import shutil
@@ -15,6 +15,8 @@ from transformers import MaxTimeCriteria, pipeline
 import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.compatibility_rows import CHARACTERS
 from tests.draft.heads.designs import (
@@ -28,9 +30,9 @@ from tests.draft.heads.designs import (
     make_weights,
     write_speculators,
 )
-from tests.draft.heads.fitting import write_fitted
 from tests.draft.heads.kinds import KINDS
-from tests.draft.heads.rounds import target_of
+from tests.draft.heads.reference import write_fitted
+from tests.draft.heads.rounds import PAD, BySum, Rounds, random_texts, target_of
 from tests.draft.heads.test_pard import write_pard
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
@@ -204,3 +206,57 @@ def test_what_reads_no_layers_has_nothing_to_check(fitted, tmp_path):
         load_drafter(tmp_path, target_of()).check_layers(target_of(), torch.ones(1, 9, dtype=torch.int64))
     with pytest.raises(ConfigError, match="prompts must hold a text of at least three tokens"):
         load_drafter(fitted[0], target_of()).check_layers(target_of(), torch.ones(1, 2, dtype=torch.int64))
+
+
+K = 3
+TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
+LONG = 530  # tokens, more than a head reads in one forward
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request, tmp_path_factory):
+    return KINDS[request.param](tmp_path_factory.mktemp("head"))
+
+
+def test_a_text_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(loaded):
+    """Whatever was drafted between, and after a row has left."""
+    head, target = loaded
+    texts = random_texts([LONG, 30, 40], seed=4)
+    pieces = Rounds(head, target, [text[:20] for text in texts])
+    for end in (21, LONG // 2, LONG):
+        pieces.draft(K)
+        pieces.texts = [text[:end] for text in texts]
+        if end == 21:
+            pieces.rows([2, 0])
+            texts = [texts[2], texts[0]]
+    at_once = Rounds(head, target, texts)
+    at_once.num_rounds = pieces.num_rounds  # the noise is of the round
+    ours, theirs = (one.draft(K, SampleStrategy.RANDOM, seeds=[2, 0]) for one in (at_once, pieces))
+    torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
+
+
+def test_processors_see_the_text_and_the_drafts_before(loaded):
+    """Over rounds in which drafts are refused, and after a row has left."""
+    head, target = loaded
+    rounds = Rounds(head, target, random_texts([6, 4, 9], seed=6), processors=BlockLogitsProcessorList([BySum()]))
+    for number, accepted in enumerate([(0, 2, 1), (1, 0), (1, 2)]):
+        draft = rounds.draft(2, SampleStrategy.RANDOM, seeds=range(len(accepted)))
+        for text, num_pads, ids in zip(rounds.texts, rounds.pads, draft.token_ids.tolist(), strict=True):
+            read = sum(text) + len(text) + num_pads * (PAD + 1)
+            assert ids == [read % VOCAB_SIZE, (read + read % VOCAB_SIZE + 1) % VOCAB_SIZE]
+        rounds.accept(draft, accepted, seed=number)
+        if number == 0:
+            rounds.rows([0, 2])
+
+
+@pytest.mark.parametrize("strategy", SampleStrategy)
+def test_drafts_end_with_what_ends_a_row(loaded, strategy):
+    head, target = loaded
+    texts = random_texts([6, 4, 9], seed=7)
+    whole = Rounds(head, target, texts).draft(K, strategy)
+    ends = int(whole.token_ids[1, 1])
+    draft = Rounds(head, target, texts, eos_token_ids=frozenset({ends})).draft(K, strategy)
+    for row, ids in enumerate(whole.token_ids.tolist()):
+        expected = ids.index(ends) + 1 if ends in ids else K
+        assert draft.lens[row] == expected
+        assert draft.token_ids[row, :expected].tolist() == ids[:expected]

@@ -11,7 +11,7 @@ import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.types import SampleStrategy
-from tests.cases import assert_equal_ids
+from tests.cases import assert_decodes_as_plain
 from tests.draft.heads.rounds import Rounds, random_texts
 from tests.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
 
@@ -73,13 +73,9 @@ def make_checkpoint(folder, kind: str, num_mtp_layers: int, seed: int | None = N
 
 def test_use_mtp_drafts_for_batches(tmp_path):
     target = make_checkpoint(tmp_path, "deepseek_v3", 2)
-    inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
-    options = {"use_mtp": True, "num_assistant_tokens": 3, "speculation_stats": stats}
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, use_mtp=True)
     assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
-    with pytest.raises(ConfigError, match="draft_state must come with"):
-        target.generate(**inputs, use_mtp=True, draft_state=hf_speculate.DraftState())
     with pytest.raises(UnsupportedGenerationError, match="use_mtp must be left out with prompt_lookup_num_tokens"):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
@@ -166,10 +162,9 @@ def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
 
 def test_greedy_text_is_plain_and_use_mtp_loads_the_layers_from_the_targets_checkpoint(hybrid):
     target, head, weights = hybrid
-    inputs, stats, before = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats(), target.config.to_dict()
-    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
-    ours = target.generate(**inputs, **options, max_new_tokens=NUM_NEW, use_mtp=True)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    inputs, before = ragged_prompts(3, seed=3), target.config.to_dict()
+    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "use_mtp": True}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, max_new_tokens=NUM_NEW)
     assert stats.cache == "hybrid"
     assert len(stats.verified_per_position) == 3
     assert target.config.to_dict() == before

@@ -11,6 +11,7 @@ import pytest
 
 from hf_speculate.tools.hub import kernel_repository as tool
 from hf_speculate.triton_kernels import verify_rejection
+from tests.tools.hub.test_repository import files_in
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import assert_same, moved
 from tests.triton_kernels.operations import make_round
@@ -33,11 +34,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == f"written: {folder / 'torch-universal'}\n", result.stderr
     return folder
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_the_variant_holds_the_sources_alone(build: Path) -> None:

@@ -1,10 +1,11 @@
-"""TokenBuffer against rows kept as plain lists."""
+"""Token buffers against rows kept as plain lists, and row lengths on the device against the same ones on the host."""
 
 import random
 
 import pytest
 import torch
 
+from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
 from hf_speculate.cache.token_buffer import TokenBuffer
 
 FREE = -1  # what may stand past a row's count
@@ -54,3 +55,45 @@ def test_it_stays_in_place_within_its_capacity_and_then_doubles():
         sizes.add(buffer.token_ids.shape[1])
         assert num > 10 or buffer.token_ids.data_ptr() == address
     assert len(sizes) <= 9  # 10, 20, ... 1280
+
+
+def check_lens(lens: RowLens) -> None:
+    """What the device says is what the host says."""
+    assert lens.on_device().tolist() == lens.on_host
+    for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
+        wanted = [[length + offset + place for place in range(num)] for length in lens.on_host]
+        assert lens.columns(num, offset).expand(len(wanted), -1).tolist() == wanted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> None:
+    make = random.Random(seed)
+    lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), Ruler("cpu"))
+    other = RowLens(lens.on_host, Ruler("cpu"))
+    for _ in range(12):
+        counts = [make.randint(0, 5) for _ in lens.on_host]
+        match make.choice(["all", "known", "told", "follow", "rows"]):
+            case "all":
+                lens.add(make.randint(0, 4))
+            case "known":
+                shared = make.randint(-2, 2)
+                lens.add_counts(RowCounts(counts, torch.tensor([num - shared for num in counts]).int(), shared))
+            case "told":
+                lens.add_counts(counts)
+            case "follow":
+                lens.set([max(length - num, 0) for length, num in zip(lens.on_host, counts, strict=True)])
+            case "rows":
+                kept = make.sample(range(len(counts)), make.randint(1, len(counts)))
+                lens.rows(kept)
+                other.rows(kept)
+        gap = make.randint(-3, 3)
+        other.set([length + gap for length in lens.on_host], lens)
+        if not (lens.is_even or other.is_even) and lens.is_known_there:
+            varying, shared = lens.less(other)
+            assert (varying + shared).tolist() == [-gap] * len(lens.on_host)
+        twin = lens.copy()
+        check_lens(lens)
+        check_lens(other)
+        lens.add(1)
+        check_lens(twin)
+        check_lens(lens)

@@ -1,4 +1,4 @@
-"""Caches that the user passes, or that come back with the output, hold what plain `generate` leaves in them."""
+"""KV caches of calls: passed and returned ones hold what plain `generate` leaves, and buffers give its text."""
 
 import copy
 from functools import cache
@@ -10,11 +10,22 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticSlidingWindowLayer
 
-from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import ACCEPTED_ALL, Unchanged, assert_equal_ids, each_value, pair, plain_and_ours
+import hf_speculate
+from hf_speculate.cache.ragged_layer import MIN_STEP, WINDOW_SLACK
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import (
+    ACCEPTED_ALL,
+    AttentionCalls,
+    Unchanged,
+    assert_decodes_as_plain,
+    assert_equal_ids,
+    each_value,
+    pair,
+    plain_and_ours,
+)
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyStreamer, Mistake, hook
-from tests.tiny import SLIDING_WINDOW, ragged_prompts
+from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 24
@@ -229,3 +240,74 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     with pytest.raises(UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"):
         target.generate(**inputs, max_new_tokens=9, assistant_model=draft, past_key_values=cache)
     assert not cache.layers[0].is_initialized
+
+
+K = 4
+FITTING = tuple(kind for kind in KINDS if kind != "bloom")  # its positions are biases of the attention
+
+
+@pytest.mark.parametrize("kind", FITTING)
+def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(kind):
+    """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
+    inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
+    assert MIN_STEP < 90
+    for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
+        options = {"max_new_tokens": 90, "prefill_chunk_size": chunk_size, "num_assistant_tokens": K}
+        stats = assert_decodes_as_plain(*pair(kind), inputs, **options, speculation_cache=cache_kind)
+        assert stats.cache == cache_kind
+
+
+@each_value(attention=["eager", "sdpa"], kind=["llama", "mistral_window", "llama"], cache_kind=["preallocated", "auto"])
+def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention, cache_kind):
+    """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
+    target = hf_speculate.enable(make_model(kind, dtype=torch.float32, attn_implementation=attention))
+    inputs = ragged_prompts(3, seed=1)
+    assert not inputs["attention_mask"][2, :9].any()
+    options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **options)
+    own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": K, "speculation_cache": cache_kind}
+    ours = target.generate(**inputs, **options, **own)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), 1e-4)
+    options["return_dict_in_generate"] = False  # nobody sees the states then, and the text's must hold all the same
+    assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
+
+
+def test_a_window_layer_holds_its_window_however_long_the_text():
+    (target, draft), inputs = pair("cohere2"), ragged_prompts(1, min_len=230, max_len=230)
+    options = {"max_new_tokens": 150, "num_assistant_tokens": K, "speculation_cache": "preallocated"}
+    with AttentionCalls() as calls:
+        target.generate(**inputs, **options, assistant_model=draft)
+    bytes_of_column = calls.keys[0][:, :, :1].nbytes
+    last = [(keys.shape[2], keys.untyped_storage().nbytes() // bytes_of_column) for keys in calls.keys[-8:]]
+    windowed, full = (last[place::2] for place in (0, 1))
+    assert min(seen for seen, _ in full) > 360
+    assert max(seen for seen, _ in windowed) <= SLIDING_WINDOW + K + 1
+    assert max(capacity for _, capacity in windowed) < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP < 360
+
+
+def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
+    target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
+    passed, holes = {"past_key_values": DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
+    for kind, given, message in (
+        ("bloom", inputs, "auto or dynamic for BloomForCausalLM, got 'preallocated'"),
+        ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
+        ("llama", {**inputs, **passed}, None),  # the user's own cache: no second copy
+    ):
+        target, draft = pair(kind)
+        own = {"assistant_model": draft, "max_new_tokens": 6, "speculation_stats": hf_speculate.SpeculationStats()}
+        target.generate(**given, **own)
+        assert own["speculation_stats"].cache == "dynamic"
+        if message:
+            with pytest.raises(UnsupportedModelError, match=message):
+                target.generate(**given, **own, speculation_cache="preallocated")
+
+
+def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
+    target, draft = pair("mistral_window")
+    options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
+    own = {"assistant_model": draft, "past_key_values": DynamicCache()}  # without its config, all layers are full ones
+    target(options["input_ids"][:, :4], past_key_values=own["past_key_values"])
+    with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
+        target.generate(**options, **own, speculation_cache="preallocated")
+    assert_equal_ids(target.generate(**options), target.generate(**options, **own))

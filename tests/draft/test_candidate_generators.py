@@ -1,10 +1,10 @@
-"""transformers' candidate generators in our loop."""
+"""transformers' candidate generators in our loop, and our drafter in transformers' own assisted loop."""
 
 from functools import partial
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
@@ -17,11 +17,14 @@ from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter, samples_its_logits
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
+from hf_speculate.errors import ShapeError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
-from tests.cases import assert_equal_ids
+from tests.cases import assert_decodes_as_plain, assert_equal_ids
 from tests.grammars import Brackets, Grammar, RollbackGrammar
+from tests.recurrent_cases import hooks_of
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 24
@@ -116,10 +119,8 @@ def target():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_greedy_is_plain_greedy(target, source):
-    inputs, stats = ragged_prompts(1, seed=3), hf_speculate.SpeculationStats()
-    options = {"candidate_generator": SOURCES[source](target), "speculation_stats": stats}
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    options = {"candidate_generator": SOURCES[source](target), "num_assistant_tokens": None}
+    stats = assert_decodes_as_plain(target, None, ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options)
     assert stats.num_accepted > 0
     assert stats.num_emitted == NUM_NEW - 1
 
@@ -139,3 +140,40 @@ def test_the_draft_models_config_is_not_written_to(target):
     source = partial(AssistedCandidateGenerator, assistant_model=draft)
     target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, candidate_generator=source)
     assert draft.generation_config.to_dict() == before
+
+
+def test_transformers_greedy_loop_gives_the_plain_text():
+    plain, made = make_model("llama"), []
+
+    class Target(LlamaForCausalLM):
+        def _get_candidate_generator(self, generation_config, input_ids, assistant_model, logits_processor, **kwargs):
+            processors = BlockLogitsProcessorList(logits_processor).row_wise_part()
+            drafter = ModelDrafter(Inferencer(LanguageModel(assistant_model)), processors)
+            options = drafter, 3, SampleStrategy.GREEDY, generation_config.max_length
+            made.append(DraftModelCandidateGenerator(*options, device="cpu"))
+            return made[-1]
+
+    target = noisy_copy(plain, 0.0)
+    target.__class__ = Target
+    inputs, options = ragged_prompts(1, seed=2), {"max_new_tokens": 20, "repetition_penalty": 1.3}
+    draft = noisy_copy(plain, 0.05, seed=1)
+    assert_equal_ids(plain.generate(**inputs, **options), target.generate(**inputs, **options, assistant_model=draft))
+    assert 0 < made[0]._num_rounds < 20
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "mamba", "lfm2"])
+def test_the_cache_follows_a_text_that_went_another_way(kind):
+    draft, text = make_model(kind), ragged_prompts(1, seed=2)["input_ids"]
+    drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
+    generator = DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14)
+    for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):  # at last to the end
+        with torch.no_grad():
+            candidates, _ = generator.get_candidates(text)
+        if num:
+            plain = draft.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=num)
+        assert_equal_ids(plain if num else text, candidates)
+        assert not hooks_of(draft)
+        kept = candidates[:, : text.shape[1] + num_accepted + 1]
+        text = kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+    with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
+        generator.get_candidates(text.expand(2, -1))
