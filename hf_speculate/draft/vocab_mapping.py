@@ -1,14 +1,12 @@
-"""Vocabulary mapping: a draft model of another vocabulary reads and scores the target's ids."""
+"""Vocabulary mapping: which ids of a draft stand for which of the target, and a draft model that reads the latter."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import Scored
 
@@ -29,9 +27,8 @@ class VocabMapping:
 
     def target_logits(self, logits: Tensor) -> Tensor:
         """The draft's logits [..., V'] in the target's ids [..., V]; what the draft cannot propose is -inf."""
-        if self.is_padded:  # a view or one operator
-            surplus = len(self.is_shared) - logits.shape[-1]
-            return logits[..., :surplus] if surplus < 0 else nn.functional.pad(logits, (0, surplus), value=-torch.inf)
+        if self.is_padded:
+            return _resized(logits, len(self.is_shared))
         return logits.index_select(-1, self.draft_ids).masked_fill(~self.is_shared, -torch.inf)
 
 
@@ -44,26 +41,35 @@ def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
 class TranslatedLanguageModel(LanguageModel):
     """A draft model that reads and scores the target's ids; the model itself stays as it is."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        vocabulary: VocabMapping,
-        max_position: int | None = None,
-        extra_inputs: ExtraInputs | None = None,
-        keeps_states: bool = False,
-    ):
-        super().__init__(model, max_position, keeps_states, extra_inputs, is_draft=True)
+    def __init__(self, vocabulary: VocabMapping, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.vocabulary = vocabulary.to(self.device)
 
-    def run(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache,
-        *,
-        logits_to_keep: int | None = None,
-        **forward_options: Any,
-    ) -> Scored:
+    def run(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
         """Query [B, Q] and logits [B, Q', V] are in the target's ids."""
-        query = self.vocabulary.draft_ids[query_token_ids]  # [B, Q]
-        scored = super().run(query, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
+        scored = super().run(self.vocabulary.draft_ids[query_token_ids], kv_cache, **options)
         return scored._replace(logits=self.vocabulary.target_logits(scored.logits))
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """Maps the columns of a draft head's logits to ids of the target."""
+
+    size: int  # V, of the target
+    target_ids: Tensor | None = None  # [Vd] int64, those of the columns, increasing; None if column j is id j
+
+    def ids(self, columns: Tensor) -> Tensor:
+        return columns if self.target_ids is None else self.target_ids[columns]
+
+    def scattered(self, logits: Tensor) -> Tensor:
+        """[..., V] from logits [..., Vd]: -inf at every id that the head cannot propose."""
+        if self.target_ids is None:
+            return _resized(logits, self.size)
+        full = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+        return full.index_copy_(-1, self.target_ids, logits)
+
+
+def _resized(logits: Tensor, size: int) -> Tensor:
+    """[..., size] from logits of the first ids: a view or one operator."""
+    surplus = size - logits.shape[-1]
+    return logits[..., :size] if surplus <= 0 else torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)

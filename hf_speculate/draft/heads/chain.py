@@ -76,7 +76,7 @@ def chain_steps(
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
-    drafted = []
+    buffers, drafted = dict(enumerate(inputs.buffers)), []
     logits, states = network.read(inputs.outputs, parts)
     for step in range(num_steps):
         if keys is None:
@@ -88,7 +88,7 @@ def chain_steps(
         drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
-            placed = Placed(list(inputs.buffers), 0, row_ids, columns, width, network.windows, inputs.outputs.dtype)
+            placed = Placed(buffers, 0, row_ids, columns, width, network.masks, inputs.outputs.dtype)
             pairs = Pairs(chosen.token_ids, states[:, None], columns, placed)
             logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
     return joined(drafted)
@@ -143,12 +143,12 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
         """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
         num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
-        buffers = tuple(pair for pair in self.cache.buffers if pair is not None)
-        if self._compilation is None or num_steps is None or len(buffers) < len(self.cache.buffers):
+        if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.masks):
             return None
         outputs, settings = self.newest_outputs[0], self.chooser.settings
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
+        buffers = tuple(self.cache.buffers.values())
         inputs = ChainInputs(outputs.contiguous(), self.cache.row_lens.on_device(), seen, buffers)
         choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
         name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"

@@ -17,7 +17,7 @@ from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig
+from hf_speculate.draft.heads.load_network import ConfigSource
 from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed
@@ -60,6 +60,8 @@ class DFlashNetwork(FusingNetwork):
         self.options: DFlashOptions = plan.options
         layers, shapes = plan.options.layers, plan.shapes
         width = layers.hidden_size
+        masks = zip(self.masks, self.options.is_causal, strict=True)
+        self.masks = [mask._replace(is_causal=is_causal) for mask, is_causal in masks]
         self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
         self.layers = nn.ModuleList(
@@ -162,7 +164,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         if new.states is not None and new.width:
             network.read(new.states, self.cache.place(new.width))
             self.cache.advance(new.counts, new.lens)
-        placed = self.cache.place(options.block_size, is_causal=options.is_causal)
+        placed = self.cache.place(options.block_size)
         block = network.fill(new.newest_ids, placed, self.parts)  # [B, b, H]
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
@@ -195,7 +197,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         return lens if self._threshold else None
 
 
-def read_dflash(source: ConfigSource) -> HeadConfig:
+def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
     """The DFlash or DSpark head that a config describes."""
     config, found = source.config, source.found
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
@@ -226,7 +228,7 @@ def read_dflash(source: ConfigSource) -> HeadConfig:
     most = block_size if samples_from_anchor else block_size - 1
     num_target_layers = config.get("num_target_layers")
     spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_target_layers)
-    return HeadConfig(replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options)
+    return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options
 
 
 def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotation, read_layer_config
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig
+from hf_speculate.draft.heads.load_network import ConfigSource
 from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
 from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
 from hf_speculate.draft.heads.row_cache import Placed
@@ -114,7 +115,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         return self.norm(outputs)  # type: ignore[no-any-return]
 
 
-def read_eagle3(source: ConfigSource) -> HeadConfig:
+def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
     """The EAGLE-3 or P-EAGLE head that a config describes."""
     config, found = source.config, source.found
     if found.kind == "peagle" and config.get("mask_token_id") is None:
@@ -146,7 +147,7 @@ def read_eagle3(source: ConfigSource) -> HeadConfig:
             "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
         )
     spec = source.spec(source.layer_fields, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
-    return HeadConfig(spec, options)
+    return spec, options
 
 
 def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from hf_speculate.draft.heads.eagle3 import Eagle3Network, read_eagle3
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
 from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
 from hf_speculate.draft.heads.network import HeadNetwork
 from hf_speculate.draft.heads.parallel import ParallelDrafter
@@ -67,7 +67,7 @@ class HeadFit(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    read: Callable[[ConfigSource], HeadConfig]
+    read: Callable[[ConfigSource], tuple[HeadSpec, Any]]  # and the network's options
     load: Callable[[LoadRequest], HeadNetwork]
     drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # of the network
 
@@ -117,8 +117,8 @@ def load_drafter(
     if aux_layers is not None:
         source = source._replace(hidden_layers=_checked(aux_layers, shape.num_layers))
     kind = _KINDS[source.found.kind]
-    config = kind.read(source)
-    fit = _fit_of(config.spec, shape, shape.name)
+    spec, options = kind.read(source)
+    fit = _fit_of(spec, shape, shape.name)
     if fit.problems:
         raise UnsupportedModelError(
             f"a draft head must fit its target, got {folder.name} ({source.found.kind}): {'; '.join(fit.problems)}; "
@@ -128,8 +128,8 @@ def load_drafter(
         warnings.warn(f"the draft head {folder.name}: {note}", stacklevel=2)
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
-    network = kind.load(LoadRequest(folder, config, target, shape.vocab_size, dtype, device))
-    return DraftHead(config.spec, network, target.config, partial(kind.drafter, network))
+    network = kind.load(LoadRequest(folder, spec, options, target, dtype, device))
+    return DraftHead(spec, network, target.config, partial(kind.drafter, network))
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
@@ -144,7 +144,8 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
     source = _source_of(folder, shape)
-    return _fit_of(_KINDS[source.found.kind].read(source).spec, shape, name)
+    spec, _ = _KINDS[source.found.kind].read(source)
+    return _fit_of(spec, shape, name)
 
 
 def _fit_of(spec: HeadSpec, shape: TargetShape, target: str) -> HeadFit:

@@ -11,19 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Qwen3Config
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import text_fields, unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_into, load_network
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_into, load_network
 from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
-from hf_speculate.draft.heads.row_cache import Placed, PlacedCache
+from hf_speculate.draft.heads.row_cache import LayerMask, Placed, PlacedCache
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE
 
 
@@ -47,8 +49,8 @@ class CheckpointMtpNetwork(ChainNetwork):
     def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
         self.num_depths = len(model.layers)
         windows = windows_of(model.config) or (None,) * self.num_depths
-        super().__init__(DraftVocabulary(vocab_size), windows[: self.num_depths])
-        self.firsts = range(self.num_depths)
+        super().__init__(DraftVocabulary(vocab_size), windows)
+        self.masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
         self.layers = model.layers
         self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
@@ -126,24 +128,24 @@ _SHARED = {
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def read_mtp(source: ConfigSource) -> HeadConfig:
+def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
     """The MTP layers that the config of a speculators head or of a target describes."""
     source.check_no_layers("MTP layers, which read the last state")
     fields = source.layer_fields
     if source.found.format == "speculators":
         if fields.get("model_type") not in _DENSE_LAYERS:
             raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
-        return HeadConfig(source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1}))
+        return source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1})
     model_type, text = fields.get("model_type"), text_fields(fields)
     if model_type not in SERVED_TARGETS:
         raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
     num_layers = int(text["num_hidden_layers"])
-    return HeadConfig(source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None))
+    return source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None), None
 
 
 def load_mtp(request: LoadRequest) -> HeadNetwork:
     """MTP layers in either format; the target's own layers have its dtype and device."""
-    if request.config.options is not None:
+    if request.options is not None:
         return load_network(SpeculatorsMtpNetwork, request, ignored=SHARED_TABLES)
     target = request.target
     if request.dtype != target.dtype or request.device != target.device:
@@ -155,7 +157,7 @@ def load_mtp(request: LoadRequest) -> HeadNetwork:
     model = _load_prefixed(request) if is_prefixed else _load_by_transformers(request)
     if attention_name(model.config) not in _MASKED_ATTENTIONS:
         set_attention_name(model.config, "sdpa")  # its own copy
-    return CheckpointMtpNetwork(model, request.vocab_size)
+    return CheckpointMtpNetwork(model, vocab_size_of(target))
 
 
 def _load_by_transformers(request: LoadRequest) -> MtpModel:

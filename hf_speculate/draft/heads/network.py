@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_speculate.draft.heads.layers import Rotary, windows_of
+from hf_speculate.draft.heads.row_cache import LayerMask
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 
 SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -20,8 +21,7 @@ class HeadNetwork(nn.Module, ABC):
     def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
         super().__init__()
         self.vocabulary = vocabulary
-        self.windows = tuple(windows)  # by layer that writes to the cache, how many tokens it attends to; None if all
-        self.firsts: Sequence[int] = ()  # by such layer, the first position of its tokens; empty if it is 0 in all
+        self.masks = [LayerMask(window) for window in windows]  # by layer that writes to the cache
 
     def project(self, states: Tensor) -> Tensor:
         """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""

@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import unserved
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
 from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
 from hf_speculate.draft.heads.row_cache import PlacedCache
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.models.language_model import vocab_size_of
 
 _SERVED = ("llama", "qwen2", "qwen3")
 
@@ -50,7 +52,7 @@ class PardNetwork(SlotNetwork):
         return logits
 
 
-def read_pard(source: ConfigSource) -> HeadConfig:
+def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
     """A PARD draft, which needs the target's vocabulary and none of its states."""
     source.check_no_layers("a PARD draft, which reads no hidden states")
     config = source.config
@@ -64,7 +66,7 @@ def read_pard(source: ConfigSource) -> HeadConfig:
         max_position_embeddings=config.get("max_position_embeddings"),
         is_vocab_padded=True,
     )
-    return HeadConfig(spec)
+    return spec, None
 
 
 def load_pard(request: LoadRequest) -> PardNetwork:
@@ -73,4 +75,4 @@ def load_pard(request: LoadRequest) -> PardNetwork:
         request.folder.source, dtype=request.dtype, trust_remote_code=False, attn_implementation="sdpa"
     )
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
-    return PardNetwork(model, int(request.folder.config["pard_token"]), request.vocab_size)
+    return PardNetwork(model, int(request.folder.config["pard_token"]), vocab_size_of(request.target))

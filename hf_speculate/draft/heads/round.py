@@ -57,8 +57,8 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         self.parts = TargetParts(setup.target, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
-        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary.to(device))
-        self.cache = RowCache(network.windows, network.firsts, setup.batch_size, weight)
+        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary)
+        self.cache = RowCache(network.masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
         self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
@@ -87,10 +87,10 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
 
     @torch.no_grad()
     def rows(self, indices: Sequence[int]) -> None:
-        self.cache.rows(indices)
+        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        self.cache.rows(indices, index)
         self.chooser.rows(indices)
         self._num_pads = [self._num_pads[row] for row in indices]
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
         self.newest_outputs = {depth: outputs[index] for depth, outputs in self.newest_outputs.items()}
 
     def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
