@@ -10,11 +10,10 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.token_choice import Choosing, DraftSettings, choose_step
+from hf_speculate.draft.token_choice import Choosing, choose_step
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
-from hf_speculate.models.inferencer import Chosen, Inferencer
+from hf_speculate.models.inferencer import Chosen
 from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, NoiseKeys
 
 # A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
@@ -46,16 +45,7 @@ class CompiledDrafter(ModelDrafter):
     """A `ModelDrafter` whose steps run compiled; with processors or a confidence threshold, only their forwards do."""
 
     min_query_len = STEP_QUERY_LEN
-
-    def __init__(
-        self,
-        language_model: CompiledLanguageModel,
-        processors: BlockLogitsProcessorList | None = None,
-        settings: DraftSettings | None = None,
-        chunk_size: int | None = None,
-    ):
-        super().__init__(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
-        self.language_model = language_model
+    language_model: CompiledLanguageModel
 
     def draft(self, request: DraftRequest) -> DraftOut:
         kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens

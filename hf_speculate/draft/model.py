@@ -16,11 +16,7 @@ from hf_speculate.types import DraftOut
 
 
 class ModelDrafter(Drafter):
-    """A `Drafter` over a draft model: K forwards a round, no nested `generate()`.
-
-    The row-wise logits processors are applied to the draft's logits, so that its distribution is near the target's.
-    Each draft starts with new forks of those that have state.
-    """
+    """A `Drafter` over a draft model, whose distribution the row-wise processors bring near the target's."""
 
     def __init__(
         self,
@@ -28,16 +24,16 @@ class ModelDrafter(Drafter):
         processors: BlockLogitsProcessorList | ProcessorGroups | None = None,
         settings: DraftSettings | None = None,
     ):
-        self.inferencer = inferencer
+        self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()
         processors = BlockLogitsProcessorList() if processors is None else processors
-        self.chooser = TokenChooser(processors, self.settings, inferencer.language_model.device)
+        self.chooser = TokenChooser(processors, self.settings, self.language_model.device)
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
 
     @property
     def draft_model(self) -> PreTrainedModel:
         """The model whose states `kv_cache` holds."""
-        return self.inferencer.language_model.model
+        return self.language_model.model
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`; `kv_cache` is required."""
@@ -47,19 +43,19 @@ class ModelDrafter(Drafter):
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
         self.chooser.read(query, kept)
         draft = self.chooser.start(num_draft_tokens, sample_strategy, keys)
-        self.inferencer.extend(query.to(self.inferencer.language_model.device), kv_cache, num_draft_tokens, draft)
+        self.inferencer.extend(query.to(self.language_model.device), kv_cache, num_draft_tokens, draft)
         return draft.finish(query.device)
 
     def begin(self, token_ids: Tensor) -> None:
         self.chooser.begin(token_ids)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
-        self.inferencer.feed(token_ids.to(self.inferencer.language_model.device), kv_cache)
+        self.inferencer.feed(token_ids.to(self.language_model.device), kv_cache)
 
     def join(self, other: "ModelDrafter") -> None:
-        self.inferencer.language_model.join(other.inferencer.language_model)
+        self.language_model.join(other.language_model)
         self.chooser.join(other.chooser)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.inferencer.language_model.rows(indices)
+        self.language_model.rows(indices)
         self.chooser.rows(indices)

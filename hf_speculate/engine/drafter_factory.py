@@ -118,7 +118,7 @@ def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str]
     )
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
     if compiled is not None:
-        return CompiledDrafter(compiled, processors, settings, chunk_size)
+        return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings)
     make = LanguageModel if call.vocabulary is None else partial(TranslatedLanguageModel, call.vocabulary)
     eager = make(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
     return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)
