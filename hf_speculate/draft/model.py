@@ -1,18 +1,23 @@
-"""The model drafter: drafts with a smaller model."""
+"""The model drafter: drafts with a smaller model, eagerly or with compiled steps."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.token_choice import DraftSettings, TokenChooser
+from hf_speculate.draft.token_choice import Choosing, DraftSettings, TokenChooser, choose_step
 from hf_speculate.errors import ConfigError
-from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
+from hf_speculate.models.inferencer import Chosen, Inferencer
+from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups
-from hf_speculate.types import DraftOut
+from hf_speculate.types import DraftOut, NoiseKeys
 
 
 class ModelDrafter(Drafter):
@@ -59,3 +64,79 @@ class ModelDrafter(Drafter):
     def rows(self, indices: Sequence[int]) -> None:
         self.language_model.rows(indices)
         self.chooser.rows(indices)
+
+
+# A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
+# last but one. For the others its states are written again.
+STEP_QUERY_LEN = 2
+
+
+class Carry(NamedTuple):
+    """What a step changes for the next one."""
+
+    query: Tensor  # [B, 2] int64, the newest tokens
+    ends: Tensor  # [B] int64, the column of the first of them
+    keys: NoiseKeys | None  # of the next token's noise; None to take the argmax
+
+
+def draft_step(
+    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, choosing: Choosing
+) -> tuple[Chosen, Carry]:
+    """Choose one token per row; the cache's buffers `states` are written to."""
+    query, ends, keys = carry
+    logits = forward_rows(model, query, ends, rows, states, kinds).logits[:, -1]  # [B, V]
+    chosen = choose_step(logits, keys, choosing)
+    if keys is not None:
+        keys = keys._replace(positions=keys.positions + 1)
+    return chosen, Carry(torch.cat([query[:, 1:], chosen.token_ids], dim=1), ends + 1, keys)
+
+
+class CompiledDrafter(ModelDrafter):
+    """A `ModelDrafter` whose steps run compiled; with processors or a confidence threshold, only their forwards do."""
+
+    min_query_len = STEP_QUERY_LEN
+    language_model: CompiledLanguageModel
+
+    def draft(self, request: DraftRequest) -> DraftOut:
+        kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens
+        target_device = request.query_token_ids.device
+        query = request.query_token_ids.to(self.language_model.device)
+        if kv_cache is not None and self.chooser.is_plain:
+            request.check()
+            query = self._catch_up(query, kv_cache)
+            draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
+            steps = self._steps(query, kv_cache, num_draft_tokens, draft.keys)
+            if steps is not None:
+                kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
+                draft.chosen += steps
+                return draft.finish(target_device)
+        return super().draft(request._replace(query_token_ids=query.to(target_device)))
+
+    def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
+        """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""
+        if query.shape[1] < STEP_QUERY_LEN or (query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns):
+            return query
+        ahead, model = query[:, :-1], self.language_model
+        if ahead.shape[1] <= STEP_QUERY_LEN and model.runner.varies:  # after plain steps
+            LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)  # compiled, it would be one more graph
+        else:
+            self.inferencer.feed(ahead, kv_cache)
+        kv_cache.crop(1)  # it is fed again: a prompt may be a single token
+        return query[:, -STEP_QUERY_LEN:]
+
+    def _steps(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> list[Chosen] | None:
+        buffers = self.language_model.buffers(kv_cache)
+        if buffers is None or query.shape[1] != STEP_QUERY_LEN:
+            return None
+        runner = self.language_model.runner
+        if keys is not None:
+            keys = NoiseKeys(*(buffers.vary(part, 0) for part in keys))
+        choosing = Choosing(
+            self.settings.stream, self.settings.keeps_logits, runner.sampling_backend or self.settings.backend
+        )
+        name = f"draft step, {'greedy' if keys is None else choosing}"
+        ends, *constant = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
+        query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
+        carry = Carry(buffers.vary(query, 0), ends, keys)
+        steps: list[Chosen] | None = runner.repeat(name, draft_step, num_steps, carry, *constant, choosing)
+        return steps

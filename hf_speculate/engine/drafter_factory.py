@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.draft.from_candidate_generator import (
     CandidateGeneratorDrafter,
@@ -12,7 +11,7 @@ from hf_speculate.draft.from_candidate_generator import (
     layers_read,
 )
 from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.model import CompiledDrafter, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel

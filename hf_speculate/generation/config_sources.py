@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.state import DraftState
-from hf_speculate.draft.suffix_store import SuffixStore
+from hf_speculate.draft.suffix_index import SuffixStore
 from hf_speculate.errors import ConfigError
 
 # A field that is settled keeps its companion out of weaker sources.

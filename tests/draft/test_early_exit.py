@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.draft.early_exit import early_exit_model
+from hf_speculate.draft.assistant import early_exit_model
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_equal_ids
 from tests.tiny import make_model, ragged_prompts

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.head import HeadSpec, shape_of
+from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.target_parts import TargetParts, shape_of
 from hf_speculate.draft.token_choice import Choosing, RoundDraft, choose_step
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for

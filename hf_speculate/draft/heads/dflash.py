@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.heads.folder import unserved
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
 from hf_speculate.draft.heads.load_network import ConfigSource
-from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
+from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.errors import ConfigError
 
@@ -103,7 +102,7 @@ class DFlashNetwork(FusingNetwork):
         if self.embed_tokens is not None:
             states: Tensor = self.embed_tokens(token_ids)
         elif options.embedding_scale is not None:
-            states = parts.raw_embedded(token_ids) * options.embedding_scale
+            states = parts.embedded(token_ids, is_scaled=False) * options.embedding_scale
         else:
             states = parts.embedded(token_ids)
         if self.mask_embedding is None:

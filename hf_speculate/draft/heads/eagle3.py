@@ -17,10 +17,9 @@ from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotation, read_layer_config
 from hf_speculate.draft.heads.load_network import ConfigSource
-from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
+from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.layer_capture import FINAL_STATE
 
@@ -31,9 +30,7 @@ class Eagle3Options:
 
     layers: Qwen3Config
     num_states: int = 3  # A, target states that are concatenated for each token
-    # whether the states are those of inner layers, which `fc` fuses; otherwise the head reads the target's last state
-    # as it is
-    reads_aux: bool = True
+    reads_aux: bool = True  # whether `fc` fuses states of inner layers; otherwise it reads the last state as it is
     norm_before_residual: bool = False  # whether the residual stream begins with the normalised state
     norm_before_fc: bool = False  # whether the concatenated states are normalised together before `fc`
     fc_norm: bool = False  # whether they are normalised one by one before `fc`
@@ -43,7 +40,7 @@ class Eagle3Options:
 
 
 class FirstLayer(DecoderLayer):
-    """The layer that joins embeddings with states: its attention reads both, its residual stream the states."""
+    """The layer whose attention reads embeddings and states, and whose residual stream the states."""
 
     def __init__(self, config: Qwen3Config, has_norms: bool, norm_before_residual: bool):
         super().__init__(config, has_norms, 2 * config.hidden_size)
@@ -53,7 +50,6 @@ class FirstLayer(DecoderLayer):
     def forward(  # type: ignore[override]  # reads embeddings too
         self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
     ) -> Tensor:
-        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
         normed = self.hidden_norm(states)
         joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [B, N, 2H]
         residual = normed if self.norm_before_residual else states
@@ -93,7 +89,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         if self.embed_tokens is None:
-            embeddings = parts.raw_embedded(pairs.token_ids)
+            embeddings = parts.embedded(pairs.token_ids, is_scaled=False)
         else:
             embeddings = self.embed_tokens(pairs.token_ids)
         rotation = self.rotary(pairs.positions, embeddings.dtype)

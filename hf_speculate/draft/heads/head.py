@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.heads.target_parts import shape_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.language_model import device_of
@@ -25,6 +25,31 @@ _MIN_DRAFTS = 200
 _SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
 _MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
+
+
+class TargetShape(NamedTuple):
+    """The numbers of a target that a head must fit."""
+
+    hidden_size: int  # Ht
+    num_layers: int  # L
+    vocab_size: int  # V
+    model_type: str
+    name: str  # last part of `name_or_path`; empty if it is a local folder
+
+    def __str__(self) -> str:
+        return f"hidden size {self.hidden_size}, {self.num_layers} layers and {self.vocab_size} tokens"
+
+
+def shape_of(config: PreTrainedConfig) -> TargetShape:
+    """The shape of a target, from its config alone."""
+    text = config.get_text_config(decoder=True)
+    name = known_name(str(config.name_or_path or ""))
+    return TargetShape(text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name)
+
+
+def known_name(source: str) -> str:
+    """The last part of a repository's id; empty for a local folder, which may have any name."""
+    return "" if Path(source).is_dir() else source.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -64,7 +89,6 @@ class LayerCheck(NamedTuple):
 
 
 HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
-"""Makes the drafter of one call."""
 
 
 class DraftHead:
@@ -80,10 +104,8 @@ class DraftHead:
     """
 
     def __init__(self, spec: HeadSpec, network: nn.Module, config: PreTrainedConfig, factory: HeadDrafterFactory):
-        self.spec = spec
+        self.spec, self.config, self.shape = spec, config, shape_of(config)
         self.network = network.eval().requires_grad_(False)
-        self.config = config
-        self.shape = shape_of(config)
         self.description = f"{spec.kind} head {spec.name}"
         self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
         self.num_parameters = sum(weight.numel() for weight in self.network.parameters())
@@ -102,7 +124,7 @@ class DraftHead:
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""
-        wanted, found = self.shape.sizes, shape_of(setup.target.config).sizes
+        wanted, found = str(self.shape), str(shape_of(setup.target.config))
         if found != wanted:
             raise UnsupportedModelError(
                 f"the target of {self.spec.name} must have {wanted}, got {found} in {type(setup.target).__name__}; "

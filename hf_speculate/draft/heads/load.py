@@ -15,15 +15,12 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, read_eagle3
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.kinds import recognise
+from hf_speculate.draft.heads.folder import HeadFolder, recognise
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec, TargetShape, known_name, shape_of
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
 from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
 from hf_speculate.draft.heads.network import HeadNetwork
-from hf_speculate.draft.heads.parallel import ParallelDrafter
-from hf_speculate.draft.heads.pard import load_pard, read_pard
-from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
+from hf_speculate.draft.heads.parallel import ParallelDrafter, load_pard, read_pard
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.field_checks import is_int

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import HeadKind
+from hf_speculate.draft.heads.folder import HeadFolder, HeadKind
+from hf_speculate.draft.heads.head import HeadSpec, TargetShape
 from hf_speculate.draft.heads.layers import max_length_of
 from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
-from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of

@@ -16,13 +16,12 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
+from hf_speculate.draft.heads.folder import text_fields, unserved
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import text_fields, unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_into, load_network
-from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
+from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
 from hf_speculate.draft.heads.row_cache import LayerMask, Placed, PlacedCache
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of

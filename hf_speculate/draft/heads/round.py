@@ -9,9 +9,8 @@ from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
 from hf_speculate.draft.heads.row_cache import RowCache
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser
 from hf_speculate.errors import ShapeError
 from hf_speculate.types import DraftOut, Kept
