@@ -21,19 +21,16 @@ from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerat
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.models.mixers import recurrent_cache
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.types import DraftOut, SampleStrategy
+from hf_speculate.types import DraftOut, Kept, SampleStrategy
 
 GeneratorFactory = Callable[..., CandidateGenerator]
 
 
 def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepared: Any) -> CandidateGenerator | None:
-    """The call's generator; None if it has none.
-
-    `prepared` holds what transformers hands to its own generators, of which a function gets those that it takes. Of the
-    processors it gets those that are pure and row-wise, because others follow the text and must not be shown drafts.
-    """
+    """The call's generator; a function gets what it takes of `prepared`, which transformers hands to its own."""
     if source is None:
         return None
+    # others follow the text and must not be shown drafts
     prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
     generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
     if not isinstance(generator, CandidateGenerator):
@@ -92,14 +89,10 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
 
 
 def samples_its_logits(generator: CandidateGenerator) -> bool:
-    """Whether the logits that a generator returns are the distribution that its tokens were sampled from.
-
-    This is known for some classes only. The proposals of others count as point masses, which is lossless whatever they
-    were sampled from, but accepts fewer tokens.
-    """
+    """Whether a generator's logits are known to be the distribution sampled; if not, its proposals are point masses."""
+    # by exact type: a subclass may translate ids and logits, or do anything else to them
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM
-    # by exact type: a subclass may translate ids and logits, or do anything else to them
     known: Any = generator
     if type(generator) in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
         return bool(known.generation_config.do_sample)
@@ -109,9 +102,8 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
 class CandidateGeneratorDrafter(Drafter):
     """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
 
-    The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first one
-    is the token that followed. The generator decides how many tokens it drafts, up to `num_draft_tokens`, and samples
-    with its own randomness. It is told about each round with scores [1, K+1, 0], which hold nothing but their number.
+    It decides how many tokens it drafts, up to `num_draft_tokens`, and samples with its own randomness. It is told of
+    each round with scores [1, K+1, 0], which hold nothing but their number.
     """
 
     def __init__(self, generator: CandidateGenerator):
@@ -123,7 +115,16 @@ class CandidateGeneratorDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """K is 0 if the generator proposes nothing."""
-        query, kept, num_draft_tokens = _checked(request), request.kept, request.num_draft_tokens
+        request.check()
+        query = request.query_token_ids
+        if query.shape[0] != 1:
+            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
+        return self._propose(query, request.kept, request.num_draft_tokens)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Does nothing: there is one row."""
+
+    def _propose(self, query: Tensor, kept: Kept | None, num_draft_tokens: int) -> DraftOut:
         if self._text is None:
             return self._first_draft(query, num_draft_tokens)
         if kept is None:
@@ -131,11 +132,8 @@ class CandidateGeneratorDrafter(Drafter):
         new_ids = kept.token_ids[:, : int(kept.num_emitted[0])]
         return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """Does nothing: there is one row."""
-
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
-        """Ask for what follows the prompt, whose first token the target has chosen already."""
+        """Show the prompt: its proposal counts from the second token on, if the first is the one that followed."""
         if text.shape[1] > 1:
             first = self._draft(text[:, :-1], num_draft_tokens + 1)
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
@@ -163,28 +161,17 @@ class CandidateGeneratorDrafter(Drafter):
         return DraftOut(token_ids, lens, kept_logits, kept_logits.float().logsumexp(-1))
 
 
-def _checked(request: DraftRequest) -> Tensor:
-    request.check()
-    query = request.query_token_ids
-    if query.shape[0] != 1:
-        raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
-    return query
-
-
 class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
     """A `Drafter` for one row over a generator such as transformers' for MTP or DFlash, made for this sequence.
 
-    The generator is shown the tokens that the target has read in this call, without padding. After each round it is
-    told, as by transformers, the states of the emitted tokens and how many drafted tokens were among them. Layers are
-    numbered as in the target's `output_hidden_states`.
+    It is shown the tokens that the target has read in this call, without padding, and their states after each round.
     """
 
     def __init__(self, generator: CandidateGenerator, layers: Sequence[int]):
         super().__init__(generator)
         self.hidden_layers = self._layers = list(layers)
 
-    def draft(self, request: DraftRequest) -> DraftOut:
-        query, kept = _checked(request), request.kept
+    def _propose(self, query: Tensor, kept: Kept | None, num_draft_tokens: int) -> DraftOut:
         if kept is None or kept.hidden_states is None:
             raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
         num, is_first = int(kept.num_emitted[0]), self._text is None
@@ -196,7 +183,7 @@ class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
         columns = torch.arange(text.shape[1], device=text.device)[None]  # [1, T]
         return self._draft(
             text,
-            request.num_draft_tokens,
+            num_draft_tokens,
             model_kwargs={"position_ids": columns, "attention_mask": torch.ones_like(columns)},
             model_outputs=SimpleNamespace(hidden_states=by_layer),
             is_first_iteration=False,  # transformers' first round drafts nothing: it has no states yet

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.token_choice import Choosing, DraftSettings, TokenChooser, choose_step
+from hf_speculate.draft.token_choice import Choosing, DraftSettings, RoundDraft, TokenChooser, choose_step
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Chosen, Inferencer
@@ -41,15 +41,17 @@ class ModelDrafter(Drafter):
         return self.language_model.model
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is required."""
         request.check()
         query, kv_cache, num_draft_tokens, sample_strategy, keys, kept = request
         if kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
         self.chooser.read(query, kept)
         draft = self.chooser.start(num_draft_tokens, sample_strategy, keys)
-        self.inferencer.extend(query.to(self.language_model.device), kv_cache, num_draft_tokens, draft)
+        self._extend(query.to(self.language_model.device), kv_cache, num_draft_tokens, draft)
         return draft.finish(query.device)
+
+    def _extend(self, query: Tensor, kv_cache: KVCache, num_draft_tokens: int, draft: RoundDraft) -> None:
+        self.inferencer.extend(query, kv_cache, num_draft_tokens, draft)
 
     def begin(self, token_ids: Tensor) -> None:
         self.chooser.begin(token_ids)
@@ -97,20 +99,16 @@ class CompiledDrafter(ModelDrafter):
     min_query_len = STEP_QUERY_LEN
     language_model: CompiledLanguageModel
 
-    def draft(self, request: DraftRequest) -> DraftOut:
-        kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens
-        target_device = request.query_token_ids.device
-        query = request.query_token_ids.to(self.language_model.device)
-        if kv_cache is not None and self.chooser.is_plain:
-            request.check()
+    def _extend(self, query: Tensor, kv_cache: KVCache, num_draft_tokens: int, draft: RoundDraft) -> None:
+        steps = None
+        if self.chooser.is_plain:
             query = self._catch_up(query, kv_cache)
-            draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
             steps = self._steps(query, kv_cache, num_draft_tokens, draft.keys)
-            if steps is not None:
-                kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
-                draft.chosen += steps
-                return draft.finish(target_device)
-        return super().draft(request._replace(query_token_ids=query.to(target_device)))
+        if steps is None:
+            super()._extend(query, kv_cache, num_draft_tokens, draft)
+        else:
+            kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
+            draft.chosen += steps
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
         """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""
@@ -131,12 +129,10 @@ class CompiledDrafter(ModelDrafter):
         runner = self.language_model.runner
         if keys is not None:
             keys = NoiseKeys(*(buffers.vary(part, 0) for part in keys))
-        choosing = Choosing(
-            self.settings.stream, self.settings.keeps_logits, runner.sampling_backend or self.settings.backend
-        )
+        settings = self.settings
+        choosing = Choosing(settings.stream, settings.keeps_logits, runner.sampling_backend or settings.backend)
         name = f"draft step, {'greedy' if keys is None else choosing}"
         ends, *constant = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
         query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
         carry = Carry(buffers.vary(query, 0), ends, keys)
-        steps: list[Chosen] | None = runner.repeat(name, draft_step, num_steps, carry, *constant, choosing)
-        return steps
+        return runner.repeat(name, draft_step, num_steps, carry, *constant, choosing)

@@ -2,8 +2,7 @@
 
 A pair joins token t_{i+1} with a state of the token before it, stands at position i, and predicts t_{i+2}. The first
 token of a draft comes from true pairs, whose states are the target's. Each later one comes from the pair of the token
-drafted before it with what the network itself made of the pair before. Keys and values of such pairs are dropped when
-the round is over, of accepted tokens too: these come again with the target's states.
+drafted before it with what the network made of the pair before. Such pairs are dropped when the round is over.
 
 A network may have several depths, as checkpoints with several MTP layers do. Depth d reads what depth d - 1 made of
 the pair before, so that its pair at position p joins t_{p+1} with a state of depth d - 1 at p - 1, and it has no pair
@@ -151,8 +150,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         inputs = ChainInputs(outputs.contiguous(), self.cache.row_lens.on_device(), seen, buffers)
         choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
         name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
-        result: Chosen | None = self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, choosing, keys)
-        return result
+        return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, choosing, keys)
 
     def _read(self, new: NewTokens) -> None:
         states = new.states

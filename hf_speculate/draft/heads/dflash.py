@@ -38,11 +38,8 @@ class DFlashOptions:
     mask_token_id: int  # id of the other tokens of a block
     num_states: int  # A, target states that are concatenated for each token
     is_causal: tuple[bool, ...]  # by layer, whether tokens of a block hide those after them
-    # whether the newest token's own slot predicts the token after it; otherwise it predicts nothing, and slot k
-    # predicts the token that stands at its place
-    samples_from_anchor: bool = False
-    # factor on rows of the target's embedding table; None for the target's own scale
-    embedding_scale: float | None = None
+    samples_from_anchor: bool = False  # whether a slot predicts the token after it; otherwise the token at its place
+    embedding_scale: float | None = None  # factor on the target's unscaled embeddings; None for the target's own scale
     logit_scale: float = 1.0  # factor on the logits
     softcapping: float | None = None  # bound of the logits by a tanh; None for no bound
     markov_head: str | None = None  # "vanilla", "gated" or "rnn", the DSpark variant; None for DFlash
@@ -145,17 +142,13 @@ class MarkovHead(nn.Module):
 class BlockDrafter(HeadDrafter[DFlashNetwork]):
     """Drafts with one block a round, whatever K is; a shorter draft is the beginning of the block's.
 
-    A DFlash block gives each token a distribution that depends on none of the others. DSpark's Markov head makes it
-    depend on the token before, so its tokens are chosen from left to right. If the call sets a confidence threshold
-    and the head has a confidence head, a row's draft ends before the first token at which the product of the
-    estimates falls below it; otherwise the threshold is on the probability of the drafted token, as for draft models.
+    With a confidence head, a row's draft ends before the product of its estimates falls below the call's threshold.
     """
 
     def __init__(self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup):
         super().__init__(network, spec, setup)
-        self._threshold = 0.0
-        if network.confidence_head is not None:
-            self._threshold = setup.confidence_threshold
+        self._threshold = 0.0 if network.confidence_head is None else setup.confidence_threshold
+        if self._threshold:
             self.chooser.settings = replace(self.chooser.settings, confidence_threshold=0.0)
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
@@ -173,14 +166,11 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             return None
         return self._from_left_to_right(new.newest_ids, states, logits, draft)
 
-    def _from_left_to_right(
-        self, newest_ids: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft
-    ) -> Tensor | None:
-        """Choose tokens that depend on the one before; [B] how many count, or None if all do."""
-        network = self.network
-        previous, memory = newest_ids, None
-        product = torch.ones(len(newest_ids), device=self.device)
-        lens = torch.zeros(len(newest_ids), dtype=torch.int32, device=self.device)
+    def _from_left_to_right(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
+        """Choose tokens that depend on the `previous` one; [B] how many count, or None if all do."""
+        network, memory = self.network, None
+        product = torch.ones(len(previous), device=self.device)
+        lens = torch.zeros_like(previous, dtype=torch.int32)
         for step in range(logits.shape[1]):
             scores, features = logits[:, step], states[:, step]
             if network.markov_head is not None:
@@ -225,8 +215,7 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     most = block_size if samples_from_anchor else block_size - 1
-    num_target_layers = config.get("num_target_layers")
-    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_target_layers)
+    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=config.get("num_target_layers"))
     return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options
 
 
@@ -240,10 +229,9 @@ def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_ta
             )
         return tuple(int(layer) for layer in given)
     given = fields.get("target_layer_ids")
-    if given is None:
-        first, last = 1, num_target_layers - 3
-        steps = max(num_layers - 1, 1)
-        given = [round(first + index * (last - first) / steps) for index in range(num_layers)]
+    if given is None:  # evenly spaced from the second to the third last
+        span, steps = num_target_layers - 4, max(num_layers - 1, 1)
+        given = [round(1 + index * span / steps) for index in range(num_layers)]
     return tuple(int(layer) + 1 for layer in given)
 
 

@@ -1,8 +1,4 @@
-"""MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads.
-
-transformers loads the layers of some families, and ignores those under "mtp." (Qwen3.5, Qwen3-Next), which are
-attention layers of the target's own class. The input projection and all norms are shared by these layers.
-"""
+"""MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads."""
 
 import copy
 import re
@@ -35,9 +31,6 @@ class MtpModules(NamedTuple):
     config: PreTrainedConfig  # its `layer_types` are those of the MTP layers
     embed_tokens: nn.Module
     rotary_emb: nn.Module | None
-    use_shared_post_norm: bool = False
-    shared_post_norm: nn.Module | None = None
-    has_per_layer_rope: bool = False
 
 
 class CheckpointMtpNetwork(ChainNetwork):
@@ -51,15 +44,15 @@ class CheckpointMtpNetwork(ChainNetwork):
         super().__init__(DraftVocabulary(vocab_size), windows)
         self.masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
         self.layers = model.layers
-        self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
+        is_shared = getattr(model, "use_shared_post_norm", False)
+        self.shared_post_norm: Any = getattr(model, "shared_post_norm", None) if is_shared else None
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         model: Any = self._shared[0]
         embeddings = model.embed_tokens(pairs.token_ids)
-        rotary = {}
-        if getattr(model, "has_per_layer_rope", False):
-            rotary["layer_type"] = model.config.layer_types[depth]
+        has_kinds = getattr(model, "has_per_layer_rope", False)
+        rotary = {"layer_type": model.config.layer_types[depth]} if has_kinds else {}
         rotation = None
         if model.rotary_emb is not None:
             positions = pairs.positions
@@ -91,7 +84,6 @@ class SpeculatorsMtpLayer(DecoderLayer):
     def forward(  # type: ignore[override]  # reads embeddings too
         self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
     ) -> Tensor:
-        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
         joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)  # [B, N, 2H]
         return self.final_layernorm(super().forward(self.input_proj(joined), rotation, placed, 0))  # type: ignore[no-any-return]
 
@@ -110,7 +102,8 @@ class SpeculatorsMtpNetwork(ChainNetwork):
         return self.layers[0](embeddings, pairs.states, rotation, pairs.placed)  # type: ignore[no-any-return]
 
 
-# Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
+# Families whose MTP layers lie under "mtp." in the checkpoint, where transformers ignores them. These are attention
+# layers of the target's own class, which share the input projection and all norms.
 _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 # The others' drafts are compared with those of transformers in our tests.
 SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *_PREFIXED_TARGETS)
@@ -143,7 +136,7 @@ def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
 
 
 def load_mtp(request: LoadRequest) -> HeadNetwork:
-    """MTP layers in either format; the target's own layers have its dtype and device."""
+    """MTP layers in either format."""
     if request.options is not None:
         return load_network(SpeculatorsMtpNetwork, request, ignored=SHARED_TABLES)
     target = request.target
@@ -163,13 +156,12 @@ def _load_by_transformers(request: LoadRequest) -> MtpModel:
     twin, config = copy.copy(request.target), copy.copy(request.target.config)  # the target stays as it is
     twin.config, config.name_or_path = config, request.folder.source
     try:
-        model: MtpModel = MtpModel.from_pretrained(twin, device_map={"": request.device})
+        return MtpModel.from_pretrained(twin, device_map={"": request.device})
     except (OSError, RuntimeError, ValueError) as error:  # transformers' words for weights that are not there
         raise UnsupportedModelError(
             f"{request.folder.source} must hold the weights of the target's MTP layers, got none that load; use "
             f"another head ({error})"
         ) from error
-    return model
 
 
 def _load_prefixed(request: LoadRequest) -> MtpModules:

@@ -94,13 +94,11 @@ class PardNetwork(SlotNetwork):
             past_key_values=PlacedCache(inputs.placed),
             use_cache=True,
         )
-        states: Tensor = output.last_hidden_state
-        return states
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
         head: Any = self.model.get_output_embeddings()
-        logits: Tensor = head(normed)
-        return logits
+        return head(normed)  # type: ignore[no-any-return]
 
 
 def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
