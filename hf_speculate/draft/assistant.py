@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.cache.layers import attention_layers, is_recurrent
-from hf_speculate.draft.vocab_intersection import intersect_vocabularies
-from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, padding_mapping
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, intersect_vocabularies, padding_mapping
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.field_checks import is_int
 from hf_speculate.models.language_model import vocab_size_of
@@ -73,14 +72,10 @@ def resolve_assistant(
 def map_vocabularies(
     target: PreTrainedModel,
     draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> VocabMapping | None:
-    """How the draft's ids stand to the target's; None if they are the same.
-
-    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
-    given, it is looked up in local files under its model's `name_or_path`.
-    """
+    """How the draft's ids stand to the target's; None if they are the same, as with equal sizes and no tokenizers."""
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     are_given = tokenizer is not None and assistant_tokenizer is not None
     if num_target == num_draft and not are_given:

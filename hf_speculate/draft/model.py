@@ -11,6 +11,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.token_choice import Choosing, DraftSettings, RoundDraft, TokenChooser, choose_step
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Chosen, Inferencer
@@ -32,7 +33,7 @@ class ModelDrafter(Drafter):
         self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()
         processors = BlockLogitsProcessorList() if processors is None else processors
-        self.chooser = TokenChooser(processors, self.settings, self.language_model.device)
+        self.chooser = TokenChooser(processors, self.settings, self.language_model.device, DraftVocabulary())
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
 
     @property

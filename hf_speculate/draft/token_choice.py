@@ -24,8 +24,7 @@ class DraftSettings:
     """How drafted tokens are chosen."""
 
     eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
-    # a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold
-    confidence_threshold: float = 0.0
+    confidence_threshold: float = 0.0  # a row's draft ends after a token of lower probability, in [0, 1]
     keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # of the sampling kernel
@@ -50,21 +49,16 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, choosing: Choosing) -> C
 
 
 class TokenChooser:
-    """Chooses the drafted tokens of one call, and keeps the sequences that its processors read.
-
-    With a vocabulary, logits have a column for each of its ids, and tokens are ids of the target.
-    """
+    """Chooses the drafted tokens of one call, as ids of the target, and keeps the sequences that processors read."""
 
     def __init__(
         self,
         processors: BlockLogitsProcessorList | ProcessorGroups,
         settings: DraftSettings,
         device: torch.device,
-        vocabulary: DraftVocabulary | None = None,
+        vocabulary: DraftVocabulary,
     ):
-        self.processors = processors
-        self.settings = settings
-        self.vocabulary = vocabulary
+        self.processors, self.settings, self.vocabulary = processors, settings, vocabulary
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
         self.can_join = isinstance(processors, ProcessorGroups)
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
@@ -90,10 +84,10 @@ class TokenChooser:
 
     def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundDraft":
         """The draft of one round, of K tokens at most."""
-        draws = None
-        if sample_strategy is SampleStrategy.RANDOM and keys is not None:
-            on_device = NoiseKeys(*(part.to(self._device) for part in keys))
-            draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
+        if sample_strategy is SampleStrategy.GREEDY or keys is None:
+            return RoundDraft(self, None, num_tokens)
+        on_device = NoiseKeys(*(part.to(self._device) for part in keys))
+        draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
         return RoundDraft(self, draws, num_tokens)
 
     def join(self, other: "TokenChooser") -> None:
@@ -127,15 +121,15 @@ class RoundDraft(ChosenTokens):
     def choose(self, logits: Tensor) -> Tensor:
         """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""
         settings, vocabulary, history = self._chooser.settings, self._chooser.vocabulary, self._chooser.history
-        is_mapped = vocabulary is not None and (self._draws is not None or len(self._processors) > 0)
-        scores = vocabulary.scattered(logits) if vocabulary is not None and is_mapped else logits
+        is_mapped = self._draws is not None or len(self._processors) > 0
+        scores = vocabulary.scattered(logits) if is_mapped else logits
         if len(self._processors):
             # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
             prefix_lens = None if history is None else history.lens
             scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
         best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
-        token_ids = best if vocabulary is None or is_mapped else vocabulary.ids(best)
+        token_ids = best if is_mapped else vocabulary.ids(best)
         if history is not None:
             history.append(token_ids[:, None])
             self._num_recorded += 1
@@ -148,9 +142,8 @@ class RoundDraft(ChosenTokens):
 
     def choose_all(self, logits: Tensor) -> None:
         """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
-        vocabulary = self._chooser.vocabulary
-        if self._draws is None and self._chooser.is_plain and vocabulary is not None:
-            self.chosen.append(Chosen(vocabulary.ids(logits.argmax(dim=-1))))
+        if self._draws is None and self._chooser.is_plain:
+            self.chosen.append(Chosen(self._chooser.vocabulary.ids(logits.argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from hf_speculate.draft.vocab_intersection import intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import intersect_vocabularies
 from tests.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
 
 LETTERS = "abcdefghinrst"

@@ -2,7 +2,7 @@
 
 Context states go into the keys and values of every layer as they are, without the layer's norm, at the positions of
 their tokens. The block holds the newest token, whose state is not known yet, and mask tokens after it; its slots see
-the whole context and, in layers that are not causal, each other. Heads are read in z-lab's and the speculators format.
+the whole context and, in layers that are not causal, each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,9 +60,7 @@ class DFlashNetwork(FusingNetwork):
         self.masks = [mask._replace(is_causal=is_causal) for mask, is_causal in masks]
         self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            [DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList(DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers))
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         kind = self.options.markov_head
         self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)

@@ -1,7 +1,5 @@
 """EAGLE-3, EAGLE-3.1 and P-EAGLE heads: a layer that reads embeddings beside fused states of three target layers.
 
-They are read in the original and the speculators format.
-
 Source:
     EAGLE-3: Li et al. (arXiv:2503.01840).
 """

@@ -59,8 +59,7 @@ class HeadSpec:
     kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
     name: str  # of the folder or repository
-    # ids of the target's states that it reads, see `Drafter.hidden_layers`; empty: it reads none
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
     hidden_size: int  # H, the head's own width
     target_hidden_size: int  # Ht, the width of the states that it reads
     vocab_size: int  # V, the vocabulary that it was made for
@@ -180,8 +179,7 @@ class DraftHead:
             for text in texts:
                 choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
                 for shift, ids in shifted.items():
-                    parts = [capture.state(layer).to(target.device) for layer in ids]
-                    states = torch.cat(parts, dim=-1)  # [1, T, A * Ht]
+                    states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
                     hits[shift] += _hits(self.with_layers(ids), target, text, states, choices)
         accuracies = {shift: sum(found) / len(found) for shift, found in hits.items()}
         check = LayerCheck(self.hidden_layers, accuracies, len(hits[0]))

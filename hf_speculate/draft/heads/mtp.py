@@ -44,8 +44,7 @@ class CheckpointMtpNetwork(ChainNetwork):
         super().__init__(DraftVocabulary(vocab_size), windows)
         self.masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
         self.layers = model.layers
-        is_shared = getattr(model, "use_shared_post_norm", False)
-        self.shared_post_norm: Any = getattr(model, "shared_post_norm", None) if is_shared else None
+        self.shared_post_norm: Any = getattr(model, "shared_post_norm", None)  # which transformers makes if it is used
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:

@@ -10,8 +10,7 @@ from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.compat import stateful_names
-from hf_speculate.draft.vocab_intersection import intersect_vocabularies
-from hf_speculate.draft.vocab_mapping import MAX_PADDING
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
