@@ -127,11 +127,8 @@ def _find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 @functools.lru_cache(maxsize=8)  # loading takes up to seconds; what was not found is looked for again
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        name, local_files_only=True, trust_remote_code=False
-    )
-    return tokenizer
+def _load_tokenizer(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
 
 
 def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -174,8 +171,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
             "ones; leave more layers"
         )
     short_base = _with_parts(base, config, {"layers": nn.ModuleList(layers[:num_layers])})
-    short: PreTrainedModel = _with_parts(model, config, {model.base_model_prefix: short_base})
-    return short
+    return _with_parts(model, config, {model.base_model_prefix: short_base})  # type: ignore[no-any-return]
 
 
 def _has_recurrence_alone(config: PreTrainedConfig) -> bool:

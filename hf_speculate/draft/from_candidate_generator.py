@@ -107,7 +107,7 @@ class CandidateGeneratorDrafter(Drafter):
     """
 
     def __init__(self, generator: CandidateGenerator):
-        self.generator = generator
+        self.generator, self.hidden_layers = generator, layers_read(generator)
         self._returns_distribution = samples_its_logits(generator)
         self._text: Tensor | None = None  # [1, T] at the last call
         self._shown_len = 0  # of the prefix that the generator was shown last
@@ -116,21 +116,20 @@ class CandidateGeneratorDrafter(Drafter):
     def draft(self, request: DraftRequest) -> DraftOut:
         """K is 0 if the generator proposes nothing."""
         request.check()
-        query = request.query_token_ids
+        query, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
         if query.shape[0] != 1:
             raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
-        return self._propose(query, request.kept, request.num_draft_tokens)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        """Does nothing: there is one row."""
-
-    def _propose(self, query: Tensor, kept: Kept | None, num_draft_tokens: int) -> DraftOut:
+        if self.hidden_layers is not None:
+            return self._draft_with_states(self.hidden_layers, query, kept, num_draft_tokens)
         if self._text is None:
             return self._first_draft(query, num_draft_tokens)
         if kept is None:
             raise ShapeError("kept must be given after the first call, got None; pass the tokens emitted since")
         new_ids = kept.token_ids[:, : int(kept.num_emitted[0])]
         return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Does nothing: there is one row."""
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
         """Show the prompt: its proposal counts from the second token on, if the first is the one that followed."""
@@ -160,25 +159,17 @@ class CandidateGeneratorDrafter(Drafter):
         kept_logits = logits[:, :num].to(text.device)  # [1, K, V]
         return DraftOut(token_ids, lens, kept_logits, kept_logits.float().logsumexp(-1))
 
-
-class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
-    """A `Drafter` for one row over a generator such as transformers' for MTP or DFlash, made for this sequence.
-
-    It is shown the tokens that the target has read in this call, without padding, and their states after each round.
-    """
-
-    def __init__(self, generator: CandidateGenerator, layers: Sequence[int]):
-        super().__init__(generator)
-        self.hidden_layers = self._layers = list(layers)
-
-    def _propose(self, query: Tensor, kept: Kept | None, num_draft_tokens: int) -> DraftOut:
+    def _draft_with_states(
+        self, layers: Sequence[int], query: Tensor, kept: Kept | None, num_draft_tokens: int
+    ) -> DraftOut:
+        """Show tokens that the target has read in this call, without padding, and their states after each round."""
         if kept is None or kept.hidden_states is None:
             raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
         num, is_first = int(kept.num_emitted[0]), self._text is None
         before = query[:, -num - 1 : -num] if self._text is None else self._text
         text = torch.cat([before, kept.token_ids[:, :num].to(before.device)], dim=1)  # [1, T]
-        states = kept.hidden_states[:, :num].chunk(len(self._layers), dim=-1)
-        by_layer = dict(zip(self._layers, states, strict=True))
+        states = kept.hidden_states[:, :num].chunk(len(layers), dim=-1)
+        by_layer = dict(zip(layers, states, strict=True))
         by_layer[-1] = states[-1]  # transformers 5.17 asks for the last layer by its number
         columns = torch.arange(text.shape[1], device=text.device)[None]  # [1, T]
         return self._draft(

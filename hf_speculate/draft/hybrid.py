@@ -60,12 +60,9 @@ class HybridDrafter(Drafter):
     drafts_fewer = True
 
     def __init__(self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device):
-        self.model = model
-        self.min_query_len = model.min_query_len
-        self.can_join = model.can_join
-        self.matches = SuffixDrafter(settings)
-        self.max_model_tokens = max_model_tokens
-        self.device = device
+        self.model, self.matches = model, SuffixDrafter(settings)
+        self.min_query_len, self.can_join = model.min_query_len, model.can_join
+        self.max_model_tokens, self.device = max_model_tokens, device
         self._rows: list[HybridRow] = []  # [B], once the prompts were read
         self._has_run = False  # whether the model was shown the prompts, so that it lacks only what rows call unread
 
@@ -76,23 +73,23 @@ class HybridDrafter(Drafter):
         is_live = self._follow(query, request.kept)
         # The model reads matched tokens later, the same number in every row: the shortest row must have as many.
         most = num_draft_tokens if len(is_live) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
+        chosen, uses_match, asks_model = [], [], False
         for row, text, live in zip(self._rows, self.matches.texts, is_live, strict=True):
             row.proposal = self.matches.propose(text, most) if live else NO_PROPOSAL
-        uses_match = [row.prefers_match(num_model) for row in self._rows]
-        asks = [live and not match for live, match in zip(is_live, uses_match, strict=True)]
-        for row, ask in zip(self._rows, asks, strict=True):
-            row.num_model = num_model if ask else 0
-        chosen = [row.proposal.token_ids if match else [] for row, match in zip(self._rows, uses_match, strict=True)]
+            uses_match.append(row.prefers_match(num_model))
+            chosen.append(row.proposal.token_ids if uses_match[-1] else [])
+            row.num_model = num_model if live and not uses_match[-1] else 0
+            asks_model |= row.num_model > 0
         num_query = query.shape[1]
-        if self._has_run and not any(asks) and not self._is_far_behind(num_query + num_draft_tokens):
+        if self._has_run and not asks_model and not self._is_far_behind(num_query + num_draft_tokens):
             cached = CachedDraft(-num_query, [False] * len(is_live))
             return point_masses(chosen, self.device)._replace(cached=cached)
-        drafted = self._run_model(request, num_model if any(asks) else 1)
+        drafted = self._run_model(request, num_model if asks_model else 1)
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
         matched = point_masses(chosen, self.device)
-        if not any(asks):
+        if not asks_model:
             return matched._replace(cached=cached)
         return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.token_choice import Choosing, DraftSettings, RoundDraft, TokenChooser, choose_step
+from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser, choose_step
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
@@ -35,11 +35,7 @@ class ModelDrafter(Drafter):
         processors = BlockLogitsProcessorList() if processors is None else processors
         self.chooser = TokenChooser(processors, self.settings, self.language_model.device, DraftVocabulary())
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
-
-    @property
-    def draft_model(self) -> PreTrainedModel:
-        """The model whose states `kv_cache` holds."""
-        return self.language_model.model
+        self.draft_model: PreTrainedModel = self.language_model.model  # whose states `kv_cache` holds
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
@@ -83,12 +79,12 @@ class Carry(NamedTuple):
 
 
 def draft_step(
-    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, choosing: Choosing
+    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, settings: DraftSettings
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry
     logits = forward_rows(model, query, ends, rows, states, kinds).logits[:, -1]  # [B, V]
-    chosen = choose_step(logits, keys, choosing)
+    chosen = choose_step(logits, keys, settings)
     if keys is not None:
         keys = keys._replace(positions=keys.positions + 1)
     return chosen, Carry(torch.cat([query[:, 1:], chosen.token_ids], dim=1), ends + 1, keys)
@@ -130,10 +126,10 @@ class CompiledDrafter(ModelDrafter):
         runner = self.language_model.runner
         if keys is not None:
             keys = NoiseKeys(*(buffers.vary(part, 0) for part in keys))
-        settings = self.settings
-        choosing = Choosing(settings.stream, settings.keeps_logits, runner.sampling_backend or settings.backend)
-        name = f"draft step, {'greedy' if keys is None else choosing}"
+        backend = runner.sampling_backend or self.settings.backend
+        settings = self.settings._replace(eos_token_ids=None, backend=backend)  # steps do not end rows
+        name = f"draft step, {'greedy' if keys is None else settings}"
         ends, *constant = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
         query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
         carry = Carry(buffers.vary(query, 0), ends, keys)
-        return runner.repeat(name, draft_step, num_steps, carry, *constant, choosing)
+        return runner.repeat(name, draft_step, num_steps, carry, *constant, settings)

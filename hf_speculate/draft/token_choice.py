@@ -1,7 +1,6 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 _HISTORY_CAPACITY = 256  # columns to come for which the history of processors is made
 
 
-@dataclass(frozen=True)
-class DraftSettings:
+class DraftSettings(NamedTuple):
     """How drafted tokens are chosen."""
 
     eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
@@ -30,20 +28,12 @@ class DraftSettings:
     backend: str = "auto"  # of the sampling kernel
 
 
-class Choosing(NamedTuple):
-    """How the steps of a compiled draft choose tokens."""
-
-    stream: Stream
-    keeps_logits: bool
-    backend: str
-
-
-def choose_step(logits: Tensor, keys: NoiseKeys | None, choosing: Choosing) -> Chosen:
+def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings) -> Chosen:
     """One token of every row from logits [B, V], in a compiled draft; without noise keys the argmax is taken."""
     if keys is None:
         return Chosen(logits.argmax(dim=-1)[:, None])
-    token_ids, logsumexp = sample(logits, keys=keys, stream=choosing.stream, backend=choosing.backend)
-    if not choosing.keeps_logits:
+    token_ids, logsumexp = sample(logits, keys=keys, stream=settings.stream, backend=settings.backend)
+    if not settings.keeps_logits:
         return Chosen(token_ids[:, None])
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
 
@@ -62,8 +52,7 @@ class TokenChooser:
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
         self.can_join = isinstance(processors, ProcessorGroups)
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
-        self.counts = Ruler(device, torch.int32)
-        self._device = device
+        self.counts, self._device = Ruler(device, torch.int32), device
 
     @property
     def is_plain(self) -> bool:

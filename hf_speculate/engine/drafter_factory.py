@@ -5,11 +5,7 @@ from functools import partial
 
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.custom import CustomDrafter
-from hf_speculate.draft.from_candidate_generator import (
-    CandidateGeneratorDrafter,
-    StateReadingGeneratorDrafter,
-    layers_read,
-)
+from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import CompiledDrafter, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
@@ -34,12 +30,7 @@ def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> D
     """The user's own drafter, or an adapter of a candidate generator; None if the call has neither."""
     if call.config.drafter is not None:
         return CustomDrafter(call.config.drafter, _setup(call, on_failure))
-    if call.generator is None:
-        return None
-    layers = layers_read(call.generator)
-    if layers is None:
-        return CandidateGeneratorDrafter(call.generator)
-    return StateReadingGeneratorDrafter(call.generator, layers)
+    return None if call.generator is None else CandidateGeneratorDrafter(call.generator)
 
 
 class NoDrafter(Drafter):

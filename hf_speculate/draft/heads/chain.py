@@ -20,7 +20,7 @@ from hf_speculate.draft.heads.head import HeadSpec, shape_of
 from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.token_choice import Choosing, RoundDraft, choose_step
+from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.models.inferencer import Chosen, joined
@@ -68,7 +68,7 @@ def chain_steps(
     inputs: ChainInputs,
     parts: TargetParts,
     num_steps: int,
-    choosing: Choosing,
+    settings: DraftSettings,
     keys: NoiseKeys | None,
 ) -> Chosen:
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
@@ -78,11 +78,11 @@ def chain_steps(
     logits, states = network.read(inputs.outputs, parts)
     for step in range(num_steps):
         if keys is None:
-            greedy = choose_step(logits, None, choosing)
+            greedy = choose_step(logits, None, settings)
             chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
         else:
             step_keys = keys._replace(positions=keys.positions + step)
-            chosen = choose_step(vocabulary.scattered(logits), step_keys, choosing)
+            chosen = choose_step(vocabulary.scattered(logits), step_keys, settings)
         drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
@@ -143,14 +143,13 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
         if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.masks):
             return None
-        outputs, settings = self.newest_outputs[0], self.chooser.settings
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
-        buffers = tuple(self.cache.buffers.values())
-        inputs = ChainInputs(outputs.contiguous(), self.cache.row_lens.on_device(), seen, buffers)
-        choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
-        name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
-        return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, choosing, keys)
+        outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
+        inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), seen, buffers)
+        settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")  # chains do not end rows
+        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}"
+        return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
 
     def _read(self, new: NewTokens) -> None:
         states = new.states

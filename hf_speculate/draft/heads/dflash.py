@@ -147,7 +147,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         super().__init__(network, spec, setup)
         self._threshold = 0.0 if network.confidence_head is None else setup.confidence_threshold
         if self._threshold:
-            self.chooser.settings = replace(self.chooser.settings, confidence_threshold=0.0)
+            self.chooser.settings = self.chooser.settings._replace(confidence_threshold=0.0)
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         network, options = self.network, self.network.options

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -151,12 +151,11 @@ class HeadFolder:
         """The weights whose names begin with a prefix, on the CPU, by their names in the file; no quantised ones."""
         weights: dict[str, Tensor] = {}
         for path in self._weight_files():
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    weights |= {name: file.get_tensor(name) for name in list(file.keys()) if name.startswith(prefix)}
+            if path.suffix == ".safetensors":  # mapped into memory: what is not used is not read
+                loaded = load_file(path)
             else:
                 loaded = torch.load(path, map_location="cpu", weights_only=True)
-                weights |= {name: weight for name, weight in loaded.items() if name.startswith(prefix)}
+            weights |= {name: weight for name, weight in loaded.items() if name.startswith(prefix)}
         quantised = sorted(name for name in weights if name.endswith(_QUANTISED))
         if quantised:
             raise unserved(f"quantised weights ({quantised[0]})", PLAIN_WEIGHTS)

@@ -53,7 +53,7 @@ class ConfigSource(NamedTuple):
         # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
-        given: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "kind": self.found.kind,
             "format": self.found.format,
             "name": self.name,
@@ -65,7 +65,7 @@ class ConfigSource(NamedTuple):
             "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
             "target_name": target.rstrip("/").rpartition("/")[2],
         }
-        return HeadSpec(hidden_layers=hidden_layers, **(given | others))
+        return HeadSpec(hidden_layers=hidden_layers, **(sizes | others))
 
 
 class LoadRequest(NamedTuple):

@@ -78,8 +78,7 @@ class PardNetwork(SlotNetwork):
 
     def __init__(self, model: PreTrainedModel, pard_token: int, vocab_size: int):
         super().__init__(DraftVocabulary(vocab_size), [None] * model.config.num_hidden_layers)
-        self.model = model
-        self.pard_token = pard_token
+        self.model, self.pard_token = model, pard_token
         self._last_id = int(model.config.vocab_size) - 1
 
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
@@ -119,7 +118,7 @@ def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
 
 
 def load_pard(request: LoadRequest) -> PardNetwork:
-    """A PARD draft."""
+    """A PARD draft, read by transformers."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         request.folder.source, dtype=request.dtype, trust_remote_code=False, attn_implementation="sdpa"
     )
