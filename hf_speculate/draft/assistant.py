@@ -132,9 +132,7 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """The model without its last layers: norm and head follow the first `num_layers`.
-
-    The new objects hold the model's own layers and weights; the model and its config stay as they are.
+    """The model without its last layers, in new objects with its own modules: the norm follows layer `num_layers`.
 
     Source:
         LayerSkip: Elhoushi et al. (arXiv:2404.16710).

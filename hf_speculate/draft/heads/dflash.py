@@ -79,18 +79,6 @@ class DFlashNetwork(FusingNetwork):
 
     def fill(self, newest_ids: Tensor, placed: Placed, parts: TargetParts) -> Tensor:
         """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
-        states = self._embedded(newest_ids, parts)
-        rotation = self.rotary(placed.columns, states.dtype)
-        for index, layer in enumerate(self.layers):
-            states = layer(states, rotation, placed, index)
-        return self.norm(states)  # type: ignore[no-any-return]
-
-    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
-        logits, cap = super().logits(normed, parts), self.options.softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _embedded(self, newest_ids: Tensor, parts: TargetParts) -> Tensor:
-        """[B, b, H] embeddings of a block."""
         options = self.options
         masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), options.mask_token_id)
         token_ids = torch.cat([newest_ids[:, None], masks], dim=1)  # [B, b]
@@ -100,10 +88,16 @@ class DFlashNetwork(FusingNetwork):
             states = parts.embedded(token_ids, is_scaled=False) * options.embedding_scale
         else:
             states = parts.embedded(token_ids)
-        if self.mask_embedding is None:
-            return states
-        mask = self.mask_embedding.reshape(-1).expand(len(states), options.block_size - 1, -1)
-        return torch.cat([states[:, :1], mask], dim=1)
+        if self.mask_embedding is not None:
+            states[:, 1:] = self.mask_embedding.reshape(-1)
+        rotation = self.rotary(placed.columns, states.dtype)
+        for index, layer in enumerate(self.layers):
+            states = layer(states, rotation, placed, index)
+        return self.norm(states)  # type: ignore[no-any-return]
+
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        logits, cap = super().logits(normed, parts), self.options.softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class MarkovHead(nn.Module):
@@ -199,6 +193,10 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
     ids = source.hidden_layers or _layer_ids(fields, found.format, layers.num_hidden_layers, source.shape.num_layers)
     samples_from_anchor = bool(fields.get("sample_from_anchor", found.kind == "dspark"))
     scale = fields.get("input_embedding_scale")
+    has_markov = found.kind == "dspark" and fields.get("markov_rank")
+    markov = str(fields.get("markov_head_type") or "vanilla") if has_markov else None
+    if markov not in (None, "vanilla", "gated", "rnn"):
+        raise unserved(f"a DSpark head with markov_head_type {markov!r}", "'vanilla', 'gated' or 'rnn'")
     options = DFlashOptions(
         layers=layers,
         block_size=block_size,
@@ -209,7 +207,7 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         embedding_scale=None if scale is None else float(scale),
         logit_scale=float(fields.get("output_multiplier") or 1.0),
         softcapping=float(fields.get("final_logit_softcapping") or 0.0) or None,
-        markov_head=_markov_head(fields) if found.kind == "dspark" else None,
+        markov_head=markov,
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     most = block_size if samples_from_anchor else block_size - 1
@@ -255,12 +253,3 @@ def _causal_layers(fields: dict[str, Any], layers: Qwen3Config, is_muse: bool) -
             return (bool(given),) * len(windows)
     hides_all = not is_muse and not fields.get("sliding_window_non_causal")
     return tuple(window is not None and hides_all for window in windows)
-
-
-def _markov_head(fields: dict[str, Any]) -> str | None:
-    if not fields.get("markov_rank"):
-        return None
-    kind = str(fields.get("markov_head_type") or "vanilla")
-    if kind not in ("vanilla", "gated", "rnn"):
-        raise unserved(f"a DSpark head with markov_head_type {kind!r}", "'vanilla', 'gated' or 'rnn'")
-    return kind

@@ -126,12 +126,7 @@ def load_drafter(
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
-    """Whether a head fits a target, without loading weights of either; both by folder or id, the target also by config.
-
-    Raises:
-        ConfigError: there is no config, or its fields exclude each other.
-        UnsupportedModelError: the kind of head is not known or not served.
-    """
+    """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself."""
     config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):

@@ -3,11 +3,12 @@
 import copy
 import re
 from collections import defaultdict
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, Qwen3Config
+from transformers import Qwen3Config
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
@@ -24,21 +25,12 @@ from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE
 
 
-class MtpModules(NamedTuple):
-    """MTP layers and what they share with the target, under the names of transformers' `MtpModel`."""
-
-    layers: nn.ModuleList  # of transformers' `MtpLayer`
-    config: PreTrainedConfig  # its `layer_types` are those of the MTP layers
-    embed_tokens: nn.Module
-    rotary_emb: nn.Module | None
-
-
 class CheckpointMtpNetwork(ChainNetwork):
     """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
 
     is_traceable = False
 
-    def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
+    def __init__(self, model: MtpModel | SimpleNamespace, vocab_size: int):
         self.num_depths = len(model.layers)
         windows = windows_of(model.config) or (None,) * self.num_depths
         super().__init__(DraftVocabulary(vocab_size), windows)
@@ -163,8 +155,8 @@ def _load_by_transformers(request: LoadRequest) -> MtpModel:
         ) from error
 
 
-def _load_prefixed(request: LoadRequest) -> MtpModules:
-    """The layers, with the target's embeddings and rotary embedding."""
+def _load_prefixed(request: LoadRequest) -> SimpleNamespace:
+    """The layers, with the target's embeddings and rotary embedding, under the names of transformers' `MtpModel`."""
     weights = {name.removeprefix(_PREFIX): weight for name, weight in request.folder.weights(_PREFIX).items()}
     num_layers = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
     if not num_layers:
@@ -179,7 +171,8 @@ def _load_prefixed(request: LoadRequest) -> MtpModules:
     with torch.device("meta"):
         layers = nn.ModuleList([MtpLayer(config, *kinds, index) for index in range(num_layers)])
     load_into(layers, _by_layer(_fused(weights), num_layers), request)
-    return MtpModules(layers, config, request.target.get_input_embeddings(), decoder.rotary_emb)
+    shared = {"embed_tokens": request.target.get_input_embeddings(), "rotary_emb": decoder.rotary_emb}
+    return SimpleNamespace(layers=layers, config=config, **shared)
 
 
 def _by_layer(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
