@@ -98,14 +98,10 @@ class RoundDraft(ChosenTokens):
         super().__init__(chooser.settings.eos_token_ids, chooser.counts)
         self._chooser = chooser
         self._draws = draws  # None to take the argmax
+        self.keys = None if draws is None else draws.keys  # of the noise
         self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._processors = chooser.processors.forked()
         self._num_recorded = 0  # tokens of the round in the history
-
-    @property
-    def keys(self) -> NoiseKeys | None:
-        """Keys of the noise; None if the argmax is taken."""
-        return None if self._draws is None else self._draws.keys
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""

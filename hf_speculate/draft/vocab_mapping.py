@@ -15,8 +15,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import Scored
 
-# Embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels.
-MAX_PADDING = 1024
+MAX_PADDING = 1024  # embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels
 # Below this share of the smaller vocabulary hardly a word of a text is one shared token, and the pair is most likely a
 # mistake: characters beside words, or another script. What lies above and still does not pay, the schedule drops.
 MIN_OVERLAP = 0.1

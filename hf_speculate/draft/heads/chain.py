@@ -26,8 +26,7 @@ from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.models.inferencer import Chosen, joined
 from hf_speculate.types import NoiseKeys
 
-# Longer drafts would take long to compile; they run step by step.
-_MAX_UNROLLED_STEPS = 16
+_MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
 
 
 class Pairs(NamedTuple):

@@ -110,9 +110,8 @@ class MarkovHead(nn.Module):
     def __init__(self, kind: str, width: int, shapes: Mapping[str, Sequence[int]]):
         super().__init__()
         num_ids, rank = shapes["markov_head.markov_w1.weight"]
-        num_columns = shapes["markov_head.markov_w2.weight"][0]
         self.markov_w1 = nn.Embedding(num_ids, rank)
-        self.markov_w2 = nn.Linear(rank, num_columns, bias=False)
+        self.markov_w2 = nn.Linear(rank, shapes["markov_head.markov_w2.weight"][0], bias=False)
         self.gate_proj = nn.Linear(width + rank, rank, bias=False) if kind == "gated" else None
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if kind == "rnn" else None
 

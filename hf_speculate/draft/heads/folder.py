@@ -116,8 +116,7 @@ def _check_served(config: dict[str, Any]) -> None:
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.bin", "*.index.json"]
 _QUANTISED = ("_scale", ".scales", "qweight", "weight_packed")
-# The first that exists is read.
-_WEIGHT_FILES = (
+_WEIGHT_FILES = (  # the first that exists is read
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",

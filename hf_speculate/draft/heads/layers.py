@@ -11,8 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from hf_speculate.draft.heads.row_cache import Placed
 
-# The heads of a group are folded into query rows up to this many rows; see `models.folded_attention`.
-_MOST_FOLDED_ROWS = 64
+_MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
 
 
 def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:

@@ -83,12 +83,11 @@ def load_network(
     make: Callable[[NetworkPlan], HeadNetwork], request: LoadRequest, ignored: Collection[str] = ()
 ) -> HeadNetwork:
     """A network with the weights of a folder, but for those `ignored`."""
-    spec, options = request.spec, request.options
+    spec, options, size = request.spec, request.options, vocab_size_of(request.target)
     renamed = ((_renamed(name), weight) for name, weight in request.folder.weights().items())
     weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
-    d2t, t2d, size = weights.pop("d2t", None), weights.pop("t2d", None), vocab_size_of(request.target)
-    target_ids = None if d2t is None else _target_ids(d2t, t2d, size).to(request.device)
-    vocabulary = DraftVocabulary(size, target_ids)
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    vocabulary = DraftVocabulary(size, None if d2t is None else _target_ids(d2t, t2d, size).to(request.device))
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     _check_shapes(spec, options, shapes, vocabulary)
     with torch.device("meta"):

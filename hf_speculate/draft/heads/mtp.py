@@ -96,7 +96,6 @@ class SpeculatorsMtpNetwork(ChainNetwork):
 # Families whose MTP layers lie under "mtp." in the checkpoint, where transformers ignores them. These are attention
 # layers of the target's own class, which share the input projection and all norms.
 _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-# The others' drafts are compared with those of transformers in our tests.
 SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *_PREFIXED_TARGETS)
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 _MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks

@@ -15,10 +15,8 @@ from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
 Buffers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values by layer, each [B, heads, capacity, D]; a layer is added when it is first written to."""
 
-# Buffers grow by this factor, so that copying them costs a constant share.
-_GROWTH = 2
-# Columns are read in multiples of this, which GPU kernels load as vectors.
-_ALIGNMENT = 8
+_GROWTH = 2  # factor by which buffers grow, so that copying them costs a constant share
+_ALIGNMENT = 8  # columns are read in multiples of this, which GPU kernels load as vectors
 
 
 class LayerMask(NamedTuple):
@@ -40,8 +38,7 @@ class Placed:
     width: int  # columns that attention reads
     layers: Sequence[LayerMask]
     dtype: torch.dtype  # of the masks
-    # whether each token sees all `width` columns, so that no mask is needed in layers without a window
-    is_bare: bool = False
+    is_bare: bool = False  # whether each token sees all `width` columns, so that layers without a window need no mask
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # those made so far
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
