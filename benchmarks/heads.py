@@ -29,7 +29,7 @@ from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.layers import read_layer_config
 from hf_speculate.draft.heads.network import NetworkPlan
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.types import DraftOut
 
 NAME = "heads"

@@ -74,8 +74,8 @@ class Text:
         new_ids = self._next().tolist()
         begin = time.perf_counter()
         for row, ids in zip(self.drafter.texts, new_ids, strict=True):
-            row.index.extend(ids)
-            row.propose(self.num_draft_tokens)
+            row.extend(ids)
+            self.drafter.propose(row, self.num_draft_tokens)
         self.index_us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def their_round(self) -> None:
@@ -123,7 +123,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
             "us_after_other_work": spread(text.later_us),
             "transformers_us_per_round": spread(text.their_us),
             "build_us_per_token": text.build_us,
-            "index_bytes_per_token": text.drafter.texts[0].index.num_bytes / text.length,
+            "index_bytes_per_token": text.drafter.texts[0].num_bytes / text.length,
         }
         for length, text in zip(args.lengths, texts, strict=True)
     ]

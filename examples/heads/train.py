@@ -22,7 +22,7 @@ from heads.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.draft.heads.layers import read_layer_config
 from hf_speculate.draft.heads.network import NetworkPlan
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from pair_training.clock import Budget, warm_then_linear
 from pair_training.corpus import list_sources, read_source, stdlib_root
 from pair_training.muon import PairOptimizer

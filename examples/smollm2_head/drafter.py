@@ -85,7 +85,7 @@ class HeadDrafter:
         if not self.min_match_len:
             return [[]] * len(query)
         self.lookup.follow(query.cpu(), kept if self.lookup.texts else None)
-        proposals = [row.propose(num_draft_tokens) for row in self.lookup.texts]
+        proposals = [self.lookup.propose(row, num_draft_tokens) for row in self.lookup.texts]
         return [one.token_ids if one.match_len >= self.min_match_len else [] for one in proposals]
 
     def _chain(self, chooser: "_Chooser", states: Tensor, num_draft_tokens: int) -> DraftOut:

@@ -1,5 +1,6 @@
 """The custom drafter: a user's own drafter, with checks on what it returns."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,16 +9,17 @@ from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DrafterFactory, DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.field_checks import is_int
+from hf_speculate.field_checks import Check, integer
 from hf_speculate.types import DraftOut, SampleStrategy
+
+_MOST = integer("an int of at least 1", 1, math.inf, "leave it out for any number")
+_LAYERS = Check(
+    "be one or more ints", lambda layers: layers and all(type(one) is int for one in layers), "leave it out for none"
+)
 
 
 class CustomDrafter(Drafter):
-    """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
-
-    Raises:
-        ConfigError: the factory returns no drafter, or an attribute has a wrong value.
-    """
+    """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked."""
 
     drafts_fewer = True
 
@@ -29,15 +31,11 @@ class CustomDrafter(Drafter):
                 "return an instance of a class that fulfils hf_speculate.Drafter"
             )
         most = getattr(drafter, "max_draft_tokens", None)
-        if most is not None and (not is_int(most) or most < 1):
-            raise ConfigError(
-                f"max_draft_tokens of a drafter must be an int of at least 1, got {most!r}; leave it out for any number"
-            )
+        if most is not None:
+            _MOST("max_draft_tokens of a drafter", most)
         layers = getattr(drafter, "hidden_layers", None)
-        if layers is not None and not (layers and all(type(layer) is int for layer in layers)):
-            raise ConfigError(
-                f"hidden_layers of a drafter must be one or more ints, got {layers!r}; leave it out for none"
-            )
+        if layers is not None:
+            _LAYERS("hidden_layers of a drafter", layers)
         self.drafter = drafter
         self.hidden_layers = None if layers is None else list(layers)
         self.max_draft_tokens = most

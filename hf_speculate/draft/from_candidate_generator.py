@@ -21,19 +21,16 @@ from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerat
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.models.mixers import recurrent_cache
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.types import DraftOut, SampleStrategy
+from hf_speculate.types import DraftOut, Kept, SampleStrategy
 
 GeneratorFactory = Callable[..., CandidateGenerator]
 
 
 def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepared: Any) -> CandidateGenerator | None:
-    """The call's generator; None if it has none.
-
-    `prepared` holds what transformers hands to its own generators, of which a function gets those that it takes. Of the
-    processors it gets those that are pure and row-wise, because others follow the text and must not be shown drafts.
-    """
+    """The call's generator; a function gets what it takes of `prepared`, which transformers hands to its own."""
     if source is None:
         return None
+    # others follow the text and must not be shown drafts
     prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
     generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
     if not isinstance(generator, CandidateGenerator):
@@ -92,14 +89,10 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
 
 
 def samples_its_logits(generator: CandidateGenerator) -> bool:
-    """Whether the logits that a generator returns are the distribution that its tokens were sampled from.
-
-    This is known for some classes only. The proposals of others count as point masses, which is lossless whatever they
-    were sampled from, but accepts fewer tokens.
-    """
+    """Whether a generator's logits are known to be the distribution sampled; if not, its proposals are point masses."""
+    # by exact type: a subclass may translate ids and logits, or do anything else to them
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM
-    # by exact type: a subclass may translate ids and logits, or do anything else to them
     known: Any = generator
     if type(generator) in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
         return bool(known.generation_config.do_sample)
@@ -109,13 +102,12 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
 class CandidateGeneratorDrafter(Drafter):
     """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
 
-    The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first one
-    is the token that followed. The generator decides how many tokens it drafts, up to `num_draft_tokens`, and samples
-    with its own randomness. It is told about each round with scores [1, K+1, 0], which hold nothing but their number.
+    It decides how many tokens it drafts, up to `num_draft_tokens`, and samples with its own randomness. It is told of
+    each round with scores [1, K+1, 0], which hold nothing but their number.
     """
 
     def __init__(self, generator: CandidateGenerator):
-        self.generator = generator
+        self.generator, self.hidden_layers = generator, layers_read(generator)
         self._returns_distribution = samples_its_logits(generator)
         self._text: Tensor | None = None  # [1, T] at the last call
         self._shown_len = 0  # of the prefix that the generator was shown last
@@ -123,7 +115,12 @@ class CandidateGeneratorDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """K is 0 if the generator proposes nothing."""
-        query, kept, num_draft_tokens = _checked(request), request.kept, request.num_draft_tokens
+        request.check()
+        query, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
+        if query.shape[0] != 1:
+            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
+        if self.hidden_layers is not None:
+            return self._draft_with_states(self.hidden_layers, query, kept, num_draft_tokens)
         if self._text is None:
             return self._first_draft(query, num_draft_tokens)
         if kept is None:
@@ -135,7 +132,7 @@ class CandidateGeneratorDrafter(Drafter):
         """Does nothing: there is one row."""
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
-        """Ask for what follows the prompt, whose first token the target has chosen already."""
+        """Show the prompt: its proposal counts from the second token on, if the first is the one that followed."""
         if text.shape[1] > 1:
             first = self._draft(text[:, :-1], num_draft_tokens + 1)
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
@@ -162,41 +159,22 @@ class CandidateGeneratorDrafter(Drafter):
         kept_logits = logits[:, :num].to(text.device)  # [1, K, V]
         return DraftOut(token_ids, lens, kept_logits, kept_logits.float().logsumexp(-1))
 
-
-def _checked(request: DraftRequest) -> Tensor:
-    request.check()
-    query = request.query_token_ids
-    if query.shape[0] != 1:
-        raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
-    return query
-
-
-class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
-    """A `Drafter` for one row over a generator such as transformers' for MTP or DFlash, made for this sequence.
-
-    The generator is shown the tokens that the target has read in this call, without padding. After each round it is
-    told, as by transformers, the states of the emitted tokens and how many drafted tokens were among them. Layers are
-    numbered as in the target's `output_hidden_states`.
-    """
-
-    def __init__(self, generator: CandidateGenerator, layers: Sequence[int]):
-        super().__init__(generator)
-        self.hidden_layers = self._layers = list(layers)
-
-    def draft(self, request: DraftRequest) -> DraftOut:
-        query, kept = _checked(request), request.kept
+    def _draft_with_states(
+        self, layers: Sequence[int], query: Tensor, kept: Kept | None, num_draft_tokens: int
+    ) -> DraftOut:
+        """Show tokens that the target has read in this call, without padding, and their states after each round."""
         if kept is None or kept.hidden_states is None:
             raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
         num, is_first = int(kept.num_emitted[0]), self._text is None
         before = query[:, -num - 1 : -num] if self._text is None else self._text
         text = torch.cat([before, kept.token_ids[:, :num].to(before.device)], dim=1)  # [1, T]
-        states = kept.hidden_states[:, :num].chunk(len(self._layers), dim=-1)
-        by_layer = dict(zip(self._layers, states, strict=True))
+        states = kept.hidden_states[:, :num].chunk(len(layers), dim=-1)
+        by_layer = dict(zip(layers, states, strict=True))
         by_layer[-1] = states[-1]  # transformers 5.17 asks for the last layer by its number
         columns = torch.arange(text.shape[1], device=text.device)[None]  # [1, T]
         return self._draft(
             text,
-            request.num_draft_tokens,
+            num_draft_tokens,
             model_kwargs={"position_ids": columns, "attention_mask": torch.ones_like(columns)},
             model_outputs=SimpleNamespace(hidden_states=by_layer),
             is_first_iteration=False,  # transformers' first round drafts nothing: it has no states yet

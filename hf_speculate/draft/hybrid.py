@@ -49,10 +49,8 @@ class HybridRow:
 class HybridDrafter(Drafter):
     """A `Drafter` that uses suffix matches or a draft model, row by row, by expected accepted tokens.
 
-    Every round tells what a suffix match would have gained, from the tokens alone; what the model gains is learned from
-    rounds in which its tokens were proposed. A round in which every row uses a match does not run the model: its cache
-    catches up when it runs next. The choice depends on past tokens only, so each row's proposal keeps its distribution;
-    in a mixed round under sampling, the distribution of a matched token is a point mass.
+    The choice depends on past tokens only, so each row's proposal keeps its distribution. The model does not run in a
+    round in which every row uses a match: its cache catches up when it runs next.
 
     Source:
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
@@ -61,19 +59,10 @@ class HybridDrafter(Drafter):
     reads_host_tokens = True
     drafts_fewer = True
 
-    def __init__(
-        self,
-        model: ModelDrafter,
-        settings: SuffixSettings,
-        max_model_tokens: int,
-        device: torch.device | str = "cpu",
-    ):
-        self.model = model
-        self.min_query_len = model.min_query_len
-        self.can_join = model.can_join
-        self.matches = SuffixDrafter(settings)
-        self.max_model_tokens = max_model_tokens
-        self.device = torch.device(device)
+    def __init__(self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device):
+        self.model, self.matches = model, SuffixDrafter(settings)
+        self.min_query_len, self.can_join = model.min_query_len, model.can_join
+        self.max_model_tokens, self.device = max_model_tokens, device
         self._rows: list[HybridRow] = []  # [B], once the prompts were read
         self._has_run = False  # whether the model was shown the prompts, so that it lacks only what rows call unread
 
@@ -84,23 +73,23 @@ class HybridDrafter(Drafter):
         is_live = self._follow(query, request.kept)
         # The model reads matched tokens later, the same number in every row: the shortest row must have as many.
         most = num_draft_tokens if len(is_live) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
+        chosen, uses_match, asks_model = [], [], False
         for row, text, live in zip(self._rows, self.matches.texts, is_live, strict=True):
-            row.proposal = text.propose(most) if live else NO_PROPOSAL
-        uses_match = [row.prefers_match(num_model) for row in self._rows]
-        asks = [live and not match for live, match in zip(is_live, uses_match, strict=True)]
-        for row, ask in zip(self._rows, asks, strict=True):
-            row.num_model = num_model if ask else 0
-        chosen = [row.proposal.token_ids if match else [] for row, match in zip(self._rows, uses_match, strict=True)]
+            row.proposal = self.matches.propose(text, most) if live else NO_PROPOSAL
+            uses_match.append(row.prefers_match(num_model))
+            chosen.append(row.proposal.token_ids if uses_match[-1] else [])
+            row.num_model = num_model if live and not uses_match[-1] else 0
+            asks_model |= row.num_model > 0
         num_query = query.shape[1]
-        if self._has_run and not any(asks) and not self._is_far_behind(num_query + num_draft_tokens):
+        if self._has_run and not asks_model and not self._is_far_behind(num_query + num_draft_tokens):
             cached = CachedDraft(-num_query, [False] * len(is_live))
             return point_masses(chosen, self.device)._replace(cached=cached)
-        drafted = self._run_model(request, num_model if any(asks) else 1)
+        drafted = self._run_model(request, num_model if asks_model else 1)
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
         matched = point_masses(chosen, self.device)
-        if not any(asks):
+        if not asks_model:
             return matched._replace(cached=cached)
         return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
@@ -125,25 +114,23 @@ class HybridDrafter(Drafter):
     def _follow(self, query: Tensor, kept: Kept | None) -> list[bool]:
         """Read the new tokens; [B] whether a row has any: one without new tokens is finished."""
         gained = self.matches.follow(query, kept)
-        if gained is None or kept is None:
-            self._rows = [HybridRow() for _ in self.matches.texts]
-            return [True] * len(self._rows)
-        for row, ids in zip(self._rows, gained, strict=True):
-            row.learn(ids, kept.num_rounds)
+        if kept is None:
+            self._rows = [HybridRow() for _ in gained]
+        else:
+            for row, ids in zip(self._rows, gained, strict=True):
+                row.learn(ids, kept.num_rounds)
         return [bool(ids) for ids in gained]
 
     def _run_model(self, request: DraftRequest, num_draft_tokens: int) -> DraftOut:
         """Draft with the model, which is shown the tokens emitted since its last run."""
         kept = None  # in the first call
         if self._has_run:
-            width = max(len(row.unread) for row in self._rows)
-            ids = [row.unread + [-1] * (width - len(row.unread)) for row in self._rows]
             counts = [len(row.unread) for row in self._rows]
+            ids = [row.unread + [-1] * (max(counts) - num) for row, num in zip(self._rows, counts, strict=True)]
             kept = Kept(upload(ids, _HOST), upload(counts, _HOST, torch.int32))
         query = send(request.query_token_ids, self.device)
-        drafted = self.model.draft(
-            request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
-        )
+        told = request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
+        drafted = self.model.draft(told)
         self._has_run = True
         for row in self._rows:
             row.unread = []
@@ -155,13 +142,13 @@ class HybridDrafter(Drafter):
         return num_query > MAX_BEHIND or (len(self._rows) > 1 and num_query >= self._shortest_len())
 
     def _shortest_len(self) -> int:
-        return min(len(text.index.token_ids) for text in self.matches.texts)
+        return min(len(text.token_ids) for text in self.matches.texts)
 
 
 def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:
     """One draft of both by `uses_match` [B] bool; matched tokens have kept logits 0 at the token, -inf elsewhere."""
-    width = max(matched.token_ids.shape[1], drafted.token_ids.shape[1])
     num_drafted = drafted.token_ids.shape[1]
+    width = max(matched.token_ids.shape[1], num_drafted)
     matched_ids, drafted_ids = (
         torch.nn.functional.pad(one.token_ids, (0, width - one.token_ids.shape[1])) for one in (matched, drafted)
     )

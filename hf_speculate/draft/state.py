@@ -15,8 +15,7 @@ class DraftCacheKey(NamedTuple):
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
-    # for each layer that PEFT adapts: active adapters, whether they are disabled, merged ones
-    adapters: tuple[Any, ...]
+    adapters: tuple[Any, ...]  # for each layer that PEFT adapts: active ones, whether they are disabled, merged ones
     draft_ids: bytes  # [V] int64, the draft's id of each target id; empty if the ids are the same
 
 

@@ -1,5 +1,6 @@
 """The suffix drafter: prompt lookup that drafts what followed the longest match of a row's last tokens."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
-from hf_speculate.draft.suffix_store import Proposal, SuffixStore
+from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, SuffixStore
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept
 
@@ -22,7 +22,7 @@ class SuffixSettings:
     max_draft_tokens: int  # tokens a row is drafted at most, >= 1
     max_match_len: int | None = None  # longer matches count as of that length, at most 64; None for 64
     eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
-    vocab_size: int | None = None  # V; larger ids from a store are not drafted
+    vocab_size: float = math.inf  # V; larger ids from a store are not drafted
     store: SuffixStore | None = None  # sequences of earlier calls; None to search only the row itself
     num_pads: Sequence[int] | None = None  # [B] padding tokens before each prompt; None for none
 
@@ -30,42 +30,8 @@ class SuffixSettings:
 NO_PROPOSAL = Proposal(0, [])
 
 
-class SuffixRow:
-    """One row's tokens on the host, and the matches of its last tokens."""
-
-    def __init__(self, token_ids: Sequence[int], settings: SuffixSettings):
-        self.index = SuffixIndex()
-        self.index.extend(token_ids)
-        self._settings = settings
-
-    def propose(self, num: int) -> Proposal:
-        """At most `num` tokens; the row itself is preferred to the store if both matches are equally long."""
-        settings, num = self._settings, min(num, self._settings.max_draft_tokens)
-        text = self.index.token_ids
-        last = text[-min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN) :]
-        match_len, end = self.index.find(last)
-        token_ids: list[int] = []
-        if match_len:
-            # A row that has begun to repeat itself goes on with its period.
-            num_own = _within(num, match_len)
-            token_ids = list(islice(cycle(text[end : end + num_own]), num_own))
-        found = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)
-        if found.match_len > match_len:
-            stored, vocab_size = found.token_ids[: _within(num, found.match_len)], settings.vocab_size
-            known = list(takewhile(lambda token: vocab_size is None or token < vocab_size, stored))
-            if known:
-                match_len, token_ids = found.match_len, known
-        ends = [at for at, token in enumerate(token_ids) if token in settings.eos_token_ids]
-        if ends:
-            token_ids = token_ids[: ends[0] + 1]
-        return Proposal(match_len, token_ids) if token_ids else NO_PROPOSAL
-
-
 class SuffixDrafter(Drafter):
-    """A `Drafter` that drafts the continuation of the latest of the longest earlier matches of a row's last tokens.
-
-    Drafts are point masses. Longer matches give longer drafts. A row without a match drafts nothing, and a round in
-    which no row drafts has K = 0.
+    """Drafts, as point masses, the continuation of the latest of the longest earlier matches of a row's last tokens.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
@@ -77,33 +43,52 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, settings: SuffixSettings, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.texts: list[SuffixRow] = []  # [B], once the prompts were read
+        self.texts: list[SuffixIndex] = []  # [B], once the prompts were read
         self._settings = settings
         self._num_pads = settings.num_pads
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
         gained = self.follow(request.query_token_ids, request.kept)
-        are_live = [True] * len(self.texts) if gained is None else map(bool, gained)  # without new tokens: finished
-        rows = zip(self.texts, are_live, strict=True)
-        proposals = [row.propose(request.num_draft_tokens).token_ids if is_live else [] for row, is_live in rows]
+        rows = zip(self.texts, gained, strict=True)  # a row without new tokens is finished
+        proposals = [self.propose(row, request.num_draft_tokens).token_ids if new else [] for row, new in rows]
         return point_masses(proposals, self.device)
 
-    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[list[int]] | None:
-        """Append new tokens; [B] those of each row, or None in the first call, whose query holds whole sequences."""
+    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[Sequence[int]]:
+        """Append new tokens; [B] those of each row, in the first call the whole sequences, which the query holds."""
         if kept is None:
             self.begin(query_token_ids)
-            return None
+            return [row.token_ids for row in self.texts]
         counts = kept.num_emitted.tolist()
         gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
         for row, ids in zip(self.texts, gained, strict=True):
-            row.index.extend(ids)
+            row.extend(ids)
         return gained
+
+    def propose(self, row: SuffixIndex, num: int) -> Proposal:
+        """At most `num` tokens; the row itself is preferred to the store if both matches are equally long."""
+        settings, num = self._settings, min(num, self._settings.max_draft_tokens)
+        last = row.token_ids[-min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN) :]
+        match_len, end = row.find(last)
+        token_ids: list[int] = []
+        if match_len:
+            # A row that has begun to repeat itself goes on with its period.
+            num_own = _within(num, match_len)
+            token_ids = list(islice(cycle(row.token_ids[end : end + num_own]), num_own))
+        found = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)
+        if found.match_len > match_len:
+            stored = found.token_ids[: _within(num, found.match_len)]
+            known = list(takewhile(lambda token: token < settings.vocab_size, stored))
+            if known:
+                match_len, token_ids = found.match_len, known
+        ends = [at for at, token in enumerate(token_ids) if token in settings.eos_token_ids]
+        return Proposal(match_len, token_ids[: ends[0] + 1] if ends else token_ids)
 
     def begin(self, token_ids: Tensor) -> None:
         pads = self._num_pads or [0] * len(token_ids)
-        rows = zip(token_ids.tolist(), pads, strict=True)
-        self.texts, self._num_pads = [SuffixRow(ids[num:], self._settings) for ids, num in rows], None
+        self.texts, self._num_pads = [SuffixIndex() for _ in pads], None
+        for row, ids, num in zip(self.texts, token_ids.tolist(), pads, strict=True):
+            row.extend(ids[num:])
 
     def join(self, other: "SuffixDrafter") -> None:
         self.texts = self.texts + other.texts

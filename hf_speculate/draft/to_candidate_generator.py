@@ -89,8 +89,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self._kv_cache.release()
         count = int(draft.lens[0])
         candidates = torch.cat([input_ids, draft.token_ids[:, :count]], dim=1)  # [1, T+K]
-        fed = draft.token_ids[:, : draft.token_ids.shape[1] - 1]
-        self._seen = torch.cat([input_ids, fed], dim=1)
+        self._seen = torch.cat([input_ids, draft.token_ids[:, :-1]], dim=1)
         self._shown = input_ids
         self._num_rounds += 1
         return candidates, None if draft.token_logits is None else draft.token_logits[:, :count]

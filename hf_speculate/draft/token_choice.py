@@ -1,7 +1,6 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.cache.token_buffer import TokenBuffer
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups
@@ -19,57 +18,41 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 _HISTORY_CAPACITY = 256  # columns to come for which the history of processors is made
 
 
-@dataclass(frozen=True)
-class DraftSettings:
+class DraftSettings(NamedTuple):
     """How drafted tokens are chosen."""
 
     eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
-    # a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold
-    confidence_threshold: float = 0.0
+    confidence_threshold: float = 0.0  # a row's draft ends after a token of lower probability, in [0, 1]
     keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
     backend: str = "auto"  # of the sampling kernel
 
 
-class Choosing(NamedTuple):
-    """How the steps of a compiled draft choose tokens."""
-
-    stream: Stream
-    keeps_logits: bool
-    backend: str
-
-
-def choose_step(logits: Tensor, keys: NoiseKeys | None, choosing: Choosing) -> Chosen:
+def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings) -> Chosen:
     """One token of every row from logits [B, V], in a compiled draft; without noise keys the argmax is taken."""
     if keys is None:
         return Chosen(logits.argmax(dim=-1)[:, None])
-    token_ids, logsumexp = sample(logits, keys=keys, stream=choosing.stream, backend=choosing.backend)
-    if not choosing.keeps_logits:
+    token_ids, logsumexp = sample(logits, keys=keys, stream=settings.stream, backend=settings.backend)
+    if not settings.keeps_logits:
         return Chosen(token_ids[:, None])
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
 
 
 class TokenChooser:
-    """Chooses the drafted tokens of one call, and keeps the sequences that its processors read.
-
-    With a vocabulary, logits have a column for each of its ids, and tokens are ids of the target.
-    """
+    """Chooses the drafted tokens of one call, as ids of the target, and keeps the sequences that processors read."""
 
     def __init__(
         self,
         processors: BlockLogitsProcessorList | ProcessorGroups,
         settings: DraftSettings,
         device: torch.device,
-        vocabulary: DraftVocabulary | None = None,
+        vocabulary: DraftVocabulary,
     ):
-        self.processors = processors
-        self.settings = settings
-        self.vocabulary = vocabulary
+        self.processors, self.settings, self.vocabulary = processors, settings, vocabulary
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
         self.can_join = isinstance(processors, ProcessorGroups)
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
-        self.counts = Ruler(device, torch.int32)
-        self._device = device
+        self.counts, self._device = Ruler(device, torch.int32), device
 
     @property
     def is_plain(self) -> bool:
@@ -90,10 +73,10 @@ class TokenChooser:
 
     def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundDraft":
         """The draft of one round, of K tokens at most."""
-        draws = None
-        if sample_strategy is SampleStrategy.RANDOM and keys is not None:
-            on_device = NoiseKeys(*(part.to(self._device) for part in keys))
-            draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
+        if sample_strategy is SampleStrategy.GREEDY or keys is None:
+            return RoundDraft(self, None, num_tokens)
+        on_device = NoiseKeys(*(part.to(self._device) for part in keys))
+        draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
         return RoundDraft(self, draws, num_tokens)
 
     def join(self, other: "TokenChooser") -> None:
@@ -115,27 +98,23 @@ class RoundDraft(ChosenTokens):
         super().__init__(chooser.settings.eos_token_ids, chooser.counts)
         self._chooser = chooser
         self._draws = draws  # None to take the argmax
+        self.keys = None if draws is None else draws.keys  # of the noise
         self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._processors = chooser.processors.forked()
         self._num_recorded = 0  # tokens of the round in the history
 
-    @property
-    def keys(self) -> NoiseKeys | None:
-        """Keys of the noise; None if the argmax is taken."""
-        return None if self._draws is None else self._draws.keys
-
     def choose(self, logits: Tensor) -> Tensor:
         """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""
         settings, vocabulary, history = self._chooser.settings, self._chooser.vocabulary, self._chooser.history
-        is_mapped = vocabulary is not None and (self._draws is not None or len(self._processors) > 0)
-        scores = vocabulary.scattered(logits) if vocabulary is not None and is_mapped else logits
+        is_mapped = self._draws is not None or len(self._processors) > 0
+        scores = vocabulary.scattered(logits) if is_mapped else logits
         if len(self._processors):
             # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
             prefix_lens = None if history is None else history.lens
             scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
         best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
-        token_ids = best if vocabulary is None or is_mapped else vocabulary.ids(best)
+        token_ids = best if is_mapped else vocabulary.ids(best)
         if history is not None:
             history.append(token_ids[:, None])
             self._num_recorded += 1
@@ -148,9 +127,8 @@ class RoundDraft(ChosenTokens):
 
     def choose_all(self, logits: Tensor) -> None:
         """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
-        vocabulary = self._chooser.vocabulary
-        if self._draws is None and self._chooser.is_plain and vocabulary is not None:
-            self.chosen.append(Chosen(vocabulary.ids(logits.argmax(dim=-1))))
+        if self._draws is None and self._chooser.is_plain:
+            self.chosen.append(Chosen(self._chooser.vocabulary.ids(logits.argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.compiled import STEP_QUERY_LEN
+from hf_speculate.draft.model import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan

@@ -4,15 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.draft.custom import CustomDrafter
-from hf_speculate.draft.from_candidate_generator import (
-    CandidateGeneratorDrafter,
-    StateReadingGeneratorDrafter,
-    layers_read,
-)
+from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.model import CompiledDrafter, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
@@ -35,12 +30,7 @@ def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> D
     """The user's own drafter, or an adapter of a candidate generator; None if the call has neither."""
     if call.config.drafter is not None:
         return CustomDrafter(call.config.drafter, _setup(call, on_failure))
-    if call.generator is None:
-        return None
-    layers = layers_read(call.generator)
-    if layers is None:
-        return CandidateGeneratorDrafter(call.generator)
-    return StateReadingGeneratorDrafter(call.generator, layers)
+    return None if call.generator is None else CandidateGeneratorDrafter(call.generator)
 
 
 class NoDrafter(Drafter):
@@ -118,10 +108,7 @@ def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str]
     )
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
     if compiled is not None:
-        return CompiledDrafter(compiled, processors, settings, chunk_size)
-    eager: LanguageModel
-    if call.vocabulary is not None:
-        eager = TranslatedLanguageModel(draft.model, call.vocabulary, max_position, draft.inputs, is_synced)
-    else:
-        eager = LanguageModel(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
+        return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings)
+    make = LanguageModel if call.vocabulary is None else partial(TranslatedLanguageModel, call.vocabulary)
+    eager = make(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
     return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)

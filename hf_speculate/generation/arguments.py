@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.state import DraftState
-from hf_speculate.draft.suffix_store import SuffixStore
+from hf_speculate.draft.suffix_index import SuffixStore
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)

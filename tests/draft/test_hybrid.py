@@ -21,7 +21,7 @@ def llama():
 
 def make(llama, batch_size, num=4, processors=()):
     model, kv_cache = make_drafter(llama, batch_size, processors=processors)
-    return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num), kv_cache
+    return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num, torch.device("cpu")), kv_cache
 
 
 def kept(*rows, num_rounds=1):

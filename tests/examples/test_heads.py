@@ -93,7 +93,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, c
     class Recording(import_example("smollm2_head.drafter").HeadDrafter):
         def draft(self, request):
             draft = super().draft(request)
-            texts = [row.index.token_ids for row in self.lookup.texts]
+            texts = [row.token_ids for row in self.lookup.texts]
             seen.extend(
                 (list(text), ids[:num])
                 for text, ids, num in zip(texts, draft.token_ids.tolist(), draft.lens, strict=True)

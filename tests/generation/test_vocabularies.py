@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 
 import hf_speculate
-from hf_speculate.draft.vocab_intersection import intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
 from tests.compatibility_rows import CHARACTERS

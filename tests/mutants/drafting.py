@@ -15,8 +15,8 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/draft/suffix.py", "draft/test_suffix.py"): {
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
-            "padding is part of the text": Fault("SuffixRow(ids[num:], self", "SuffixRow(ids, self"),
-            "finished rows draft": Fault(".token_ids if is_live else [] for row", ".token_ids for row"),
+            "padding is part of the text": Fault("row.extend(ids[num:])", "row.extend(ids)"),
+            "finished rows draft": Fault(".token_ids if new else [] for row", ".token_ids for row"),
             "rows are not compacted": Fault("[self.texts[row] for row in indices]", "self.texts[: len(indices)]"),
         },
         ("hf_speculate/draft/hybrid.py", "draft/test_hybrid.py"): {

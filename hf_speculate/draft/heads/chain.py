@@ -2,8 +2,7 @@
 
 A pair joins token t_{i+1} with a state of the token before it, stands at position i, and predicts t_{i+2}. The first
 token of a draft comes from true pairs, whose states are the target's. Each later one comes from the pair of the token
-drafted before it with what the network itself made of the pair before. Keys and values of such pairs are dropped when
-the round is over, of accepted tokens too: these come again with the target's states.
+drafted before it with what the network made of the pair before. Such pairs are dropped when the round is over.
 
 A network may have several depths, as checkpoints with several MTP layers do. Depth d reads what depth d - 1 made of
 the pair before, so that its pair at position p joins t_{p+1} with a state of depth d - 1 at p - 1, and it has no pair
@@ -17,19 +16,17 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.head import HeadSpec, shape_of
+from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.target_parts import TargetParts, shape_of
-from hf_speculate.draft.token_choice import Choosing, RoundDraft, choose_step
+from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.models.inferencer import Chosen, joined
 from hf_speculate.types import NoiseKeys
 
-# Longer drafts would take long to compile; they run step by step.
-_MAX_UNROLLED_STEPS = 16
+_MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
 
 
 class Pairs(NamedTuple):
@@ -70,25 +67,25 @@ def chain_steps(
     inputs: ChainInputs,
     parts: TargetParts,
     num_steps: int,
-    choosing: Choosing,
+    settings: DraftSettings,
     keys: NoiseKeys | None,
 ) -> Chosen:
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
-    drafted = []
+    buffers, drafted = dict(enumerate(inputs.buffers)), []
     logits, states = network.read(inputs.outputs, parts)
     for step in range(num_steps):
         if keys is None:
-            greedy = choose_step(logits, None, choosing)
+            greedy = choose_step(logits, None, settings)
             chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
         else:
             step_keys = keys._replace(positions=keys.positions + step)
-            chosen = choose_step(vocabulary.scattered(logits), step_keys, choosing)
+            chosen = choose_step(vocabulary.scattered(logits), step_keys, settings)
         drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
-            placed = Placed(list(inputs.buffers), 0, row_ids, columns, width, network.windows, inputs.outputs.dtype)
+            placed = Placed(buffers, 0, row_ids, columns, width, network.masks, inputs.outputs.dtype)
             pairs = Pairs(chosen.token_ids, states[:, None], columns, placed)
             logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
     return joined(drafted)
@@ -143,17 +140,15 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
         """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
         num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
-        buffers = tuple(pair for pair in self.cache.buffers if pair is not None)
-        if self._compilation is None or num_steps is None or len(buffers) < len(self.cache.buffers):
+        if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.masks):
             return None
-        outputs, settings = self.newest_outputs[0], self.chooser.settings
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
-        inputs = ChainInputs(outputs.contiguous(), self.cache.row_lens.on_device(), seen, buffers)
-        choosing = Choosing(settings.stream, settings.keeps_logits, "torch")
-        name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
-        result: Chosen | None = self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, choosing, keys)
-        return result
+        outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
+        inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), seen, buffers)
+        settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")  # chains do not end rows
+        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}"
+        return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
 
     def _read(self, new: NewTokens) -> None:
         states = new.states

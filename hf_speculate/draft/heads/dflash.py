@@ -2,7 +2,7 @@
 
 Context states go into the keys and values of every layer as they are, without the layer's norm, at the positions of
 their tokens. The block holds the newest token, whose state is not known yet, and mask tokens after it; its slots see
-the whole context and, in layers that are not causal, each other. Heads are read in z-lab's and the speculators format.
+the whole context and, in layers that are not causal, each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.heads.folder import unserved
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import unserved
 from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig
-from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
+from hf_speculate.draft.heads.load_network import ConfigSource
+from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.errors import ConfigError
 
@@ -39,11 +38,8 @@ class DFlashOptions:
     mask_token_id: int  # id of the other tokens of a block
     num_states: int  # A, target states that are concatenated for each token
     is_causal: tuple[bool, ...]  # by layer, whether tokens of a block hide those after them
-    # whether the newest token's own slot predicts the token after it; otherwise it predicts nothing, and slot k
-    # predicts the token that stands at its place
-    samples_from_anchor: bool = False
-    # factor on rows of the target's embedding table; None for the target's own scale
-    embedding_scale: float | None = None
+    samples_from_anchor: bool = False  # whether a slot predicts the token after it; otherwise the token at its place
+    embedding_scale: float | None = None  # factor on the target's unscaled embeddings; None for the target's own scale
     logit_scale: float = 1.0  # factor on the logits
     softcapping: float | None = None  # bound of the logits by a tanh; None for no bound
     markov_head: str | None = None  # "vanilla", "gated" or "rnn", the DSpark variant; None for DFlash
@@ -60,11 +56,11 @@ class DFlashNetwork(FusingNetwork):
         self.options: DFlashOptions = plan.options
         layers, shapes = plan.options.layers, plan.shapes
         width = layers.hidden_size
+        masks = zip(self.masks, self.options.is_causal, strict=True)
+        self.masks = [mask._replace(is_causal=is_causal) for mask, is_causal in masks]
         self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            [DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList(DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers))
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         kind = self.options.markov_head
         self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)
@@ -83,7 +79,17 @@ class DFlashNetwork(FusingNetwork):
 
     def fill(self, newest_ids: Tensor, placed: Placed, parts: TargetParts) -> Tensor:
         """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
-        states = self._embedded(newest_ids, parts)
+        options = self.options
+        masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), options.mask_token_id)
+        token_ids = torch.cat([newest_ids[:, None], masks], dim=1)  # [B, b]
+        if self.embed_tokens is not None:
+            states: Tensor = self.embed_tokens(token_ids)
+        elif options.embedding_scale is not None:
+            states = parts.embedded(token_ids, is_scaled=False) * options.embedding_scale
+        else:
+            states = parts.embedded(token_ids)
+        if self.mask_embedding is not None:
+            states[:, 1:] = self.mask_embedding.reshape(-1)
         rotation = self.rotary(placed.columns, states.dtype)
         for index, layer in enumerate(self.layers):
             states = layer(states, rotation, placed, index)
@@ -92,22 +98,6 @@ class DFlashNetwork(FusingNetwork):
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
         logits, cap = super().logits(normed, parts), self.options.softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _embedded(self, newest_ids: Tensor, parts: TargetParts) -> Tensor:
-        """[B, b, H] embeddings of a block."""
-        options = self.options
-        masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), options.mask_token_id)
-        token_ids = torch.cat([newest_ids[:, None], masks], dim=1)  # [B, b]
-        if self.embed_tokens is not None:
-            states: Tensor = self.embed_tokens(token_ids)
-        elif options.embedding_scale is not None:
-            states = parts.raw_embedded(token_ids) * options.embedding_scale
-        else:
-            states = parts.embedded(token_ids)
-        if self.mask_embedding is None:
-            return states
-        mask = self.mask_embedding.reshape(-1).expand(len(states), options.block_size - 1, -1)
-        return torch.cat([states[:, :1], mask], dim=1)
 
 
 class MarkovHead(nn.Module):
@@ -120,9 +110,8 @@ class MarkovHead(nn.Module):
     def __init__(self, kind: str, width: int, shapes: Mapping[str, Sequence[int]]):
         super().__init__()
         num_ids, rank = shapes["markov_head.markov_w1.weight"]
-        num_columns = shapes["markov_head.markov_w2.weight"][0]
         self.markov_w1 = nn.Embedding(num_ids, rank)
-        self.markov_w2 = nn.Linear(rank, num_columns, bias=False)
+        self.markov_w2 = nn.Linear(rank, shapes["markov_head.markov_w2.weight"][0], bias=False)
         self.gate_proj = nn.Linear(width + rank, rank, bias=False) if kind == "gated" else None
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if kind == "rnn" else None
 
@@ -144,25 +133,21 @@ class MarkovHead(nn.Module):
 class BlockDrafter(HeadDrafter[DFlashNetwork]):
     """Drafts with one block a round, whatever K is; a shorter draft is the beginning of the block's.
 
-    A DFlash block gives each token a distribution that depends on none of the others. DSpark's Markov head makes it
-    depend on the token before, so its tokens are chosen from left to right. If the call sets a confidence threshold
-    and the head has a confidence head, a row's draft ends before the first token at which the product of the
-    estimates falls below it; otherwise the threshold is on the probability of the drafted token, as for draft models.
+    With a confidence head, a row's draft ends before the product of its estimates falls below the call's threshold.
     """
 
     def __init__(self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup):
         super().__init__(network, spec, setup)
-        self._threshold = 0.0
-        if network.confidence_head is not None:
-            self._threshold = setup.confidence_threshold
-            self.chooser.settings = replace(self.chooser.settings, confidence_threshold=0.0)
+        self._threshold = 0.0 if network.confidence_head is None else setup.confidence_threshold
+        if self._threshold:
+            self.chooser.settings = self.chooser.settings._replace(confidence_threshold=0.0)
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         network, options = self.network, self.network.options
         if new.states is not None and new.width:
             network.read(new.states, self.cache.place(new.width))
             self.cache.advance(new.counts, new.lens)
-        placed = self.cache.place(options.block_size, is_causal=options.is_causal)
+        placed = self.cache.place(options.block_size)
         block = network.fill(new.newest_ids, placed, self.parts)  # [B, b, H]
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
@@ -172,14 +157,11 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             return None
         return self._from_left_to_right(new.newest_ids, states, logits, draft)
 
-    def _from_left_to_right(
-        self, newest_ids: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft
-    ) -> Tensor | None:
-        """Choose tokens that depend on the one before; [B] how many count, or None if all do."""
-        network = self.network
-        previous, memory = newest_ids, None
-        product = torch.ones(len(newest_ids), device=self.device)
-        lens = torch.zeros(len(newest_ids), dtype=torch.int32, device=self.device)
+    def _from_left_to_right(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
+        """Choose tokens that depend on the `previous` one; [B] how many count, or None if all do."""
+        network, memory = self.network, None
+        product = torch.ones(len(previous), device=self.device)
+        lens = torch.zeros_like(previous, dtype=torch.int32)
         for step in range(logits.shape[1]):
             scores, features = logits[:, step], states[:, step]
             if network.markov_head is not None:
@@ -195,7 +177,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         return lens if self._threshold else None
 
 
-def read_dflash(source: ConfigSource) -> HeadConfig:
+def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
     """The DFlash or DSpark head that a config describes."""
     config, found = source.config, source.found
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
@@ -210,6 +192,10 @@ def read_dflash(source: ConfigSource) -> HeadConfig:
     ids = source.hidden_layers or _layer_ids(fields, found.format, layers.num_hidden_layers, source.shape.num_layers)
     samples_from_anchor = bool(fields.get("sample_from_anchor", found.kind == "dspark"))
     scale = fields.get("input_embedding_scale")
+    has_markov = found.kind == "dspark" and fields.get("markov_rank")
+    markov = str(fields.get("markov_head_type") or "vanilla") if has_markov else None
+    if markov not in (None, "vanilla", "gated", "rnn"):
+        raise unserved(f"a DSpark head with markov_head_type {markov!r}", "'vanilla', 'gated' or 'rnn'")
     options = DFlashOptions(
         layers=layers,
         block_size=block_size,
@@ -220,13 +206,12 @@ def read_dflash(source: ConfigSource) -> HeadConfig:
         embedding_scale=None if scale is None else float(scale),
         logit_scale=float(fields.get("output_multiplier") or 1.0),
         softcapping=float(fields.get("final_logit_softcapping") or 0.0) or None,
-        markov_head=_markov_head(fields) if found.kind == "dspark" else None,
+        markov_head=markov,
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     most = block_size if samples_from_anchor else block_size - 1
-    num_target_layers = config.get("num_target_layers")
-    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_target_layers)
-    return HeadConfig(replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options)
+    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=config.get("num_target_layers"))
+    return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options
 
 
 def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
@@ -239,10 +224,9 @@ def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_ta
             )
         return tuple(int(layer) for layer in given)
     given = fields.get("target_layer_ids")
-    if given is None:
-        first, last = 1, num_target_layers - 3
-        steps = max(num_layers - 1, 1)
-        given = [round(first + index * (last - first) / steps) for index in range(num_layers)]
+    if given is None:  # evenly spaced from the second to the third last
+        span, steps = num_target_layers - 4, max(num_layers - 1, 1)
+        given = [round(1 + index * span / steps) for index in range(num_layers)]
     return tuple(int(layer) + 1 for layer in given)
 
 
@@ -268,12 +252,3 @@ def _causal_layers(fields: dict[str, Any], layers: Qwen3Config, is_muse: bool) -
             return (bool(given),) * len(windows)
     hides_all = not is_muse and not fields.get("sliding_window_non_causal")
     return tuple(window is not None and hides_all for window in windows)
-
-
-def _markov_head(fields: dict[str, Any]) -> str | None:
-    if not fields.get("markov_rank"):
-        return None
-    kind = str(fields.get("markov_head_type") or "vanilla")
-    if kind not in ("vanilla", "gated", "rnn"):
-        raise unserved(f"a DSpark head with markov_head_type {kind!r}", "'vanilla', 'gated' or 'rnn'")
-    return kind

@@ -1,7 +1,5 @@
 """EAGLE-3, EAGLE-3.1 and P-EAGLE heads: a layer that reads embeddings beside fused states of three target layers.
 
-They are read in the original and the speculators format.
-
 Source:
     EAGLE-3: Li et al. (arXiv:2503.01840).
 """
@@ -14,12 +12,12 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotation, read_layer_config
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig
-from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
+from hf_speculate.draft.heads.load_network import ConfigSource
+from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
 from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.layer_capture import FINAL_STATE
 
@@ -30,9 +28,7 @@ class Eagle3Options:
 
     layers: Qwen3Config
     num_states: int = 3  # A, target states that are concatenated for each token
-    # whether the states are those of inner layers, which `fc` fuses; otherwise the head reads the target's last state
-    # as it is
-    reads_aux: bool = True
+    reads_aux: bool = True  # whether `fc` fuses states of inner layers; otherwise it reads the last state as it is
     norm_before_residual: bool = False  # whether the residual stream begins with the normalised state
     norm_before_fc: bool = False  # whether the concatenated states are normalised together before `fc`
     fc_norm: bool = False  # whether they are normalised one by one before `fc`
@@ -42,7 +38,7 @@ class Eagle3Options:
 
 
 class FirstLayer(DecoderLayer):
-    """The layer that joins embeddings with states: its attention reads both, its residual stream the states."""
+    """The layer whose attention reads embeddings and states, and whose residual stream the states."""
 
     def __init__(self, config: Qwen3Config, has_norms: bool, norm_before_residual: bool):
         super().__init__(config, has_norms, 2 * config.hidden_size)
@@ -52,7 +48,6 @@ class FirstLayer(DecoderLayer):
     def forward(  # type: ignore[override]  # reads embeddings too
         self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
     ) -> Tensor:
-        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
         normed = self.hidden_norm(states)
         joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [B, N, 2H]
         residual = normed if self.norm_before_residual else states
@@ -92,7 +87,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         if self.embed_tokens is None:
-            embeddings = parts.raw_embedded(pairs.token_ids)
+            embeddings = parts.embedded(pairs.token_ids, is_scaled=False)
         else:
             embeddings = self.embed_tokens(pairs.token_ids)
         rotation = self.rotary(pairs.positions, embeddings.dtype)
@@ -114,7 +109,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         return self.norm(outputs)  # type: ignore[no-any-return]
 
 
-def read_eagle3(source: ConfigSource) -> HeadConfig:
+def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
     """The EAGLE-3 or P-EAGLE head that a config describes."""
     config, found = source.config, source.found
     if found.kind == "peagle" and config.get("mask_token_id") is None:
@@ -146,7 +141,7 @@ def read_eagle3(source: ConfigSource) -> HeadConfig:
             "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
         )
     spec = source.spec(source.layer_fields, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
-    return HeadConfig(spec, options)
+    return spec, options
 
 
 def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:

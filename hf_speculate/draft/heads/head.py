@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.heads.target_parts import shape_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.language_model import device_of
@@ -27,6 +27,31 @@ _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are
 _MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
 
 
+class TargetShape(NamedTuple):
+    """The numbers of a target that a head must fit."""
+
+    hidden_size: int  # Ht
+    num_layers: int  # L
+    vocab_size: int  # V
+    model_type: str
+    name: str  # last part of `name_or_path`; empty if it is a local folder
+
+    def __str__(self) -> str:
+        return f"hidden size {self.hidden_size}, {self.num_layers} layers and {self.vocab_size} tokens"
+
+
+def shape_of(config: PreTrainedConfig) -> TargetShape:
+    """The shape of a target, from its config alone."""
+    text = config.get_text_config(decoder=True)
+    name = known_name(str(config.name_or_path or ""))
+    return TargetShape(text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name)
+
+
+def known_name(source: str) -> str:
+    """The last part of a repository's id; empty for a local folder, which may have any name."""
+    return "" if Path(source).is_dir() else source.rstrip("/").rpartition("/")[2]
+
+
 @dataclass(frozen=True)
 class HeadSpec:
     """Kind, sizes and requirements of a draft head, as its config gives them."""
@@ -34,8 +59,7 @@ class HeadSpec:
     kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
     name: str  # of the folder or repository
-    # ids of the target's states that it reads, see `Drafter.hidden_layers`; empty: it reads none
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
     hidden_size: int  # H, the head's own width
     target_hidden_size: int  # Ht, the width of the states that it reads
     vocab_size: int  # V, the vocabulary that it was made for
@@ -64,7 +88,6 @@ class LayerCheck(NamedTuple):
 
 
 HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
-"""Makes the drafter of one call."""
 
 
 class DraftHead:
@@ -80,10 +103,8 @@ class DraftHead:
     """
 
     def __init__(self, spec: HeadSpec, network: nn.Module, config: PreTrainedConfig, factory: HeadDrafterFactory):
-        self.spec = spec
+        self.spec, self.config, self.shape = spec, config, shape_of(config)
         self.network = network.eval().requires_grad_(False)
-        self.config = config
-        self.shape = shape_of(config)
         self.description = f"{spec.kind} head {spec.name}"
         self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
         self.num_parameters = sum(weight.numel() for weight in self.network.parameters())
@@ -102,7 +123,7 @@ class DraftHead:
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""
-        wanted, found = self.shape.sizes, shape_of(setup.target.config).sizes
+        wanted, found = str(self.shape), str(shape_of(setup.target.config))
         if found != wanted:
             raise UnsupportedModelError(
                 f"the target of {self.spec.name} must have {wanted}, got {found} in {type(setup.target).__name__}; "
@@ -158,8 +179,7 @@ class DraftHead:
             for text in texts:
                 choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
                 for shift, ids in shifted.items():
-                    parts = [capture.state(layer).to(target.device) for layer in ids]
-                    states = torch.cat(parts, dim=-1)  # [1, T, A * Ht]
+                    states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
                     hits[shift] += _hits(self.with_layers(ids), target, text, states, choices)
         accuracies = {shift: sum(found) / len(found) for shift, found in hits.items()}
         check = LayerCheck(self.hidden_layers, accuracies, len(hits[0]))

@@ -1,7 +1,4 @@
-"""Decoder layers of draft heads, read from a config in any format, for tokens that stand at the end of their rows.
-
-Module names are those of the checkpoints, so a head's state dict is its file.
-"""
+"""Decoder layers of draft heads, read from a config in any format; their modules have the checkpoints' names."""
 
 from typing import Any, NamedTuple
 
@@ -10,19 +7,21 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from hf_speculate.draft.heads.row_cache import Placed
 
-# The heads of a group are folded into query rows up to this many rows; see `models.folded_attention`.
-_MOST_FOLDED_ROWS = 64
+_MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
 
 
 def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:
     """The layers that a config describes; missing fields mean what they mean to the trainers of the format."""
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_layers, types = config.get("num_hidden_layers") or 1, list(config.get("layer_types") or ())
-    rope = _flat(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
+    # a head has one rotary embedding, that of full attention if they are given by type of layer
+    rope = dict(nested.get("full_attention") or next(iter(nested.values()), None) or rope)
     for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         rope.setdefault(name, config.get(name) or default)
     return Qwen3Config(
@@ -54,12 +53,6 @@ def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of full attention if they are given by type of layer; a head has one rotary embedding."""
-    nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    return dict(nested.get("full_attention") or next(iter(nested.values()), None) or parameters)
-
-
 class Rotation(NamedTuple):
     """Cosines and sines of a rotary embedding."""
 
@@ -70,8 +63,7 @@ class Rotation(NamedTuple):
         """Rotate the first R numbers of [B, heads, N, D] and leave the others."""
         width = self.cos.shape[-1]
         turned, rest = states[..., :width], states[..., width:]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+        turned = turned * self.cos + rotate_half(turned) * self.sin
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
@@ -127,20 +119,15 @@ class Attention(nn.Module):
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of grouped queries, without copies of keys and values for short queries.
-
-    Queries and outputs are [B, g * num_kv_heads, N, D], keys and values [B, num_kv_heads, T, D]. The mask is [B, 1, N,
-    T] additive.
-    """
+    """[B, g * H, N, D] of queries [B, g * H, N, D] and keys and values [B, H, T, D]; the mask [B, 1, N, T] is added."""
     groups, num_query = queries.shape[1] // keys.shape[1], queries.shape[2]
     if groups == 1 or num_query * groups > _MOST_FOLDED_ROWS:
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=groups > 1)
-    folded = queries.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, num_kv_heads, g * N, D]
+    folded = queries.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, g * N, D]
     if mask is not None and num_query > 1:
         mask = mask.repeat(1, 1, groups, 1)  # [B, 1, g * N, T]
     output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-    output = output.view(*output.shape[:2], groups, num_query, -1)
-    return output.flatten(1, 2)
+    return output.view(*output.shape[:2], groups, num_query, -1).flatten(1, 2)
 
 
 class DecoderLayer(nn.Module):
@@ -154,7 +141,6 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
-        """[B, N, H] of states [B, N, H]."""
         return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, placed, layer))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:

@@ -15,15 +15,12 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, read_eagle3
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
+from hf_speculate.draft.heads.folder import HeadFolder, recognise
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec, TargetShape, known_name, shape_of
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
 from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
 from hf_speculate.draft.heads.network import HeadNetwork
-from hf_speculate.draft.heads.parallel import ParallelDrafter
-from hf_speculate.draft.heads.pard import load_pard, read_pard
-from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
+from hf_speculate.draft.heads.parallel import ParallelDrafter, load_pard, read_pard
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.field_checks import is_int
@@ -67,7 +64,7 @@ class HeadFit(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    read: Callable[[ConfigSource], HeadConfig]
+    read: Callable[[ConfigSource], tuple[HeadSpec, Any]]  # and the network's options
     load: Callable[[LoadRequest], HeadNetwork]
     drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # of the network
 
@@ -113,71 +110,57 @@ def load_drafter(
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     folder, shape = HeadFolder(head), shape_of(target.config)
-    source = _source_of(folder, shape)
-    if aux_layers is not None:
-        source = source._replace(hidden_layers=_checked(aux_layers, shape.num_layers))
-    kind = _KINDS[source.found.kind]
-    config = kind.read(source)
-    fit = _fit_of(config.spec, shape, shape.name)
+    fit, options = _read(folder, shape, shape.name, aux_layers)
+    spec, kind = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
         raise UnsupportedModelError(
-            f"a draft head must fit its target, got {folder.name} ({source.found.kind}): {'; '.join(fit.problems)}; "
+            f"a draft head must fit its target, got {spec.name} ({spec.kind}): {'; '.join(fit.problems)}; "
             "load the head that was trained for this target"
         )
     for note in fit.notes:
-        warnings.warn(f"the draft head {folder.name}: {note}", stacklevel=2)
+        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=2)
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
-    network = kind.load(LoadRequest(folder, config, target, shape.vocab_size, dtype, device))
-    return DraftHead(config.spec, network, target.config, partial(kind.drafter, network))
+    network = kind.load(LoadRequest(folder, spec, options, target, dtype, device))
+    return DraftHead(spec, network, target.config, partial(kind.drafter, network))
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
-    """Whether a head fits a target, without loading weights of either; both by folder or id, the target also by config.
-
-    Raises:
-        ConfigError: there is no config, or its fields exclude each other.
-        UnsupportedModelError: the kind of head is not known or not served.
-    """
+    """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself."""
     config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
-    folder, shape, name = HeadFolder(head), shape_of(config), str(config.name_or_path or config.model_type)
+    shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
-    source = _source_of(folder, shape)
-    return _fit_of(_KINDS[source.found.kind].read(source).spec, shape, name)
+    return _read(HeadFolder(head), shape, name)[0]
 
 
-def _fit_of(spec: HeadSpec, shape: TargetShape, target: str) -> HeadFit:
-    """Whether a head fits a target of this shape and name."""
+def _read(
+    folder: HeadFolder, shape: TargetShape, target: str, aux_layers: Sequence[int] | None = None
+) -> tuple[HeadFit, Any]:
+    """Whether a head fits a target of this shape and name, and the options of its network."""
+    num_layers, layers = shape.num_layers, None if aux_layers is None else tuple(aux_layers)
+    if layers == () or not all(is_int(layer) and 0 <= layer <= num_layers for layer in layers or ()):
+        raise ConfigError(
+            f"aux_layers must be ids in 0..{num_layers}, got {list(layers or ())}; an id is the layer whose input is "
+            "read, and leave it out for those of the head's config"
+        )
+    found = recognise(folder.config, folder.weights, shape.model_type)
+    spec, options = _KINDS[found.kind].read(ConfigSource(folder.config, found, folder.name, shape, layers))
     problems, notes = [], list(spec.notes)
     if spec.hidden_layers and spec.target_hidden_size != shape.hidden_size:
         problems.append(f"it reads states of width {spec.target_hidden_size}, and the target's are {shape.hidden_size}")
-    outside = [layer for layer in spec.hidden_layers if not -1 <= layer <= shape.num_layers]
+    outside = [layer for layer in spec.hidden_layers if not -1 <= layer <= num_layers]
     if outside:
-        problems.append(f"it reads the states of layers {outside}, and the target has layers 0 to {shape.num_layers}")
-    if spec.num_target_layers not in (None, shape.num_layers):
-        problems.append(f"it is for {spec.num_target_layers} layers, and the target has {shape.num_layers}")
+        problems.append(f"it reads the states of layers {outside}, and the target has layers 0 to {num_layers}")
+    if spec.num_target_layers not in (None, num_layers):
+        problems.append(f"it is for {spec.num_target_layers} layers, and the target has {num_layers}")
     if abs(spec.vocab_size - shape.vocab_size) > (MAX_PADDING if spec.is_vocab_padded else 0):
         problems.append(f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}")
     if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
         notes.append(
             f"it was trained for {spec.target_name}, and the target is {shape.name}; the acceptance rate may be low"
         )
-    return HeadFit(spec, target, tuple(problems), tuple(notes))
-
-
-def _source_of(folder: HeadFolder, shape: TargetShape) -> ConfigSource:
-    found = recognise(folder.config, folder.weights, shape.model_type)
-    return ConfigSource(folder.config, found, folder.name, shape)
-
-
-def _checked(aux_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    if not aux_layers or not all(is_int(layer) and 0 <= layer <= num_layers for layer in aux_layers):
-        raise ConfigError(
-            f"aux_layers must be ids in 0..{num_layers}, got {list(aux_layers)!r}; an id is the layer whose input is "
-            "read, and leave it out for those of the head's config"
-        )
-    return tuple(aux_layers)
+    return HeadFit(spec, target, tuple(problems), tuple(notes)), options
 
 
 class HeadStore:

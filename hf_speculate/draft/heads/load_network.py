@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import HeadKind
+from hf_speculate.draft.heads.folder import HeadFolder, HeadKind
+from hf_speculate.draft.heads.head import HeadSpec, TargetShape
 from hf_speculate.draft.heads.layers import max_length_of
 from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
-from hf_speculate.draft.heads.target_parts import TargetShape
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary, read_offsets
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.language_model import vocab_size_of
 
 # Names of the same weight in other trainers' files.
 _RENAMED = (
@@ -54,7 +53,7 @@ class ConfigSource(NamedTuple):
         # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
-        given: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "kind": self.found.kind,
             "format": self.found.format,
             "name": self.name,
@@ -66,23 +65,16 @@ class ConfigSource(NamedTuple):
             "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
             "target_name": target.rstrip("/").rpartition("/")[2],
         }
-        return HeadSpec(hidden_layers=hidden_layers, **(given | others))
-
-
-class HeadConfig(NamedTuple):
-    """The config of a head, normalised."""
-
-    spec: HeadSpec
-    options: Any = None  # of a network that `load_network` makes
+        return HeadSpec(hidden_layers=hidden_layers, **(sizes | others))
 
 
 class LoadRequest(NamedTuple):
     """A head that is to be loaded."""
 
     folder: HeadFolder
-    config: HeadConfig
+    spec: HeadSpec
+    options: Any  # of a network that `load_network` makes
     target: PreTrainedModel
-    vocab_size: int  # V of the target
     dtype: torch.dtype
     device: torch.device
 
@@ -91,18 +83,33 @@ def load_network(
     make: Callable[[NetworkPlan], HeadNetwork], request: LoadRequest, ignored: Collection[str] = ()
 ) -> HeadNetwork:
     """A network with the weights of a folder, but for those `ignored`."""
-    spec, options = request.config
+    spec, options, size = request.spec, request.options, vocab_size_of(request.target)
     renamed = ((_renamed(name), weight) for name, weight in request.folder.weights().items())
     weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
-    target_ids = None if d2t is None else read_offsets(d2t, t2d, request.vocab_size)
-    vocabulary = DraftVocabulary(request.vocab_size, target_ids).to(request.device)
+    vocabulary = DraftVocabulary(size, None if d2t is None else _target_ids(d2t, t2d, size).to(request.device))
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     _check_shapes(spec, options, shapes, vocabulary)
     with torch.device("meta"):
         network = make(NetworkPlan(options, shapes, spec.target_hidden_size, vocabulary, request.device))
     load_into(network, weights, request)
     return network
+
+
+def _target_ids(d2t: Tensor, t2d: Tensor | None, size: int) -> Tensor:
+    """[Vd] int64, `d2t` [Vd] added to a column's number; `t2d` [V] bool marks the ids that have a column."""
+    ids = torch.arange(len(d2t), device="cpu") + d2t.cpu().long()
+    if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size:
+        raise UnsupportedModelError(
+            f"d2t must hold offsets that give increasing ids below {size}, got ids from {int(ids.min())} to "
+            f"{int(ids.max())}; save draft_id + d2t[draft_id] = target_id"
+        )
+    if t2d is not None and not torch.equal(t2d.cpu().bool().nonzero().flatten(), ids):
+        raise UnsupportedModelError(
+            f"t2d must mark the {len(ids)} ids that d2t leads to, got {int(t2d.bool().sum())} others; save both from "
+            "one vocabulary"
+        )
+    return ids
 
 
 def _check_shapes(

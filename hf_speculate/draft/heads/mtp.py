@@ -1,42 +1,28 @@
-"""MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads.
-
-transformers loads the layers of some families, and ignores those under "mtp." (Qwen3.5, Qwen3-Next), which are
-attention layers of the target's own class. The input projection and all norms are shared by these layers.
-"""
+"""MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads."""
 
 import copy
 import re
 from collections import defaultdict
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Qwen3Config
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
-from hf_speculate.draft.heads.kinds import text_fields, unserved
+from hf_speculate.draft.heads.folder import text_fields, unserved
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_into, load_network
-from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
-from hf_speculate.draft.heads.row_cache import Placed, PlacedCache
-from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_into, load_network
+from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
+from hf_speculate.draft.heads.row_cache import LayerMask, Placed, PlacedCache
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE
-
-
-class MtpModules(NamedTuple):
-    """MTP layers and what they share with the target, under the names of transformers' `MtpModel`."""
-
-    layers: nn.ModuleList  # of transformers' `MtpLayer`
-    config: PreTrainedConfig  # its `layer_types` are those of the MTP layers
-    embed_tokens: nn.Module
-    rotary_emb: nn.Module | None
-    use_shared_post_norm: bool = False
-    shared_post_norm: nn.Module | None = None
-    has_per_layer_rope: bool = False
 
 
 class CheckpointMtpNetwork(ChainNetwork):
@@ -44,21 +30,20 @@ class CheckpointMtpNetwork(ChainNetwork):
 
     is_traceable = False
 
-    def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
+    def __init__(self, model: MtpModel | SimpleNamespace, vocab_size: int):
         self.num_depths = len(model.layers)
         windows = windows_of(model.config) or (None,) * self.num_depths
-        super().__init__(DraftVocabulary(vocab_size), windows[: self.num_depths])
-        self.firsts = range(self.num_depths)
+        super().__init__(DraftVocabulary(vocab_size), windows)
+        self.masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
         self.layers = model.layers
-        self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
+        self.shared_post_norm: Any = getattr(model, "shared_post_norm", None)  # which transformers makes if it is used
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         model: Any = self._shared[0]
         embeddings = model.embed_tokens(pairs.token_ids)
-        rotary = {}
-        if getattr(model, "has_per_layer_rope", False):
-            rotary["layer_type"] = model.config.layer_types[depth]
+        has_kinds = getattr(model, "has_per_layer_rope", False)
+        rotary = {"layer_type": model.config.layer_types[depth]} if has_kinds else {}
         rotation = None
         if model.rotary_emb is not None:
             positions = pairs.positions
@@ -90,7 +75,6 @@ class SpeculatorsMtpLayer(DecoderLayer):
     def forward(  # type: ignore[override]  # reads embeddings too
         self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
     ) -> Tensor:
-        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
         joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)  # [B, N, 2H]
         return self.final_layernorm(super().forward(self.input_proj(joined), rotation, placed, 0))  # type: ignore[no-any-return]
 
@@ -109,9 +93,9 @@ class SpeculatorsMtpNetwork(ChainNetwork):
         return self.layers[0](embeddings, pairs.states, rotation, pairs.placed)  # type: ignore[no-any-return]
 
 
-# Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
+# Families whose MTP layers lie under "mtp." in the checkpoint, where transformers ignores them. These are attention
+# layers of the target's own class, which share the input projection and all norms.
 _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-# The others' drafts are compared with those of transformers in our tests.
 SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *_PREFIXED_TARGETS)
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 _MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
@@ -126,24 +110,24 @@ _SHARED = {
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def read_mtp(source: ConfigSource) -> HeadConfig:
+def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
     """The MTP layers that the config of a speculators head or of a target describes."""
     source.check_no_layers("MTP layers, which read the last state")
     fields = source.layer_fields
     if source.found.format == "speculators":
         if fields.get("model_type") not in _DENSE_LAYERS:
             raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
-        return HeadConfig(source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1}))
+        return source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1})
     model_type, text = fields.get("model_type"), text_fields(fields)
     if model_type not in SERVED_TARGETS:
         raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
     num_layers = int(text["num_hidden_layers"])
-    return HeadConfig(source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None))
+    return source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None), None
 
 
 def load_mtp(request: LoadRequest) -> HeadNetwork:
-    """MTP layers in either format; the target's own layers have its dtype and device."""
-    if request.config.options is not None:
+    """MTP layers in either format."""
+    if request.options is not None:
         return load_network(SpeculatorsMtpNetwork, request, ignored=SHARED_TABLES)
     target = request.target
     if request.dtype != target.dtype or request.device != target.device:
@@ -155,24 +139,23 @@ def load_mtp(request: LoadRequest) -> HeadNetwork:
     model = _load_prefixed(request) if is_prefixed else _load_by_transformers(request)
     if attention_name(model.config) not in _MASKED_ATTENTIONS:
         set_attention_name(model.config, "sdpa")  # its own copy
-    return CheckpointMtpNetwork(model, request.vocab_size)
+    return CheckpointMtpNetwork(model, vocab_size_of(target))
 
 
 def _load_by_transformers(request: LoadRequest) -> MtpModel:
     twin, config = copy.copy(request.target), copy.copy(request.target.config)  # the target stays as it is
     twin.config, config.name_or_path = config, request.folder.source
     try:
-        model: MtpModel = MtpModel.from_pretrained(twin, device_map={"": request.device})
+        return MtpModel.from_pretrained(twin, device_map={"": request.device})
     except (OSError, RuntimeError, ValueError) as error:  # transformers' words for weights that are not there
         raise UnsupportedModelError(
             f"{request.folder.source} must hold the weights of the target's MTP layers, got none that load; use "
             f"another head ({error})"
         ) from error
-    return model
 
 
-def _load_prefixed(request: LoadRequest) -> MtpModules:
-    """The layers, with the target's embeddings and rotary embedding."""
+def _load_prefixed(request: LoadRequest) -> SimpleNamespace:
+    """The layers, with the target's embeddings and rotary embedding, under the names of transformers' `MtpModel`."""
     weights = {name.removeprefix(_PREFIX): weight for name, weight in request.folder.weights(_PREFIX).items()}
     num_layers = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
     if not num_layers:
@@ -187,7 +170,8 @@ def _load_prefixed(request: LoadRequest) -> MtpModules:
     with torch.device("meta"):
         layers = nn.ModuleList([MtpLayer(config, *kinds, index) for index in range(num_layers)])
     load_into(layers, _by_layer(_fused(weights), num_layers), request)
-    return MtpModules(layers, config, request.target.get_input_embeddings(), decoder.rotary_emb)
+    shared = {"embed_tokens": request.target.get_input_embeddings(), "rotary_emb": decoder.rotary_emb}
+    return SimpleNamespace(layers=layers, config=config, **shared)
 
 
 def _by_layer(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:

@@ -6,12 +6,38 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
 
 from hf_speculate.draft.heads.layers import Rotary, windows_of
-from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.heads.row_cache import LayerMask
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
 
 SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class TargetParts:
+    """The target's own modules, read by a head on its own device and in its own dtype."""
+
+    def __init__(self, target: PreTrainedModel, device: torch.device, dtype: torch.dtype):
+        self._embeddings: Any = target.get_input_embeddings()
+        self._head: Any = target.get_output_embeddings()
+        self.device, self.dtype = device, dtype
+
+    def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
+        """[..., Ht] embeddings of ids [...] int64, without a norm, and with a scale of the family if `is_scaled`."""
+        weight = self._embeddings.weight
+        token_ids = token_ids.to(weight.device)
+        left_out = ("embed_norm",) if is_scaled else ("embed_norm", "embed_scale")
+        is_bare = any(hasattr(self._embeddings, name) for name in left_out)
+        rows: Tensor = embedding(token_ids, weight) if is_bare else self._embeddings(token_ids)
+        return rows.to(self.device, self.dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., Ht] after a final norm."""
+        weight = self._head.weight
+        logits: Tensor = self._head(states.to(weight.device, weight.dtype))
+        return logits.to(self.device, self.dtype)
 
 
 class HeadNetwork(nn.Module, ABC):
@@ -20,8 +46,7 @@ class HeadNetwork(nn.Module, ABC):
     def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
         super().__init__()
         self.vocabulary = vocabulary
-        self.windows = tuple(windows)  # by layer that writes to the cache, how many tokens it attends to; None if all
-        self.firsts: Sequence[int] = ()  # by such layer, the first position of its tokens; empty if it is 0 in all
+        self.masks = [LayerMask(window) for window in windows]  # by layer that writes to the cache
 
     def project(self, states: Tensor) -> Tensor:
         """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""

@@ -9,15 +9,13 @@ from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
 from hf_speculate.draft.heads.row_cache import RowCache
-from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser
 from hf_speculate.errors import ShapeError
 from hf_speculate.types import DraftOut, Kept
 
-# Tokens of each row per forward of a head, so that the mask of a long prompt stays small.
-CHUNK_SIZE = 512
+_CHUNK_SIZE = 512  # tokens of each row per forward of a head, so that the mask of a long prompt stays small
 
 
 class NewTokens(NamedTuple):
@@ -33,13 +31,14 @@ class NewTokens(NamedTuple):
     def width(self) -> int:
         return self.token_ids.shape[1]
 
-    def chunks(self, size: int = CHUNK_SIZE) -> Iterator["NewTokens"]:
-        """The same in pieces of at most `size` columns, at least one piece."""
-        for start in range(0, max(self.width, 1), size):
-            states = None if self.states is None else self.states[:, start : start + size]
-            counts = [min(max(count - start, 0), size) for count in self.counts]
-            lens = (self.lens - start).clamp(0, size)
-            yield NewTokens(self.token_ids[:, start : start + size], states, counts, lens, self.newest_ids)
+    def chunks(self) -> Iterator["NewTokens"]:
+        """The same in pieces of at most `_CHUNK_SIZE` columns, at least one piece."""
+        for start in range(0, max(self.width, 1), _CHUNK_SIZE):
+            columns = slice(start, start + _CHUNK_SIZE)
+            states = None if self.states is None else self.states[:, columns]
+            counts = [min(max(count - start, 0), _CHUNK_SIZE) for count in self.counts]
+            lens = (self.lens - start).clamp(0, _CHUNK_SIZE)
+            yield NewTokens(self.token_ids[:, columns], states, counts, lens, self.newest_ids)
 
 
 NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
@@ -57,8 +56,8 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         self.parts = TargetParts(setup.target, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
-        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary.to(device))
-        self.cache = RowCache(network.windows, network.firsts, setup.batch_size, weight)
+        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary)
+        self.cache = RowCache(network.masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
         self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
@@ -87,10 +86,10 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
 
     @torch.no_grad()
     def rows(self, indices: Sequence[int]) -> None:
-        self.cache.rows(indices)
+        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        self.cache.rows(indices, index)
         self.chooser.rows(indices)
         self._num_pads = [self._num_pads[row] for row in indices]
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
         self.newest_outputs = {depth: outputs[index] for depth, outputs in self.newest_outputs.items()}
 
     def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
@@ -103,10 +102,8 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
             return NewTokens(ids, None, counts, lens, newest)
         ids, counts = kept.token_ids.clamp_min(0).to(self.device), kept.num_emitted.tolist()
         lens = kept.num_emitted.to(self.device, torch.int64)
-        if kept.hidden_states is None:
-            return NewTokens(ids, None, counts, lens, newest)
-        states = kept.hidden_states.to(self.device, self.dtype)
-        if min(counts) < ids.shape[1]:
+        states = None if kept.hidden_states is None else kept.hidden_states.to(self.device, self.dtype)
+        if states is not None and min(counts) < ids.shape[1]:
             is_behind = torch.arange(ids.shape[1], device=self.device) >= lens[:, None]  # [B, N]
             states = states.masked_fill(is_behind[:, :, None], 0)  # what is there may be NaN
         return NewTokens(ids, states, counts, lens, newest)

@@ -9,8 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.draft.vocab_intersection import intersect_vocabularies
-from hf_speculate.draft.vocab_mapping import MAX_PADDING
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_speculate.draft.heads.kinds import recognise
+from hf_speculate.draft.heads.folder import recognise
 from hf_speculate.draft.heads.layers import Rotary, read_layer_config, windows_of
 from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
