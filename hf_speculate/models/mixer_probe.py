@@ -1,9 +1,9 @@
 """Mixer probe: runs a mixer on a few tokens to find its projections and states, and checks it under hooks."""
 
-import copy
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_speculate.cache.recurrent import RecurrentStates, States, states_of
-from hf_speculate.models.mixer_steps import Mixer, StandIn, StepLayer, SteppedMixer, StepProtocol
+from hf_speculate.models.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol, copy_with
 
 _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
 # Relative to the largest number. A projection of several tokens rounds differently from one of a single token, and some
@@ -27,8 +27,8 @@ _known: "WeakKeyDictionary[nn.Module, StepProtocol | str]" = WeakKeyDictionary()
 
 
 class _Steps(NamedTuple):
-    outputs: Sequence[Tensor]  # by token, [B, 1, ...]; parts of a tuple are concatenated
-    states: Sequence[States]
+    output: Tensor  # [B, Q, N], see `_flat`
+    states: Sequence[States]  # after each token
     writes_recurrent: bool
 
 
@@ -64,7 +64,7 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
     if hidden.is_meta:
         return protocol
     at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before)))
-    agrees = _is_close(at_once, torch.cat(list(steps.outputs), dim=1))
+    agrees = _is_close(at_once, steps.output)
     protocol = protocol._replace(writes_recurrent=steps.writes_recurrent, reads_at_once=agrees)
     if protocol.prepared is not None and not _holds(protocol, mixer, tokens, before, steps):
         protocol = protocol._replace(inputs=protocol.inputs - {protocol.prepared}, prepared=None)
@@ -77,7 +77,7 @@ def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States,
     """Whether a mixer under hooks gives the outputs and states of single tokens, with states kept and replayed."""
     for max_kept_bytes in (1 << 60, -1):
         outputs, states = _hooked(mixer, protocol, tokens, before, max_kept_bytes)
-        pairs = [(outputs, torch.cat(list(steps.outputs), dim=1))]
+        pairs = [(outputs, steps.output)]
         for number, found in states.items():
             pairs += [(found[slot], steps.states[number][slot]) for slot in protocol.slots]
         if not all(_is_close(*pair) for pair in pairs):
@@ -117,15 +117,21 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
                 writes_recurrent |= not torch.equal(state, before[slot])
         before = states_of(layer)
         states.append(before)
-    return _Steps(outputs, states, writes_recurrent)
+    return _Steps(torch.cat(outputs, dim=1), states, writes_recurrent)
 
 
 def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States) -> StepProtocol:
     """The protocol with the input and output projections, found by watching calls of the children."""
-    twin = copy.copy(mixer.module)
     calls: list[tuple[str, Any, Any]] = []
-    watched = {name: _Watched(name, child, calls) for name, child in mixer.module.named_children()}
-    vars(twin)["_modules"] = {**vars(twin)["_modules"], **watched}
+
+    def watched(name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        made = child(*args, **kwargs)
+        calls.append((name, args[0] if args else None, made))
+        return made
+
+    twin = copy_with(
+        mixer.module, {name: partial(watched, name, child) for name, child in mixer.module.named_children()}
+    )
     result = _run(mixer, twin, token, _loaded(before))
     counts = Counter(name for name, _, _ in calls)
     single = [call for call in calls if counts[call[0]] == 1 and all(isinstance(part, Tensor) for part in call[1:])]
@@ -165,18 +171,6 @@ def _hooked(
         recurrent.roll_back([number + 1] * _NUM_ROWS)
         states[number] = states_of(layer)
     return _flat(output), states
-
-
-class _Watched(StandIn):
-    def __init__(self, name: str, child: nn.Module, calls: list[tuple[str, Any, Any]]):
-        super().__init__(child)
-        self.name = name
-        self.calls = calls
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        made = vars(self)["child"](*args, **kwargs)
-        self.calls.append((self.name, args[0] if args else None, made))
-        return made
 
 
 def _flat(output: Any) -> Tensor:
