@@ -51,14 +51,6 @@ class LanguageModel:
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
         self._makes_compact = takes_places and self.device.type == "cpu" and not saves  # see `_kept`
 
-    @property
-    def eos_token_id(self) -> int:
-        """The model's (first) end-of-sequence id, or a `ValueError`."""
-        eos = self.model.generation_config.eos_token_id
-        if eos is None or eos == []:
-            raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
-        return int(eos[0] if isinstance(eos, list) else eos)
-
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
         """The last `logits_to_keep` logits [B, Q', V] or all, of query tokens [B, Q] int64, which advance the cache."""
         return self.run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep).logits
