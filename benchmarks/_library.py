@@ -28,7 +28,7 @@ def make_forward(model: PreTrainedModel, batch_size: int, mask: Tensor | None) -
         batch_size: B.
         mask: [B, T] int64 over the tokens that the cache will hold; None if nothing is padded.
     """
-    plan = CachePlan("auto", model.config.get_text_config(decoder=True)._attn_implementation)
+    plan = CachePlan("auto")
     plan = plan.choose(model, None, mask, model.device)
     cache = plan.make(model, None, batch_size, mask, model.device)
     return LanguageModel(model, keeps_states=False), cache

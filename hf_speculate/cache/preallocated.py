@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import KVCache, bounded, checked_drops, gathered, leading
-from hf_speculate.cache.buffer_pool import BufferPool, PooledBuffers
+from hf_speculate.cache.buffer_pool import BufferPool, BufferShape, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.ragged_layer import RaggedLayer
@@ -52,7 +52,8 @@ class PreallocatedKVCache(KVCache):
         max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
         kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
-        pool: BufferPool | None = None,  # where buffers of that capacity come from, and go to with `release`
+        pool: BufferPool
+        | None = None,  # where such buffers come from, and go to with `release`
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)
@@ -61,8 +62,9 @@ class PreallocatedKVCache(KVCache):
         self.device = torch.device(device)
         self._kept_cache = kept_cache
         self._pool = pool
+        self._shape = BufferShape(batch_size, capacity, kinds.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
-        taken = None if pool is None else pool.take(len(kinds.windows))
+        taken = None if pool is None else pool.take(self._shape, len(kinds.windows))
         if taken is not None:
             self.graphs = taken.graphs
             for layer, buffers in zip(self._layers, taken.layers, strict=True):
@@ -172,7 +174,7 @@ class PreallocatedKVCache(KVCache):
             return
         layers, self.cache = self._layers, Cache(layers=[])
         if all(layer.is_initialized for layer in layers):
-            self._pool.give_back(PooledBuffers([layer.buffers for layer in layers], self.graphs))
+            self._pool.give_back(self._shape, PooledBuffers([layer.buffers for layer in layers], self.graphs))
         self._pool = None
 
     @property

@@ -42,7 +42,7 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 @pytest.mark.parametrize("seed", range(10))
 def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
     draw, cache, held = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
-    assert (cache.get_num_tokens(), cache.get_lens().tolist(), cache.get_kv_states()) == (0, [0] * 3, [])
+    assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
         lens = [row.shape[3] for row in held]
         match draw.choice(["update", "update", "crop", "crop rows", "rows"]):
@@ -62,7 +62,7 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
                 cache.crop(drops[0] if kind == "crop" else draw.choice([drops, torch.tensor(drops)]))
                 held = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(held, drops, strict=True)]
         lens = [row.shape[3] for row in held]
-        assert (cache.get_lens().tolist(), cache.get_num_tokens()) == (lens, max(lens))
+        assert cache.num_real_tokens == lens
         for layer, state in enumerate(cache.get_kv_states() if max(lens) else []):
             for index, row in enumerate(held):
                 for part, found in enumerate(state):
@@ -79,7 +79,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    plan = CachePlan("dynamic" if kind == "bloom" else choice, model.config._attn_implementation)
+    plan = CachePlan("dynamic" if kind == "bloom" else choice)
     cache = plan.choose(model, passed, mask, device).make(model, passed, 3, mask, device)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
@@ -97,7 +97,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
         cache.crop(drops)
         for row, drop in enumerate(drops):
             texts[row] += query[row].tolist()[: 4 - drop]
-        assert cache.get_lens().tolist() == [len(text) for text in texts]
+        assert cache.num_real_tokens == [len(text) for text in texts]
         num_pads = (mask == 0).sum(1).tolist()
         assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
     shortest = num_pads.index(max(num_pads))
@@ -123,7 +123,7 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
     cache.rows([0, 2])
     cache.join(joining)
     assert [layer.keys.data_ptr() for layer in cache.cache.layers] == addresses
-    assert cache.get_lens().tolist() == [9, 9, 5]
+    assert cache.num_real_tokens == [9, 9, 5]
     for layer, before, new, buffers in zip(cache.get_kv_states(), held, its, cache.cache.layers, strict=True):
         assert torch.equal(layer.keys[:2], before.keys[[0, 3]])
         assert torch.equal(layer.values[2, :, -5:], new.values[0])
