@@ -52,8 +52,7 @@ class PreallocatedKVCache(KVCache):
         max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
         kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
-        pool: BufferPool
-        | None = None,  # where such buffers come from, and go to with `release`
+        pool: BufferPool | None = None,  # where such buffers come from, and go to with `release`
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)

@@ -46,7 +46,9 @@ class CompileSettings:
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, compiled at its first call."""
-        own = _with_own_code(function)
+        # dynamo counts recompilations by code object, whichever function that belongs to
+        code, name = function.__code__.replace(), function.__name__
+        own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
         options = dict(self.options) if self.options else None
         mode = None if options else self.mode
         return torch.compile(
@@ -157,14 +159,6 @@ def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
         return tree
     parts = [copies(part, kept) for part in tree]
     return tuple(parts) if type(tree) is tuple else type(tree)(*parts)
-
-
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function: dynamo counts recompilations by code object, whichever function that belongs to."""
-    if not isinstance(function, FunctionType):
-        return function
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _cause_of(error: Exception) -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.masking import additive_mask
+from hf_speculate.cache.columns import additive, hidden
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.models.compilation import Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -92,7 +92,10 @@ def forward_rows(
     offsets = torch.arange(query.shape[1], device=query.device)
     places = ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
-    mask = kinds.masks(lambda window: additive_mask(places, rows.seen, rows.pads, window, kinds.mask_dtype))
+    is_padding = rows.seen < rows.pads[:, None, None]  # [B, 1, W]
+    mask = kinds.masks(
+        lambda window: additive(hidden(rows.seen, places[:, :, None], window) | is_padding, kinds.mask_dtype)
+    )
     width = rows.seen.shape[0]
     placed: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
     options = {"output_hidden_states": True} if layers else {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.masking import additive
+from hf_speculate.cache.columns import additive
 from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
 
 Buffers = list[tuple[Tensor, Tensor] | None]
