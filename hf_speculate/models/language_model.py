@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
@@ -103,9 +103,9 @@ class LanguageModel:
             self.max_position = max(self.max_position, other.max_position)
 
 
-def cache_name(model: PreTrainedModel) -> str:
-    """The name under which a model's forward takes its cache; empty if it takes none."""
-    names = inspect.signature(type(model).forward).parameters
+def cache_name(module: nn.Module) -> str:
+    """The name under which a module's forward takes its cache; empty if it takes none."""
+    names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), "")
 
 
