@@ -32,7 +32,7 @@ def test_any_course_of_appending_truncating_and_leaving(seed: int) -> None:
         match make.choice(["whole", "counted", "counted", "truncate", "rows"]):
             case "truncate":
                 rows = [row[: make.randint(1, len(row))] for row in rows]
-                buffer.truncate([len(row) for row in rows])
+                buffer.row_lens.set([len(row) for row in rows])
             case "rows":
                 kept = make.sample(range(len(rows)), make.randint(1, len(rows)))
                 rows = [rows[row] for row in kept]

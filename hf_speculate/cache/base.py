@@ -98,10 +98,8 @@ def gathered(states: Tensor, columns: Tensor) -> Tensor:
 
 def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[int]) -> list[int]:
     """One count per row; a `ShapeError` if one is out of range or missing."""
-    if isinstance(num_tokens_crop, int):
-        drops = [num_tokens_crop] * len(lens)
-    else:
-        drops = [int(drop) for drop in num_tokens_crop]
+    counts = [num_tokens_crop] * len(lens) if isinstance(num_tokens_crop, int) else num_tokens_crop
+    drops = [int(drop) for drop in counts]
     if len(drops) != len(lens):
         raise ShapeError(f"num_tokens_crop must be one count or [B] = [{len(lens)}], got [{len(drops)}]")
     for row, (drop, length) in enumerate(zip(drops, lens, strict=True)):

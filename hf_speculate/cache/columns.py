@@ -42,10 +42,7 @@ class Coming:
 
 
 class Columns:
-    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers.
-
-    Masks hide padding, later tokens, and tokens before a window.
-    """
+    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers."""
 
     def __init__(
         self,

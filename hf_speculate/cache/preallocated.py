@@ -56,7 +56,8 @@ class PreallocatedKVCache(KVCache):
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)
-        self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
+        self._layers = [RaggedLayer(self.columns, window) for window in kinds.windows]
+        self.cache = Cache(layers=list(self._layers))
         self.kinds = kinds
         self.device = torch.device(device)
         self._kept_cache = kept_cache
@@ -171,15 +172,9 @@ class PreallocatedKVCache(KVCache):
         """Let later calls have the buffers; the cache must not be used any more."""
         if self._pool is None:
             return
-        layers, self.cache = self._layers, Cache(layers=[])
-        if all(layer.is_initialized for layer in layers):
-            self._pool.give_back(self._shape, PooledBuffers([layer.buffers for layer in layers], self.graphs))
-        self._pool = None
-
-    @property
-    def _layers(self) -> list[RaggedLayer]:
-        layers: list[RaggedLayer] = self.cache.layers  # type: ignore[assignment]  # __init__ made them
-        return layers
+        if all(layer.is_initialized for layer in self._layers):
+            self._pool.give_back(self._shape, PooledBuffers([layer.buffers for layer in self._layers], self.graphs))
+        self._layers, self.cache, self._pool = [], Cache(layers=[]), None
 
     def _load(self, kept_cache: Cache) -> None:
         num_held = int(kept_cache.get_seq_length())

@@ -61,5 +61,5 @@ class ModelDrafter(Drafter):
         self.chooser.join(other.chooser)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.inferencer.language_model.rows(indices)
+        self.inferencer.language_model.extra_inputs.rows(indices)
         self.chooser.rows(indices)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -23,7 +22,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.hybrid import HybridKVCache
-from hf_speculate.cache.layers import holding, is_recurrent, text_cache, window_of
+from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.compat import attention_name
@@ -135,7 +134,7 @@ class CachePlan:
             "its layers have several windows": len(windows) > len(names),
             "it takes one mask for layers of two kinds": len(windows) > 1 and not takes_mask_by_kind(model),
             "its cache has layers of another kind": not cache.layers
-            or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding(cache.layers)),
+            or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)),
             "its cache was made without its config, and knows no windows": windows
             != _windows(DynamicCache(config=config)),
             "its cache is offloaded": bool(cache.offloading),
@@ -180,13 +179,8 @@ def make_hybrid_cache(
             "decode plainly"
         )
     states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
-    stepped = [SteppedMixer(mixer, protocol, states) for mixer, protocol in found.mixers]
-
-    def add_hooks(handles: list[RemovableHandle]) -> None:
-        for mixer in stepped:
-            mixer.attach(handles)
-
-    return HybridKVCache(cache, states, add_hooks, batch_size, attention_mask, device)
+    attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in found.mixers]
+    return HybridKVCache(cache, states, attach, batch_size, attention_mask, device)
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:

@@ -57,10 +57,7 @@ class CompileSettings:
 
 
 class Runner(ABC):
-    """Runs functions of a model over fixed buffers during one call: `Compilation`, or `Graphing`.
-
-    `on_failure` is called with the reason once, if something cannot be run; everything runs eagerly from then on.
-    """
+    """Runs functions of a model over fixed buffers during one call: `Compilation`, or `Graphing`."""
 
     varies: bool = False
     """Whether sizes may be numbers that vary."""
@@ -71,7 +68,7 @@ class Runner(ABC):
         self.model = model
         self.units = units  # what was compiled for the model before, and what failed
         self.is_working = True  # whether it still runs anything; if not, forwards run eagerly
-        self._on_failure = on_failure
+        self._on_failure = on_failure  # called with the reason once
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
         """Use what was captured over the buffers that come next."""
@@ -79,7 +76,11 @@ class Runner(ABC):
 
     @abstractmethod
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None if it cannot be run."""
+        """The result of a function of the model and `args`; None if it cannot be run.
+
+        It returns a tensor, or nested tuples of tensors or None; what it writes to is undefined after a failure.
+        Functions of one name are the same one.
+        """
 
     @abstractmethod
     def repeat(
@@ -119,10 +120,6 @@ class Compilation(Runner):
             self.give_up(failure)
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """See `Runner.run`; functions of the same name are compiled once for a model.
-
-        They return a tensor, or nested tuples of tensors or None. What they write to is undefined after a failure.
-        """
         if not self.is_working:
             return None
         try:

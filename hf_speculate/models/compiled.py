@@ -123,11 +123,7 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 
 
 class FixedBuffers:
-    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already.
-
-    If sizes may vary, rows, columns and the width that attention reads are compiled as numbers that vary, so that one
-    compilation serves them all; a single row is a case of its own.
-    """
+    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already."""
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
         self.kv_cache = kv_cache
@@ -155,7 +151,7 @@ class FixedBuffers:
         return self.vary(columns.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
-        """The tensor, whose sizes in some dimensions are compiled as numbers that vary."""
+        """The tensor, whose sizes in some dimensions are compiled as numbers that vary, so that one serves all."""
         if self._varies:
             maybe_mark_dynamic(tensor, dims)
         return tensor

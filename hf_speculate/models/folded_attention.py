@@ -12,6 +12,7 @@ once a forward. On CUDA devices in half precision the backend is chosen here too
 """
 
 import contextvars
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,19 +51,8 @@ _MOST_QUERY_TOKENS = 64
 _MOST_MASKS = 4  # kept in a forward: one for each kind of layer
 
 
-class _Masks:
-    def __init__(self) -> None:
-        self._made: list[tuple[Tensor, int, Tensor]] = []
-
-    def get(self, mask: Tensor, groups: int, make: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """What `make` gives for a mask and a number of groups; made once."""
-        for given, number, made in self._made:
-            if given is mask and number == groups:
-                return made
-        made = make(mask, groups)
-        self._made = [*self._made[1 - _MOST_MASKS :], (mask, groups, made)]
-        return made
-
+_Masks = deque[tuple[Tensor, int, Tensor]]
+"""Masks, each with a number of groups and what was made for it."""
 
 _masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_speculate_masks", default=None)
 
@@ -70,7 +60,7 @@ _masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_specu
 @contextmanager
 def folding() -> Iterator[None]:
     """Let `folded_attention` fold in this thread or task during one forward; elsewhere it passes on."""
-    token = _masks.set(_Masks())
+    token = _masks.set(deque(maxlen=_MOST_MASKS))
     try:
         yield
     finally:
@@ -148,7 +138,7 @@ def _attend(
     if mask is not None:
         make = partial(additive, dtype=query.dtype) if is_chosen else _repeat_rows
         num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
-        mask = make(mask, num_copies) if masks is None else masks.get(mask, num_copies, make)  # [B, 1, g*Q, T]
+        mask = _made_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
     if not is_chosen:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     elif mask is None:
@@ -172,6 +162,16 @@ def register_folded_attention() -> None:
 
 def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     return mask.ndim == 4 and mask.shape[2:] == (query.shape[2], key.shape[2]) and mask.shape[1] in (1, query.shape[1])
+
+
+def _made_once(make: Callable[[Tensor, int], Tensor], mask: Tensor, groups: int, masks: _Masks | None) -> Tensor:
+    for given, number, made in masks or ():
+        if given is mask and number == groups:
+            return made
+    made = make(mask, groups)
+    if masks is not None:
+        masks.append((mask, groups, made))
+    return made
 
 
 def _repeat_rows(mask: Tensor, groups: int) -> Tensor:

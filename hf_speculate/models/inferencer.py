@@ -81,16 +81,12 @@ class ChosenTokens(ABC):
 
 
 class Inferencer:
-    """Runs a `LanguageModel` step by step.
-
-    Where only the last logits are read, a forward takes at most `chunk_size` tokens of each row. Decoding ends once
-    every row is done, if `stops_early` and if that can be read for nothing.
-    """
+    """Runs a `LanguageModel` step by step."""
 
     def __init__(self, language_model: LanguageModel, chunk_size: int | None = None, stops_early: bool = True):
         self.language_model = language_model
-        self.chunk_size = chunk_size
-        self.stops_early = stops_early
+        self.chunk_size = chunk_size  # tokens of each row that a forward takes at most
+        self.stops_early = stops_early  # once every row is done, if that can be read for nothing
 
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
         """Logits [B, V] after query tokens [B, Q] int64, in as few chunks of about one length as `chunk_size` takes."""

@@ -1,7 +1,6 @@
 """A causal language model as a function from tokens to logits, with the cache as its memory."""
 
 import inspect
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,7 +48,9 @@ class LanguageModel:
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
         config = model.config.get_text_config(decoder=True)
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
-        self._makes_compact = takes_places and self.device.type == "cpu" and not saves  # see `_kept`
+        # A count of logits makes a view of the hidden states, which CPUs take three times as long to multiply by the
+        # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
+        self._makes_compact = takes_places and self.device.type == "cpu" and not saves
 
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
         """The last `logits_to_keep` logits [B, Q', V] or all, of query tokens [B, Q] int64, which advance the cache."""
@@ -75,7 +76,10 @@ class LanguageModel:
             text["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
         options = self.extra_inputs.arguments(text, kv_cache.num_columns) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
-            options["logits_to_keep"] = self._kept(num_query, logits_to_keep)
+            is_view = self._makes_compact and 0 < logits_to_keep < num_query
+            first = num_query - logits_to_keep
+            kept = torch.arange(first, num_query, device=self.device) if is_view else logits_to_keep
+            options["logits_to_keep"] = kept
         with self._mode(), folding(), self.capture or nullcontext():
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
@@ -84,18 +88,6 @@ class LanguageModel:
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
         return Scored(logits, hidden_states, output.get("attentions"), captured)
-
-    def _kept(self, num_query: int, num: int) -> int | Tensor:
-        """What tells the model to give the logits of the last `num` positions: a count, or places [num] int64.
-
-        A count makes a view of the hidden states, which CPUs take three times as long to multiply by the head's weights
-        in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
-        """
-        is_view = self._makes_compact and 0 < num < num_query
-        return torch.arange(num_query - num, num_query, device=self.device) if is_view else num
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.extra_inputs.rows(indices)
 
     def join(self, other: "LanguageModel") -> None:
         """Serve the rows of `other` too; neither reads anything besides its tokens."""
@@ -116,14 +108,11 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
-    """Whether a model's forward is told the positions of its tokens; a draft may be told through its decoder alone.
-
-    Plain `generate` tells none if the head does not name them: padding counts there, and so it does for a target.
-    """
+    """Whether a model's forward is told the positions of its tokens; a draft may be told through its decoder alone."""
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
-    if not is_draft:
+    if not is_draft:  # nor does plain `generate` tell a target: padding counts there
         return False
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     decoder = model.get_decoder()
