@@ -2,9 +2,10 @@
 
 import torch
 from torch import Tensor
+from transformers import CompileConfig
 
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.compilation import Compilation, CompileSettings
+from hf_speculate.models.compilation import Compilation
 from tests.tiny import make_model
 
 
@@ -16,7 +17,7 @@ def test_a_recompile_limit_holds_for_the_call_alone() -> None:
     model, reasons = make_model("llama", num_hidden_layers=1), []
 
     def compilation() -> Compilation:
-        return Compilation(model, CompileSettings("eager"), model_state(model).units, reasons.append)
+        return Compilation(model, CompileConfig(backend="eager", mode=None), model_state(model).units, reasons.append)
 
     first = compilation()
     with torch._dynamo.config.patch(recompile_limit=2):  # of three numbers of dimensions torch compiles two
