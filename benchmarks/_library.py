@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel
 
 DEFAULT_SCHEDULE = "adaptive"  # with `num_assistant_tokens` left out

@@ -68,10 +68,6 @@ class BufferPool:
             while sum(kept.num_bytes for kept in self._idle.values()) > self._max_bytes:
                 self._idle.popitem(last=False)
 
-    def addresses(self) -> list[int]:
-        with self._lock:
-            return [tensor.data_ptr() for kept in self._idle.values() for tensor in kept.tensors]
-
 
 def max_pooled_bytes(num_weight_bytes: int) -> int:
     """Bytes of idle buffers that are kept for a model of so many bytes."""

@@ -56,11 +56,6 @@ class RowLens:
     def is_even(self) -> bool:
         return all(length == self.on_host[0] for length in self.on_host)
 
-    @property
-    def is_known_there(self) -> bool:
-        """Whether the lengths can be read on the device without an upload."""
-        return self._varying is not None or self.is_even
-
     def copy(self) -> "RowLens":
         """The present lengths, which stay as they are."""
         twin = RowLens(self.on_host, self.ruler)

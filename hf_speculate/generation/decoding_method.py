@@ -38,7 +38,7 @@ from hf_speculate.generation.validate_models import (
     check_decoder_prompt,
     check_rope,
 )
-from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria

@@ -5,8 +5,7 @@ import copy
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_speculate.models.attention_switch import folded_attention_for
-from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention_for
 from tests.tiny import make_config, make_model
 from tests.tiny_encoders import make_llava
 
