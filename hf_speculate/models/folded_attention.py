@@ -195,9 +195,7 @@ def _make_mask(*args: Any, **kwargs: Any) -> Any:
 def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
     """Have the attention layers of `models` look up the folded function; the last call to leave restores the name.
 
-    Only configs that say "sdpa" are written to, and only where the function does something else than what it stands
-    for: where layers share key-value heads, or where the backend of attention is chosen. What a caller assigns to a
-    config in the meantime stays. The models may repeat, and may take part in other calls at the same time.
+    Only configs that say "sdpa" are written to, and what a caller assigns to one in the meantime stays.
     """
     configs = {id(config): config for model in models for config in _configs_of(model)}
     call = object()
