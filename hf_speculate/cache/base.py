@@ -32,8 +32,8 @@ class KVCache(Protocol):
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """The attention mask for a forward of `num_query` tokens, which is announced hereby."""
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """[B or 1, num_query] int64: how many real tokens stand before each next token, at most `max_position`."""
+    def position_ids(self, num_query: int) -> Tensor:
+        """[B or 1, num_query] int64: how many real tokens stand before each next token."""
 
     def expect(self, num_tokens: int) -> None:
         """Announce the tokens of each row before the next rollback: masks and positions are made for all at once."""
@@ -76,11 +76,6 @@ class KVCache(Protocol):
     def release(self) -> None:
         """Called last, also after an error; nothing else is called after it."""
         return
-
-
-def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor:
-    """`positions`, of which the largest is known, held to an upper bound; without a copy where nothing is above it."""
-    return positions if max_position is None or largest <= max_position else positions.clamp_max(max_position)
 
 
 def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
+from hf_speculate.cache.base import KVCache, checked_drops, leading
 from hf_speculate.cache.layers import (
     ATTENTION_LAYERS,
     attention_layers,
@@ -126,16 +126,14 @@ class DynamicKVCache(KVCache):
             self._mask = torch.cat([self._mask, self._mask.new_ones(self.batch_size, missing)], dim=1)  # [B, T+Q]
         return self._mask[:, :num_columns]
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
+    def position_ids(self, num_query: int) -> Tensor:
         start = self.num_columns
         if self._mask is None:
-            positions = self._padding.positions(start, num_query)
-        else:
-            mask: Any = self.mask(num_query)
-            counted = (mask.cumsum(-1) - 1)[:, start:]
-            is_prompt = torch.arange(start, start + num_query, device=self.device) < self._prompt_end
-            positions = torch.where(is_prompt, counted * mask[:, start:], counted - self._steps_back)
-        return bounded(positions, start + num_query - 1, max_position)
+            return self._padding.positions(start, num_query)
+        mask: Any = self.mask(num_query)
+        counted = (mask.cumsum(-1) - 1)[:, start:]
+        is_prompt = torch.arange(start, start + num_query, device=self.device) < self._prompt_end
+        return torch.where(is_prompt, counted * mask[:, start:], counted - self._steps_back)
 
     def expect(self, num_tokens: int) -> None:
         self._padding.expect(num_tokens)

@@ -74,8 +74,8 @@ class HybridKVCache(DynamicKVCache):
             mask[row, self.num_columns : self.num_columns + num] = 0
         return mask
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        positions = super().position_ids(num_query, max_position)
+    def position_ids(self, num_query: int) -> Tensor:
+        positions = super().position_ids(num_query)
         if not any(self._num_reread) or self._mask is not None:
             return positions
         return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(0)

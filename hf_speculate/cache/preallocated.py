@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import KVCache, bounded, checked_drops, gathered, leading
+from hf_speculate.cache.base import KVCache, checked_drops, gathered, leading
 from hf_speculate.cache.buffer_pool import BufferPool, BufferShape, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
@@ -118,12 +118,10 @@ class PreallocatedKVCache(KVCache):
         num_rows = self.batch_size if self.kinds.is_mask_per_row else -1
         return self.kinds.masks(lambda window: columns.mask(window).expand(num_rows, -1, -1, -1))
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
+    def position_ids(self, num_query: int) -> Tensor:
         positions = self.columns.positions(num_query)
-        if min(starts) < 0:
-            positions = positions.clamp_min(0)
-        return bounded(positions, max(starts) + num_query - 1, max_position)
+        starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
+        return positions.clamp_min(0) if min(starts) < 0 else positions
 
     def expect(self, num_tokens: int) -> None:
         self.columns.expect(num_tokens)

@@ -69,9 +69,13 @@ class LanguageModel:
         mask = kv_cache.mask(num_query)
         if mask is not None:
             text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
+        num_columns = kv_cache.num_columns
         if self._takes_position_ids:
-            text["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
-        options = self.extra_inputs.arguments(text, kv_cache.num_columns) | forward_options
+            positions = kv_cache.position_ids(num_query)
+            if self.max_position is not None and num_columns + num_query > self.max_position + 1:
+                positions = positions.clamp_max(self.max_position)
+            text["position_ids"] = positions
+        options = self.extra_inputs.arguments(text, num_columns) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
             is_view = self._makes_compact and 0 < logits_to_keep < num_query
             first = num_query - logits_to_keep
