@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel
 
 DEFAULT_SCHEDULE = "adaptive"  # with `num_assistant_tokens` left out
@@ -28,7 +28,7 @@ def make_forward(model: PreTrainedModel, batch_size: int, mask: Tensor | None) -
         batch_size: B.
         mask: [B, T] int64 over the tokens that the cache will hold; None if nothing is padded.
     """
-    plan = CachePlan("auto", model.config.get_text_config(decoder=True)._attn_implementation)
+    plan = CachePlan("auto")
     plan = plan.choose(model, None, mask, model.device)
     cache = plan.make(model, None, batch_size, mask, model.device)
     return LanguageModel(model, keeps_states=False), cache

@@ -85,7 +85,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """A `GraphBackend` over recorded operators."""
+    """Graphs as those of `CudaGraphs`, over recorded operators."""
 
     num_captures = 0
     num_replays = 0

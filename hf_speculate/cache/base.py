@@ -32,8 +32,8 @@ class KVCache(Protocol):
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """The attention mask for a forward of `num_query` tokens, which is announced hereby."""
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """[B or 1, num_query] int64: how many real tokens stand before each next token, at most `max_position`."""
+    def position_ids(self, num_query: int) -> Tensor:
+        """[B or 1, num_query] int64: how many real tokens stand before each next token."""
 
     def expect(self, num_tokens: int) -> None:
         """Announce the tokens of each row before the next rollback: masks and positions are made for all at once."""
@@ -41,14 +41,6 @@ class KVCache(Protocol):
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
         return
-
-    def get_num_tokens(self) -> int:
-        """Real tokens in the longest row; 0 before the first update."""
-        return max(self.num_real_tokens, default=0)
-
-    def get_lens(self) -> Tensor:
-        """[B] int64 on the host, real tokens in each row."""
-        return torch.tensor(self.num_real_tokens, device="cpu")
 
     def get_kv_states(self) -> list[KVState]:
         """One entry per layer; empty before the first update."""
@@ -86,11 +78,6 @@ class KVCache(Protocol):
         return
 
 
-def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor:
-    """`positions`, of which the largest is known, held to an upper bound; without a copy where nothing is above it."""
-    return positions if max_position is None or largest <= max_position else positions.clamp_max(max_position)
-
-
 def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:
     """Copies [B, H, width, D] of the columns of [B, H, T, D] from each row's start on; the last one fills up."""
     device, last = state.keys.device, state.keys.shape[2] - 1
@@ -106,10 +93,8 @@ def gathered(states: Tensor, columns: Tensor) -> Tensor:
 
 def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[int]) -> list[int]:
     """One count per row; a `ShapeError` if one is out of range or missing."""
-    if isinstance(num_tokens_crop, int):
-        drops = [num_tokens_crop] * len(lens)
-    else:
-        drops = [int(drop) for drop in num_tokens_crop]
+    counts = [num_tokens_crop] * len(lens) if isinstance(num_tokens_crop, int) else num_tokens_crop
+    drops = [int(drop) for drop in counts]
     if len(drops) != len(lens):
         raise ShapeError(f"num_tokens_crop must be one count or [B] = [{len(lens)}], got [{len(drops)}]")
     for row, (drop, length) in enumerate(zip(drops, lens, strict=True)):

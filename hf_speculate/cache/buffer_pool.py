@@ -3,7 +3,6 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,16 @@ class PooledBuffers(NamedTuple):
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 
-class BufferStore:
+class BufferShape(NamedTuple):
+    """What interchangeable buffers of a model have in common."""
+
+    batch_size: int  # B
+    capacity: int | None  # columns of each buffer
+    dtype: torch.dtype
+    device: torch.device
+
+
+class BufferPool:
     """The buffers of one model that no call has taken; the ones that were used last are kept."""
 
     def __init__(self, max_bytes: int = MIN_POOLED_BYTES) -> None:
@@ -40,22 +48,25 @@ class BufferStore:
         self._lock = threading.Lock()
         self._idle: OrderedDict[Hashable, PooledBuffers] = OrderedDict()
 
-    def take(self, key: Hashable) -> PooledBuffers | None:
-        """The buffers of all layers under a key; None if there are none."""
+    def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
+        """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
         with self._lock:
-            return self._idle.pop(key, None)
+            found = self._idle.pop(_key(shape), None)
+        if found is None or len(found.layers) != num_layers:
+            return None
+        for buffer in found.tensors:
+            buffer.zero_()  # masked columns must not be NaN
+        return found
 
-    def give_back(self, key: Hashable, buffers: PooledBuffers) -> None:
-        """Keep buffers for a later call; the ones unused for longest are dropped past `max_bytes`."""
+    def give_back(self, shape: BufferShape, buffers: PooledBuffers) -> None:
+        """Keep buffers for a later call, unless rows have left; those unused for longest go past `max_bytes`."""
+        if {(tensor.shape[0], tensor.shape[2]) for tensor in buffers.tensors} != {shape[:2]}:
+            return
         with self._lock:
-            self._idle.setdefault(key, buffers)
-            self._idle.move_to_end(key)
+            self._idle.setdefault(_key(shape), buffers)
+            self._idle.move_to_end(_key(shape))
             while sum(kept.num_bytes for kept in self._idle.values()) > self._max_bytes:
                 self._idle.popitem(last=False)
-
-    def addresses(self) -> list[int]:
-        with self._lock:
-            return [tensor.data_ptr() for kept in self._idle.values() for tensor in kept.tensors]
 
 
 def max_pooled_bytes(num_weight_bytes: int) -> int:
@@ -63,31 +74,5 @@ def max_pooled_bytes(num_weight_bytes: int) -> int:
     return max(num_weight_bytes // POOLED_SHARE, MIN_POOLED_BYTES)
 
 
-@dataclass(frozen=True)
-class BufferPool:
-    """The buffers of one shape in a model's store."""
-
-    store: BufferStore  # of the model
-    batch_size: int  # B
-    capacity: int  # columns of each buffer
-    dtype: torch.dtype  # of the model
-    device: torch.device  # of the model
-
-    def take(self, num_layers: int) -> PooledBuffers | None:
-        """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
-        found = self.store.take(self._key)
-        if found is None or len(found.layers) != num_layers:
-            return None
-        for buffer in found.tensors:
-            buffer.zero_()  # masked columns must not be NaN
-        return found
-
-    def give_back(self, buffers: PooledBuffers) -> None:
-        """Keep buffers for a later call, unless rows have left the batch."""
-        if {(tensor.shape[0], tensor.shape[2]) for tensor in buffers.tensors} == {(self.batch_size, self.capacity)}:
-            self.store.give_back(self._key, buffers)
-
-    @property
-    def _key(self) -> Hashable:
-        """What interchangeable buffers have in common; inference tensors cannot be written to in other modes."""
-        return self.batch_size, self.capacity, self.dtype, self.device, torch.is_inference_mode_enabled()
+def _key(shape: BufferShape) -> Hashable:
+    return shape, torch.is_inference_mode_enabled()  # whose tensors cannot be written to in other modes

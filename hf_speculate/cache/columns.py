@@ -42,10 +42,7 @@ class Coming:
 
 
 class Columns:
-    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers.
-
-    Masks hide padding, later tokens, and tokens before a window.
-    """
+    """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers."""
 
     def __init__(
         self,
@@ -65,10 +62,10 @@ class Columns:
         self._num_expected = 0
         self._places: dict[Hashable, Tensor] = {}  # of the coming forward
         self._corners: dict[Hashable, Tensor] = {}
-        self._mask_dtype = mask_dtype
         self._pads: Tensor | None = None  # see `_pads_on_device`
         self._column_positions: Tensor | None = None  # [B, C] int64, of each row's columns
-        self._border: tuple[Tensor, Tensor] | None = None  # -inf and 0
+        self._is_hidden = torch.full((), -torch.inf, dtype=mask_dtype, device=device)  # in a mask
+        self._is_seen = torch.zeros((), dtype=mask_dtype, device=device)
 
     @property
     def lens(self) -> list[int]:
@@ -206,15 +203,8 @@ class Columns:
         width = -(-(self.num_held + num_tokens - first) // MASK_UNIT) * MASK_UNIT
         seen = self._positions_of(first, width)[:, None]  # [B or 1, 1, W]
         at = self.positions(num_tokens)[:, :, None]  # [B or 1, N, 1]
-        is_hidden = seen > at
-        if window is not None:
-            is_hidden = is_hidden | (seen <= at - window)
-        if self._border is None:
-            self._border = (
-                torch.full((), -torch.inf, dtype=self._mask_dtype, device=self.device),
-                torch.zeros((), dtype=self._mask_dtype, device=self.device),
-            )
-        return Mask(torch.where(is_hidden, *self._border)[:, None], coming.num_done, first)
+        values = torch.where(hidden(seen, at, window), self._is_hidden, self._is_seen)[:, None]
+        return Mask(values, coming.num_done, first)
 
     def _positions_of(self, first: int, width: int) -> Tensor:
         """[B or 1, W] int64: of a range of columns; those of padding come after all tokens."""
@@ -231,3 +221,15 @@ class Columns:
         if self._pads is None and any(self.pads):
             self._pads = upload(self.pads, self.device)[:, None]
         return self._pads
+
+
+def hidden(seen: Tensor, at: Tensor, window: int | None) -> Tensor:
+    """[B or 1, Q, T] bool: what queries at `at` [B or 1, Q, 1] do not see of `seen` [T] or [B or 1, 1, T]."""
+    is_later = seen > at
+    return is_later if window is None else is_later | (seen <= at - window)
+
+
+def additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, T]: -inf where [B, N, T] bool is set, 0 elsewhere."""
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return mask.masked_fill_(is_hidden, -torch.inf)[:, None]

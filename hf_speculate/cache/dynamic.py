@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
+from hf_speculate.cache.base import KVCache, checked_drops, leading
 from hf_speculate.cache.layers import (
     ATTENTION_LAYERS,
     attention_layers,
@@ -15,7 +15,7 @@ from hf_speculate.cache.layers import (
     layers_snapshot,
     text_cache,
 )
-from hf_speculate.cache.left_padding import LeftPadding, RowShift, shift_rows
+from hf_speculate.cache.left_padding import LeftPadding, shift_rows
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.transfers import upload
@@ -25,11 +25,8 @@ from hf_speculate.types import KVState
 class DynamicKVCache(KVCache):
     """`KVCache` over a `DynamicCache`: rows stay right-aligned, so a 2D attention mask is enough.
 
-    Of an `EncoderDecoderCache` only the part that holds the text is rolled back.
-
-    A row that drops more than its neighbours first moves right by the difference, under its padding; then
-    `Cache.crop` takes the columns that every row drops. Padding that all rows have gained goes too, so there are
-    as many columns as plain `generate` would have.
+    A row that drops more than its neighbours first moves right by the difference, under its padding; then the columns
+    that every row drops go. Padding that all rows have gained goes too, as plain `generate` would have none.
     """
 
     kind = "dynamic"
@@ -45,7 +42,7 @@ class DynamicKVCache(KVCache):
         fixed_layers: Sequence[int] = (),  # layers of what the prompt's pictures gave, which is never rolled back
     ):
         self._fixed_layers = frozenset(fixed_layers)
-        self._text_cache = text_cache(cache)
+        self._text_cache: Any = text_cache(cache)
         check_layers(self._text_cache, self.layer_kinds)
         self.cache = cache
         self.batch_size = batch_size
@@ -66,14 +63,9 @@ class DynamicKVCache(KVCache):
         self._is_recording = False
 
     @property
-    def _layers(self) -> list[Any]:
-        """The cache's own list; `check_layers` knows the classes in it."""
-        return self._text_cache.layers
-
-    @property
     def _held(self) -> list[Any]:
         """The layers with states of the text: a config may name more layers than a decoder has."""
-        layers = [layer for place, layer in enumerate(self._layers) if place not in self._fixed_layers]
+        layers = [layer for place, layer in enumerate(self._text_cache.layers) if place not in self._fixed_layers]
         return [layer for layer in attention_layers(layers) if layer.is_initialized]
 
     @property
@@ -107,15 +99,17 @@ class DynamicKVCache(KVCache):
             self._text_cache.update(state.keys, state.values, index)
 
     def begin_recording(self) -> None:
-        self.cache.activate_past_recording()
-        self._is_recording = True
+        self._record(True)
 
     def hand_back(self) -> None:
-        """Leave the cache as plain `generate` would: window layers hold their window only."""
-        for layer in self._layers:
+        self._record(False)
+
+    def _record(self, is_recording: bool) -> None:
+        """Let window layers hold all that may be rolled back, or their window only."""
+        for layer in self._text_cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.record_past = False
-        self._is_recording = False
+                layer.record_past = is_recording
+        self._is_recording = is_recording
 
     def join(self, other: object) -> None:
         raise UnsupportedModelError(
@@ -132,16 +126,14 @@ class DynamicKVCache(KVCache):
             self._mask = torch.cat([self._mask, self._mask.new_ones(self.batch_size, missing)], dim=1)  # [B, T+Q]
         return self._mask[:, :num_columns]
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
+    def position_ids(self, num_query: int) -> Tensor:
         start = self.num_columns
         if self._mask is None:
-            positions = self._padding.positions(start, num_query)
-        else:
-            mask: Any = self.mask(num_query)
-            counted = (mask.cumsum(-1) - 1)[:, start:]
-            is_prompt = torch.arange(start, start + num_query, device=self.device) < self._prompt_end
-            positions = torch.where(is_prompt, counted * mask[:, start:], counted - self._steps_back)
-        return bounded(positions, start + num_query - 1, max_position)
+            return self._padding.positions(start, num_query)
+        mask: Any = self.mask(num_query)
+        counted = (mask.cumsum(-1) - 1)[:, start:]
+        is_prompt = torch.arange(start, start + num_query, device=self.device) < self._prompt_end
+        return torch.where(is_prompt, counted * mask[:, start:], counted - self._steps_back)
 
     def expect(self, num_tokens: int) -> None:
         self._padding.expect(num_tokens)
@@ -152,7 +144,9 @@ class DynamicKVCache(KVCache):
             self.begin_recording()
         shift = self._padding.drop(drops, self.num_columns, like)
         if shift is not None:  # before the crop: a window layer still needs the states that the crop takes
-            self._shift_right(shift)
+            if self._mask is not None:
+                self._mask = self._moved(self._mask, shift.sources(self.num_columns))
+            shift_rows(self._held, shift)
         self._drop_last(min(drops, default=0))
         self._drop_common_padding()
         if self._mask is not None:
@@ -173,7 +167,7 @@ class DynamicKVCache(KVCache):
 
     def snapshot(self) -> Callable[[], None]:
         """Full layers of a single row are cropped back, so only their length is kept."""
-        restore_text = layers_snapshot(self._layers, only_grows=self.batch_size == 1)
+        restore_text = layers_snapshot(self._text_cache.layers, only_grows=self.batch_size == 1)
         restore_encoder = layers_snapshot(self._encoder_layers, only_grows=False)
 
         def restore() -> None:
@@ -187,11 +181,9 @@ class DynamicKVCache(KVCache):
 
         return restore
 
-    def _shift_right(self, shift: RowShift) -> None:
-        if self._mask is not None:
-            source = shift.sources(self.num_columns)  # [B, T]
-            self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
-        shift_rows(self._held, shift)
+    def _moved(self, mask: Tensor, source: Tensor) -> Tensor:
+        """A mask whose columns come from `source` [B, T] int64; those from negative ones are padding."""
+        return torch.where(source < 0, 0, mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
 
     def _select_rows(self, index: Tensor) -> None:
         self.cache.batch_select_indices(index)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from hf_speculate.cache.base import checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
@@ -30,20 +30,20 @@ class HybridKVCache(DynamicKVCache):
         self,
         cache: Cache,
         states: RecurrentStates,
-        add_hooks: Callable[[list[RemovableHandle]], None],  # that let modules read tokens one by one; appends them
+        attach: Sequence[Callable[[list[RemovableHandle]], None]],  # add hooks that let modules read tokens one by one
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
     ):
         super().__init__(cache, batch_size, attention_mask, device)
         self.states = states
-        self._add_hooks = add_hooks
+        self._attach = attach
         self._hooks: list[RemovableHandle] = []
+        self._has_attention = bool(attention_layers(cache.layers))
         self._num_columns = num_held(cache)
         self._num_reread = [0] * batch_size  # [B] first tokens of the next forwards that a row holds already
         self._num_passed = [0] * batch_size  # [B] tokens since the last rollback that a row held already
         self._num_announced = 0  # Q of the forward that `states` prepared for; 0 if there is none
-        self._has_attention = bool(attention_layers(self._layers))
 
     @property
     def num_columns(self) -> int:
@@ -74,8 +74,8 @@ class HybridKVCache(DynamicKVCache):
             mask[row, self.num_columns : self.num_columns + num] = 0
         return mask
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        positions = super().position_ids(num_query, max_position)
+    def position_ids(self, num_query: int) -> Tensor:
+        positions = super().position_ids(num_query)
         if not any(self._num_reread) or self._mask is not None:
             return positions
         return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(0)
@@ -92,12 +92,9 @@ class HybridKVCache(DynamicKVCache):
             self._drop_common_padding()
 
     def begin_recording(self) -> None:
-        self._is_recording = True
+        super().begin_recording()
         self._num_passed = [0] * self.batch_size
         self.states.restart()
-        for layer in self._layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.record_past = True
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
@@ -141,7 +138,8 @@ class HybridKVCache(DynamicKVCache):
         again = [min(num, num_query) for num in self._num_reread] if any(self._num_reread) else None
         self.states.begin(num_query, is_prompt=is_prompt, num_skipped=again)
         if self.states.is_stepping and not self._hooks:
-            self._add_hooks(self._hooks)
+            for attach in self._attach:
+                attach(self._hooks)
 
     def _select_rows(self, index: Tensor) -> None:
         self.states.rows(index)
@@ -163,7 +161,7 @@ class HybridKVCache(DynamicKVCache):
         columns = torch.arange(self.num_columns, device=self.device)
         source = torch.where(columns < start + width, columns - width, columns)  # [B, T]
         if self._mask is not None:
-            self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
+            self._mask = self._moved(self._mask, source)
         for layer in self._held:
             there = source.clamp_min(0).to(layer.keys.device)
             layer.keys, layer.values = gathered(layer.keys, there), gathered(layer.values, there)

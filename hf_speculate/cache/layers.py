@@ -39,7 +39,7 @@ def holding(layers: Iterable[Any]) -> list[Any]:
     return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
 
 
-def check_layers(cache: Cache, kinds: Sequence[type] = ATTENTION_LAYERS) -> None:
+def check_layers(cache: Cache, kinds: Sequence[type]) -> None:
     """Refuse a cache with a layer that is of none of the kinds, which can be rolled back row by row."""
     for layer in holding(cache.layers):
         if type(layer) not in kinds:

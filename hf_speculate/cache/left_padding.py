@@ -119,11 +119,8 @@ class LeftPadding:
         self.pads = [pad + gained for pad, gained in zip(self.pads, shifts, strict=True)]
         if not any(shifts):
             return None
-        ruler = self._lens.ruler
-        if not self._lens.is_known_there:
-            return RowShift(-upload(shifts, ruler.device)[:, None], 0, ruler)
         varying, shared = self._lens.less(before)
-        return RowShift(varying[:, None], -shared - smallest, ruler)
+        return RowShift(varying[:, None], -shared - smallest, self._lens.ruler)
 
     def surplus(self) -> int:
         """Columns of padding that all rows have gained; they are forgotten."""

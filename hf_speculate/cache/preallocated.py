@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import KVCache, bounded, checked_drops, gathered, leading
-from hf_speculate.cache.buffer_pool import BufferPool, PooledBuffers
+from hf_speculate.cache.base import KVCache, checked_drops, gathered, leading
+from hf_speculate.cache.buffer_pool import BufferPool, BufferShape, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.ragged_layer import RaggedLayer
@@ -52,17 +52,19 @@ class PreallocatedKVCache(KVCache):
         max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
         kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
-        pool: BufferPool | None = None,  # where buffers of that capacity come from, and go to with `release`
+        pool: BufferPool | None = None,  # where such buffers come from, and go to with `release`
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)
-        self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
+        self._layers = [RaggedLayer(self.columns, window) for window in kinds.windows]
+        self.cache = Cache(layers=list(self._layers))
         self.kinds = kinds
         self.device = torch.device(device)
         self._kept_cache = kept_cache
         self._pool = pool
+        self._shape = BufferShape(batch_size, capacity, kinds.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
-        taken = None if pool is None else pool.take(len(kinds.windows))
+        taken = None if pool is None else pool.take(self._shape, len(kinds.windows))
         if taken is not None:
             self.graphs = taken.graphs
             for layer, buffers in zip(self._layers, taken.layers, strict=True):
@@ -116,12 +118,10 @@ class PreallocatedKVCache(KVCache):
         num_rows = self.batch_size if self.kinds.is_mask_per_row else -1
         return self.kinds.masks(lambda window: columns.mask(window).expand(num_rows, -1, -1, -1))
 
-    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
+    def position_ids(self, num_query: int) -> Tensor:
         positions = self.columns.positions(num_query)
-        if min(starts) < 0:
-            positions = positions.clamp_min(0)
-        return bounded(positions, max(starts) + num_query - 1, max_position)
+        starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
+        return positions.clamp_min(0) if min(starts) < 0 else positions
 
     def expect(self, num_tokens: int) -> None:
         self.columns.expect(num_tokens)
@@ -170,15 +170,9 @@ class PreallocatedKVCache(KVCache):
         """Let later calls have the buffers; the cache must not be used any more."""
         if self._pool is None:
             return
-        layers, self.cache = self._layers, Cache(layers=[])
-        if all(layer.is_initialized for layer in layers):
-            self._pool.give_back(PooledBuffers([layer.buffers for layer in layers], self.graphs))
-        self._pool = None
-
-    @property
-    def _layers(self) -> list[RaggedLayer]:
-        layers: list[RaggedLayer] = self.cache.layers  # type: ignore[assignment]  # __init__ made them
-        return layers
+        if all(layer.is_initialized for layer in self._layers):
+            self._pool.give_back(self._shape, PooledBuffers([layer.buffers for layer in self._layers], self.graphs))
+        self._layers, self.cache, self._pool = [], Cache(layers=[]), None
 
     def _load(self, kept_cache: Cache) -> None:
         num_held = int(kept_cache.get_seq_length())

@@ -45,10 +45,6 @@ class RaggedLayer(CacheLayerMixin):
             raise RuntimeError("a layer's buffers must have been made, got none; update it first")
         return KVState(self.keys, self.values)
 
-    @property
-    def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
         room = self.columns.capacity or 0
@@ -71,7 +67,9 @@ class RaggedLayer(CacheLayerMixin):
             self.load(key_states[:, :, first:], value_states[:, :, first:], first)
             return key_states, value_states  # all of a prompt attends, its end is kept
         first, end = columns.first_seen(self.window), columns.end
-        self._reserve(first, end)
+        if end - self.base > self.buffers.keys.shape[2]:  # what no query will look at any more may go
+            keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
+            self._grow(keep_from, end, columns.num_held)
         keys, values = self.buffers
         self._write(keys, key_states)
         self._write(values, value_states)
@@ -161,12 +159,6 @@ class RaggedLayer(CacheLayerMixin):
             return
         places = columns.places(buffer.shape[1], buffer.shape[2], self.base, buffer.device)
         buffer.view(-1, buffer.shape[3]).index_copy_(0, places, states.reshape(-1, states.shape[3]))
-
-    def _reserve(self, first: int, end: int) -> None:
-        """Make room up to column `end`; what no query will look at any more may go."""
-        if end - self.base > self.capacity:
-            keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
-            self._grow(keep_from, end, self.columns.num_held)
 
     def _roomy(self, num_columns: int, first: int) -> int:
         """Columns of a buffer that is to hold `num_columns` from column `first` on."""

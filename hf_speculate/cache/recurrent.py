@@ -80,10 +80,7 @@ class LayerHistory:
         put_states(self.layer, {slot: state.clone() for slot, state in self.current.items()})
 
     def add(self, num_query: int) -> None:
-        """Append the tokens of a forward, from `records` and from the layer.
-
-        Convolution states that no module recorded still hold a column per token; the layer's are cropped here.
-        """
+        """Append the tokens of a forward, from `records` and from the layer."""
         before, held = self.current, states_of(self.layer)
         records, self.records = self.records, []
         recorded = {slot for record in records for slot in record.states[-1]}
@@ -97,7 +94,7 @@ class LayerHistory:
             states: dict[Slot, Tensor] = {}
             for record in records:
                 states |= record.states[token]
-            for slot, state in others.items():
+            for slot, state in others.items():  # convolution states that nobody recorded hold a column per token
                 end = state.shape[-1] - (num_query - token - 1)
                 states[slot] = state[..., end - before[slot].shape[-1] : end] if slot.kind == "conv" else state
             replays = [
@@ -128,14 +125,11 @@ class LayerHistory:
 
 
 class RecurrentStates:
-    """The recurrent layers of a cache; `begin` is called before each forward and `end` after it.
-
-    States after each token are kept if they take no more than `max_kept_bytes`; otherwise a rollback computes them
-    again from recorded projections.
-    """
+    """The recurrent layers of a cache; `begin` is called before each forward and `end` after it."""
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
         self.cache = cache
+        # Of the states after each token; if they take more, a rollback computes them again from recorded projections.
         self.max_kept_bytes = max_kept_bytes
         self.histories = {
             index: LayerHistory(layer)
@@ -146,7 +140,7 @@ class RecurrentStates:
         self.keeps = True  # whether they keep the states after each token
         self.num_tokens = 0  # since the last rollback
         self.num_skipped: list[int] | None = None  # [B] first tokens of the forward that a row holds already
-        self._is_prompt = False
+        self._is_prompt = False  # the model reads all tokens at once, and no rollback goes into them
         self._recorded_past: list[bool] = []
 
     @property
@@ -160,10 +154,7 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def begin(self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None) -> None:
-        """Prepare for a forward of Q tokens, of which each row's states include the first `num_skipped` [B] already.
-
-        In a prompt the model reads all tokens at once, and no rollback goes into them.
-        """
+        """Prepare for a forward of Q tokens, of which each row's states include the first `num_skipped` [B] already."""
         self.num_skipped = num_skipped
         self._is_prompt = is_prompt
         self.is_stepping = not is_prompt and (num_query > 1 or num_skipped is not None)

@@ -42,8 +42,7 @@ class RowLens:
     """Lengths of B rows: numbers on the host for decisions, a tensor on a device for arithmetic.
 
     On the device a length is an entry of a tensor plus a number that all rows share, so adding the same count to all
-    rows launches nothing. Rows of one length need no tensor. The tensor is computed from counts on the device if the
-    caller has them; otherwise it is uploaded when it is next read, without a wait.
+    rows launches nothing. The tensor is uploaded when it is next read, without a wait, unless counts are there.
     """
 
     def __init__(self, lens: Sequence[int], ruler: Ruler):
@@ -55,11 +54,6 @@ class RowLens:
     @property
     def is_even(self) -> bool:
         return all(length == self.on_host[0] for length in self.on_host)
-
-    @property
-    def is_known_there(self) -> bool:
-        """Whether the lengths can be read on the device without an upload."""
-        return self._varying is not None or self.is_even
 
     def copy(self) -> "RowLens":
         """The present lengths, which stay as they are."""

@@ -51,9 +51,6 @@ class TokenBuffer:
     def drop(self, num: int) -> None:
         self.row_lens.add(-num)
 
-    def truncate(self, lens: Sequence[int]) -> None:
-        self.row_lens.set(lens)
-
     def rows(self, indices: Sequence[int]) -> None:
         index = upload(indices, self.token_ids.device)
         self.token_ids = self.token_ids[index]

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.models.compilation import CompiledUnits, CompileSettings
+from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
@@ -18,7 +18,7 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 class DraftCompilation(NamedTuple):
     """A request for compiled drafts."""
 
-    settings: CompileSettings
+    settings: CompileConfig
     lens: tuple[int, ...]  # the draft lengths K that are compiled, ascending; others are rounded up
     units: CompiledUnits  # compiled before
     on_failure: Callable[[str], None]  # called with the reason, if something cannot be compiled

@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
         self.chooser.join(other.chooser)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.language_model.rows(indices)
+        self.language_model.extra_inputs.rows(indices)
         self.chooser.rows(indices)
 
 

@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
@@ -15,7 +15,7 @@ from hf_speculate.draft.model import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan
-from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings, Runner
+from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS, Graphing
@@ -32,7 +32,7 @@ class CompilePlan:
     """The forwards of a call that run compiled or from device graphs: those requested, then those that can be."""
 
     is_static: bool = False  # whether buffers never grow
-    settings: dict[str, CompileSettings] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
+    settings: dict[str, CompileConfig] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
     # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
     lens: tuple[int, ...] = ()
     min_columns: int = 0  # columns that buffers have at least
@@ -82,11 +82,9 @@ def static_request(
     if not is_static and config.compile_config is None:
         return CompilePlan()
     models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
-    settings, reason = {}, ""
-    for part, one in models.items():
-        found = compile_config_of(one, config)
-        if found is not None:
-            settings[part] = CompileSettings(found.backend, found.mode, found.dynamic, found.options)
+    found = {part: compile_config_of(one, config) for part, one in models.items()}
+    settings = {part: one for part, one in found.items() if one is not None}
+    reason = ""
     if config.compile_config is not None and "target" not in settings:
         reason = f"eager forwards: plain generate() would not compile with this compile_config on {model.device}"
     if config.output_hidden_states or config.output_attentions:
@@ -159,7 +157,7 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
     return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
 
 
-def _eager_reason(one: ModelPlan, settings: CompileSettings) -> str:
+def _eager_reason(one: ModelPlan, config: CompileConfig) -> str:
     reason = one.eager_reason
     if one.cache.kind != "preallocated":
         reason = "whose states are not preallocated"
@@ -167,7 +165,7 @@ def _eager_reason(one: ModelPlan, settings: CompileSettings) -> str:
         reason = "which reads more than its text"
     if reason:
         return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
-    failure = model_state(one.model).units.failures.get(settings.key)
+    failure = model_state(one.model).units.failures.get(settings_key(config))
     return "" if failure is None else f"{one.part}: {failure}"
 
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_speculate.cache.buffer_pool import BufferStore, max_pooled_bytes
+from hf_speculate.cache.buffer_pool import BufferPool, max_pooled_bytes
 from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.draft.heads.load import HeadStore
 from hf_speculate.models.compilation import CompiledUnits
@@ -19,7 +19,7 @@ class ModelState:
     """What calls with one model leave for later calls."""
 
     units: CompiledUnits = field(default_factory=CompiledUnits)  # functions compiled for the model
-    buffers: BufferStore = field(default_factory=BufferStore)  # idle KV buffers of the model
+    buffers: BufferPool = field(default_factory=BufferPool)  # idle KV buffers of the model
     # the adaptive schedule's estimates for this target, by draft model
     history: HistoryStore = field(default_factory=HistoryStore)
     # accepted tokens of this target's draft models
@@ -37,5 +37,5 @@ def model_state(model: PreTrainedModel) -> ModelState:
     with _lock:
         if model not in _states:
             num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-            _states[model] = ModelState(buffers=BufferStore(max_pooled_bytes(num_bytes)))
+            _states[model] = ModelState(buffers=BufferPool(max_pooled_bytes(num_bytes)))
         return _states[model]

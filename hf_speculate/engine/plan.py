@@ -105,7 +105,6 @@ def target_cache_plan(call: Call) -> CachePlan:
     """The target's KV cache, with buffers that grow."""
     plan = CachePlan(
         call.config.speculation_cache,
-        attention_of(call.target),
         call.is_cache_passed,
         call.is_cache_kept,
         call.recorded.attentions,
@@ -213,7 +212,6 @@ def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelP
         kind = "dynamic" if any(layers.is_sliding) else kind
     cache = CachePlan(
         kind,
-        attention_of(draft),
         crosses=call.draft_inputs.crosses,
         max_columns=call.max_length,
         num_recurrent_states=target.cache.num_recurrent_states,

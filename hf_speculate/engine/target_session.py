@@ -118,7 +118,7 @@ class TargetSession:
 
     def rows(self, indices: Sequence[int]) -> None:
         self.kv_cache.rows(indices)
-        self.model.rows(indices)
+        self.model.extra_inputs.rows(indices)
 
     def join(self, other: "TargetSession") -> None:
         self.kv_cache.join(other.kv_cache)

@@ -15,7 +15,7 @@ from hf_speculate.engine.running_batch import FinishedRow, RunningBatch, join_ob
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
-from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds

@@ -27,7 +27,7 @@ from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
 from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
-from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria

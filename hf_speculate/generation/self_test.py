@@ -27,9 +27,9 @@ from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.plan import attention_of, target_cache_plan
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.draft_source import DraftSource
-from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.cache_selection import has_holes
 from hf_speculate.models.compilation import LOGGER
+from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name, counts_columns
 from hf_speculate.models.quirks import is_shown, placeless_id
 

@@ -38,7 +38,7 @@ def find_devices() -> None:
 def is_chosen(devices: Iterable[torch.device]) -> bool:
     """Whether the backend of attention on any of the devices is left to the functions below."""
     find_devices()
-    return any(device.type == _DEVICE_TYPE and _served.get(device.index or 0, False) for device in devices)
+    return any(_is_served(device) for device in devices)
 
 
 def split_keys_from(num_keys: int | None) -> None:
@@ -71,11 +71,7 @@ def splits_keys(query: Tensor, value: Tensor) -> bool:
 
 def chooses_backend(query: Tensor, value: Tensor) -> bool:
     """Whether attention of these [B, H, Q, D] and [B, H, T, D'] is left to the functions below."""
-    if (
-        query.device.type != _DEVICE_TYPE
-        or query.dtype not in _DTYPES
-        or not _served.get(query.device.index or 0, False)
-    ):
+    if query.dtype not in _DTYPES or not _is_served(query.device):
         return False
     if query.shape[-1] % _UNIT or value.shape[-1] % _UNIT:
         return False  # nor does cuDNN take these
@@ -128,6 +124,10 @@ def additive(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 def repeated(states: Tensor, groups: int) -> Tensor:
     """[B, g*H, T, D]: each head [B, H, T, D] g times."""
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def _is_served(device: torch.device) -> bool:
+    return device.type == _DEVICE_TYPE and _served.get(device.index or 0, False)
 
 
 def _is_aligned(mask: Tensor) -> bool:

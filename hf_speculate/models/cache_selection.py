@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -20,12 +19,13 @@ from transformers.cache_utils import (
 )
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.buffer_pool import BufferPool, BufferStore
+from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.hybrid import HybridKVCache
-from hf_speculate.cache.layers import holding, is_recurrent, text_cache, window_of
+from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.recurrent import RecurrentStates
+from hf_speculate.compat import attention_name
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
 from hf_speculate.models.mixer_steps import SteppedMixer
@@ -44,14 +44,11 @@ class CachePlan:
     """The KV cache of one model: what its kind depends on, and the kind once `choose` has found it."""
 
     requested: str  # "auto", "dynamic" or "preallocated"
-    attention: str  # name of the model's attention implementation
     is_cache_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
     is_cache_kept: bool = False  # whether the cache outlives the call
     records_attentions: bool = False  # whether the call returns attention weights, which have the shape of the states
     crosses: bool = False  # whether layers attend to an encoder's output too
     max_columns: int | None = None  # the longest that a row can become, padding included
-    capacity: int | None = None  # columns of preallocated buffers that never grow; None if buffers grow
-    is_pooled: bool = False  # whether such buffers outlive the call, for later calls of the same shapes
     num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
     kind: str = ""  # "dynamic", "preallocated" or "hybrid"; empty before `choose`
     reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
@@ -68,18 +65,14 @@ class CachePlan:
     ) -> "CachePlan":
         """The plan with the kind: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
         layers = _layers_of(model, cache)
-        is_hybrid = is_recurrent(layers)
         wants = self.requested == "preallocated" or (self.requested == "auto" and not self.is_cache_passed)
-        if is_hybrid:
-            reason = "it has recurrent layers"
-        else:
-            reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
+        reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
         if reason and self.requested == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
                 "leave it out"
             )
-        if is_hybrid:
+        if is_recurrent(layers):
             text = rollback_text(model, layers, self.num_recurrent_states, device)
             return replace(self, kind="hybrid", reason=text)
         if wants and not reason:
@@ -99,9 +92,10 @@ class CachePlan:
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
-        buffers: BufferStore | None = None,
+        capacity: int | None = None,  # columns of preallocated buffers that never grow; None if buffers grow
+        pool: BufferPool | None = None,  # where such buffers are between calls of the same shapes
     ) -> KVCache:
-        """The KV cache of the kind chosen with the same arguments; `buffers` holds pooled ones between calls."""
+        """The KV cache of the kind chosen with the same arguments."""
         if self.kind == "hybrid":
             return make_hybrid_cache(model, cache, batch_size, attention_mask, device)
         if self.kind == "dynamic":
@@ -114,11 +108,8 @@ class CachePlan:
         windows = tuple(window_of(layer) for layer in holding(_layers_of(model, cache).layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
         kinds = LayerKinds(windows, by_name, model.dtype, bool(limit_reason(model, Limit.MASK_PER_ROW)))
-        pool = None
-        if self.is_pooled and self.capacity and buffers is not None:
-            pool = BufferPool(buffers, batch_size, self.capacity, model.dtype, model.device)
         return PreallocatedKVCache(
-            kinds, batch_size, attention_mask, device, self.max_columns, kept_cache, self.capacity, pool
+            kinds, batch_size, attention_mask, device, self.max_columns, kept_cache, capacity, pool
         )
 
     def _obstacle(
@@ -129,10 +120,11 @@ class CachePlan:
         module = sys.modules[type(model.base_model).__module__]
         names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
         windows = _windows(cache)
-        quirk = limit_reason(model, Limit.ONLY_DYNAMIC)
+        quirk, attention = limit_reason(model, Limit.ONLY_DYNAMIC), attention_name(config)
         obstacles = {
+            "it has recurrent layers": is_recurrent(cache),
             quirk: bool(quirk),
-            f"its attention is {self.attention}": self.attention not in _ATTENTIONS,
+            f"its attention is {attention}": attention not in _ATTENTIONS,
             "its layers attend to an encoder's output": self.crosses,
             "it takes no position_ids": "position_ids" not in inspect.signature(type(model).forward).parameters,
             "it takes no mask of four dimensions": not hasattr(module, "create_causal_mask"),
@@ -142,7 +134,7 @@ class CachePlan:
             "its layers have several windows": len(windows) > len(names),
             "it takes one mask for layers of two kinds": len(windows) > 1 and not takes_mask_by_kind(model),
             "its cache has layers of another kind": not cache.layers
-            or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding(cache.layers)),
+            or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)),
             "its cache was made without its config, and knows no windows": windows
             != _windows(DynamicCache(config=config)),
             "its cache is offloaded": bool(cache.offloading),
@@ -187,13 +179,8 @@ def make_hybrid_cache(
             "decode plainly"
         )
     states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
-    stepped = [SteppedMixer(mixer, protocol, states) for mixer, protocol in found.mixers]
-
-    def add_hooks(handles: list[RemovableHandle]) -> None:
-        for mixer in stepped:
-            mixer.attach(handles)
-
-    return HybridKVCache(cache, states, add_hooks, batch_size, attention_mask, device)
+    attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in found.mixers]
+    return HybridKVCache(cache, states, attach, batch_size, attention_mask, device)
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:

@@ -3,13 +3,13 @@
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import CompileConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -29,36 +29,24 @@ class CompiledUnits:
             return self._functions[key]
 
 
-@dataclass(frozen=True)
-class CompileSettings:
-    """Arguments of `torch.compile`; graphs are always whole."""
+def settings_key(config: CompileConfig) -> Hashable:
+    """Equal for configs that compile to the same function."""
+    return config.backend, config.mode, config.dynamic, repr(sorted((config.options or {}).items()))
 
-    backend: str | Callable[..., Any] = "inductor"  # a name, or the function itself
-    mode: str | None = None  # of the backend; None for its default
-    # whether sizes are compiled as symbols; None compiles the sequence length and changed sizes as symbols
-    dynamic: bool | None = None
-    options: Mapping[str, Any] | None = None  # of the backend, in place of the mode
 
-    @property
-    def key(self) -> Hashable:
-        """Equal for settings that compile to the same function."""
-        return self.backend, self.mode, self.dynamic, repr(sorted((self.options or {}).items()))
-
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, compiled at its first call."""
-        own = _with_own_code(function)
-        options = dict(self.options) if self.options else None
-        mode = None if options else self.mode
-        return torch.compile(
-            own, fullgraph=True, dynamic=self.dynamic, backend=self.backend, mode=mode, options=options
-        )
+def _compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
+    """`function`, compiled at its first call; graphs are always whole."""
+    # dynamo counts recompilations by code object, whichever function that belongs to
+    code, name = function.__code__.replace(), function.__name__
+    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    backend: Any = config.backend
+    options = dict(config.options) if config.options else None
+    mode = None if options else config.mode
+    return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend, mode=mode, options=options)
 
 
 class Runner(ABC):
-    """Runs functions of a model over fixed buffers during one call: `Compilation`, or `Graphing`.
-
-    `on_failure` is called with the reason once, if something cannot be run; everything runs eagerly from then on.
-    """
+    """Runs functions of a model over fixed buffers during one call: `Compilation`, or `Graphing`."""
 
     varies: bool = False
     """Whether sizes may be numbers that vary."""
@@ -69,7 +57,7 @@ class Runner(ABC):
         self.model = model
         self.units = units  # what was compiled for the model before, and what failed
         self.is_working = True  # whether it still runs anything; if not, forwards run eagerly
-        self._on_failure = on_failure
+        self._on_failure = on_failure  # called with the reason once
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
         """Use what was captured over the buffers that come next."""
@@ -77,7 +65,11 @@ class Runner(ABC):
 
     @abstractmethod
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None if it cannot be run."""
+        """The result of a function of the model and `args`; None if it cannot be run.
+
+        It returns a tensor, or nested tuples of tensors or None; what it writes to is undefined after a failure.
+        Functions of one name are the same one.
+        """
 
     @abstractmethod
     def repeat(
@@ -107,25 +99,20 @@ class Compilation(Runner):
     sampling_backend = "torch"
 
     def __init__(
-        self, model: nn.Module, settings: CompileSettings, units: CompiledUnits, on_failure: Callable[[str], None]
+        self, model: nn.Module, config: CompileConfig, units: CompiledUnits, on_failure: Callable[[str], None]
     ):
         super().__init__(model, units, on_failure)
-        self.settings = settings
-        self.varies = settings.dynamic is not False
-        failure = units.failures.get(settings.key)
+        self._config, self._key = config, settings_key(config)
+        self.varies = config.dynamic is not False
+        failure = units.failures.get(self._key)
         if failure is not None:
             self.give_up(failure)
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """See `Runner.run`; functions of the same name are compiled once for a model.
-
-        They return a tensor, or nested tuples of tensors or None. What they write to is undefined after a failure.
-        """
         if not self.is_working:
             return None
         try:
-            key = (name, self.settings.key)
-            compiled = self.units.function(key, lambda: self.settings.compile(function))
+            compiled = self.units.function((name, self._key), lambda: _compiled(function, self._config))
             is_graphed = next(self.model.parameters()).device.type == "cuda"
             if is_graphed:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -133,7 +120,7 @@ class Compilation(Runner):
                 result = compiled(self.model, *args)
                 return copies(result) if is_graphed else result  # the next replay overwrites it
         except _compile_errors() as error:
-            self.fail(f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self.settings.key)
+            self.fail(f"compiled: {_cause_of(error)}", None if _is_recompile_limit(error) else self._key)
             return None
 
     def repeat(
@@ -157,14 +144,6 @@ def copies(tree: Any, kept: tuple[type, ...] = ()) -> Any:
         return tree
     parts = [copies(part, kept) for part in tree]
     return tuple(parts) if type(tree) is tuple else type(tree)(*parts)
-
-
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function: dynamo counts recompilations by code object, whichever function that belongs to."""
-    if not isinstance(function, FunctionType):
-        return function
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _cause_of(error: Exception) -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.masking import additive_mask
+from hf_speculate.cache.columns import additive, hidden
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.models.compilation import Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -92,7 +92,10 @@ def forward_rows(
     offsets = torch.arange(query.shape[1], device=query.device)
     places = ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
-    mask = kinds.masks(lambda window: additive_mask(places, rows.seen, rows.pads, window, kinds.mask_dtype))
+    is_padding = rows.seen < rows.pads[:, None, None]  # [B, 1, W]
+    mask = kinds.masks(
+        lambda window: additive(hidden(rows.seen, places[:, :, None], window) | is_padding, kinds.mask_dtype)
+    )
     width = rows.seen.shape[0]
     placed: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
     options = {"output_hidden_states": True} if layers else {}
@@ -120,11 +123,7 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 
 
 class FixedBuffers:
-    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already.
-
-    If sizes may vary, rows, columns and the width that attention reads are compiled as numbers that vary, so that one
-    compilation serves them all; a single row is a case of its own.
-    """
+    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already."""
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
         self.kv_cache = kv_cache
@@ -152,7 +151,7 @@ class FixedBuffers:
         return self.vary(columns.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
-        """The tensor, whose sizes in some dimensions are compiled as numbers that vary."""
+        """The tensor, whose sizes in some dimensions are compiled as numbers that vary, so that one serves all."""
         if self._varies:
             maybe_mark_dynamic(tensor, dims)
         return tensor

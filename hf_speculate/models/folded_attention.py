@@ -1,4 +1,4 @@
-"""SDPA attention that folds the heads of a group into query rows where transformers copies keys and values.
+"""SDPA attention that folds the heads of a group into query rows, put into models' configs for the length of a call.
 
 With grouped queries g query heads share one key-value head. transformers' `sdpa` copies keys and values g times as soon
 as several query rows meet a mask, which is every verification. Folded, the g heads are g times as many rows of one
@@ -12,7 +12,9 @@ once a forward. On CUDA devices in half precision the backend is chosen here too
 """
 
 import contextvars
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,20 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.models.attention_backends import (
     additive,
     attend_all,
     attend_masked,
     chooses_backend,
     find_devices,
+    is_chosen,
     repeated,
     splits_keys,
 )
+from hf_speculate.models.quirks import may_compare_attention
 from hf_speculate.triton_kernels import split_key_attention
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
@@ -49,20 +54,12 @@ _MOST_QUERY_TOKENS = 64
 
 _MOST_MASKS = 4  # kept in a forward: one for each kind of layer
 
+_LOCK = threading.Lock()
+_HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for whose sake it holds our name
 
-class _Masks:
-    def __init__(self) -> None:
-        self._made: list[tuple[Tensor, int, Tensor]] = []
 
-    def get(self, mask: Tensor, groups: int, make: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """What `make` gives for a mask and a number of groups; made once."""
-        for given, number, made in self._made:
-            if given is mask and number == groups:
-                return made
-        made = make(mask, groups)
-        self._made = [*self._made[1 - _MOST_MASKS :], (mask, groups, made)]
-        return made
-
+_Masks = deque[tuple[Tensor, int, Tensor]]
+"""Masks, each with a number of groups and what was made for it."""
 
 _masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_speculate_masks", default=None)
 
@@ -70,7 +67,7 @@ _masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_specu
 @contextmanager
 def folding() -> Iterator[None]:
     """Let `folded_attention` fold in this thread or task during one forward; elsewhere it passes on."""
-    token = _masks.set(_Masks())
+    token = _masks.set(deque(maxlen=_MOST_MASKS))
     try:
         yield
     finally:
@@ -130,26 +127,26 @@ def _attend(
     groups: Any = getattr(module, "num_key_value_groups", 1)
     if mask is not None and splits_keys(query, value) and _covers(mask, query, key):
         return split_key_attention(query, key, value, mask, scaling=scaling).transpose(1, 2)
-    num_query, is_chosen = query.shape[2], chooses_backend(query, value)
-    if not is_chosen and (groups <= 1 or query.device.type not in _DEVICES):
+    num_query, is_ours = query.shape[2], chooses_backend(query, value)
+    if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
     if mask is None and num_query > 1:  # a prompt, causal without a mask
-        if not is_chosen or (is_causal and num_query != key.shape[2]):
+        if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
         return attend_all(query, key, value, is_causal, scaling).transpose(1, 2).contiguous()
     if mask is not None and not _covers(mask, query, key):
         return None
     folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
-    if not is_chosen and not folds:
+    if not is_ours and not folds:
         return None
     if not folds:
         key, value, groups = repeated(key, groups), repeated(value, groups), 1
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
     if mask is not None:
-        make = partial(additive, dtype=query.dtype) if is_chosen else _repeat_rows
+        make = partial(additive, dtype=query.dtype) if is_ours else _repeat_rows
         num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
-        mask = make(mask, num_copies) if masks is None else masks.get(mask, num_copies, make)  # [B, 1, g*Q, T]
-    if not is_chosen:
+        mask = _made_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
+    if not is_ours:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     elif mask is None:
         output = attend_all(folded, key, value, False, scaling)
@@ -174,6 +171,16 @@ def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     return mask.ndim == 4 and mask.shape[2:] == (query.shape[2], key.shape[2]) and mask.shape[1] in (1, query.shape[1])
 
 
+def _made_once(make: Callable[[Tensor, int], Tensor], mask: Tensor, groups: int, masks: _Masks | None) -> Tensor:
+    for given, number, made in masks or ():
+        if given is mask and number == groups:
+            return made
+    made = make(mask, groups)
+    if masks is not None:
+        masks.append((mask, groups, made))
+    return made
+
+
 def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
@@ -182,3 +189,69 @@ def _make_mask(*args: Any, **kwargs: Any) -> Any:
     """The mask of what `FOLDED` stands for, as registered at the time of the call."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[STANDS_FOR]
     return make(*args, **kwargs)
+
+
+@contextmanager
+def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    """Have the attention layers of `models` look up the folded function; the last call to leave restores the name.
+
+    Only configs that say "sdpa" are written to, and what a caller assigns to one in the meantime stays.
+    """
+    configs = {id(config): config for model in models for config in _configs_of(model)}
+    call = object()
+    try:
+        for config in configs.values():
+            _hold(config, call)
+        yield
+    finally:
+        for config in configs.values():
+            _release(config, call)
+
+
+def _hold(config: PreTrainedConfig, call: object) -> None:
+    with _LOCK:
+        if attention_name(config) not in (STANDS_FOR, FOLDED):
+            return
+        register_folded_attention()
+        _HOLDERS.setdefault(id(config), set()).add(call)
+        try:
+            set_attention_name(config, FOLDED)
+        except AttributeError:  # a frozen config stays as it is
+            del _HOLDERS[id(config)]
+
+
+def _release(config: PreTrainedConfig, call: object) -> None:
+    """Undo `_hold`; nothing where it did not take place, so that it may follow an interrupt."""
+    with _LOCK:
+        holders = _HOLDERS.get(id(config), set())
+        if call not in holders:
+            return
+        holders.remove(call)
+        if not holders:
+            del _HOLDERS[id(config)]
+            if attention_name(config) == FOLDED:
+                set_attention_name(config, STANDS_FOR)
+
+
+def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of grouped attention layers, or of all on CUDA; none if code may compare the attention's name."""
+    modules = list(model.modules())
+    takes_all = is_chosen(parameter.device for parameter in model.parameters())
+    layers = [module for module in modules if _num_groups(module) > 1 or (takes_all and "config" in vars(module))]
+    configs = [getattr(layer, "config", None) for layer in layers]
+    served = [
+        config
+        for config in configs
+        # a copy that was made while another call was running has our name
+        if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
+    ]
+    if not served:
+        return []
+    owners = [module for module in modules if isinstance(module, PreTrainedModel)]
+    classes = {type(module) for module in (*layers, *owners)}
+    return [] if any(may_compare_attention(one) for one in classes) else served
+
+
+def _num_groups(module: nn.Module) -> int:
+    groups = vars(module).get("num_key_value_groups", 1)  # a miss in getattr() costs more than the rest of the search
+    return groups if isinstance(groups, int) else 1

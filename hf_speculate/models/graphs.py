@@ -1,7 +1,7 @@
 """Device graphs: forwards over fixed buffers are captured once and replayed by one launch each, without a compiler."""
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,6 @@ class Graph(NamedTuple):
     replay: Callable[[], None]
 
 
-class GraphBackend(Protocol):
-    """Captures graphs on one device."""
-
-    def capture(self, function: Callable[[], Any]) -> Graph:
-        """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed."""
-
-
 class CudaGraphs:
     """CUDA graphs that share one pool of memory."""
 
@@ -38,6 +31,7 @@ class CudaGraphs:
         self._pool: Any = None
 
     def capture(self, function: Callable[[], Any]) -> Graph:
+        """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed."""
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(current)
@@ -52,24 +46,18 @@ class CudaGraphs:
         return Graph(outputs, graph.replay)
 
 
-GRAPH_BACKENDS: dict[str, Callable[[torch.device], GraphBackend]] = {"cuda": CudaGraphs}
-"""What captures graphs, by type of device."""
+GRAPH_BACKENDS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}
+"""Classes that capture graphs as `CudaGraphs` does, by type of device."""
 
 
 class _Recorded(NamedTuple):
-    """A captured function with its inputs."""
-
-    inputs: tuple[Any, ...]
-    places: list[Tensor]  # the tensors in `inputs` that are copied to
+    places: list[Tensor]  # where the graph reads its inputs
     sources: list[Tensor | None]  # what was copied to each of them last
     graph: Graph
 
 
 class Graphing(Runner):
-    """The graphs of one model.
-
-    Buffers of states are read and written where they are, all other tensors are copied to where the graph reads them.
-    """
+    """The graphs of one model, over states where they are and copies of all other tensors."""
 
     model: PreTrainedModel
 
@@ -89,7 +77,6 @@ class Graphing(Runner):
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """See `Runner.run`; functions of the same name are captured once for inputs of the same shapes."""
         recorded = self._recorded(name, function, args)
         return None if recorded is None else self._replay(recorded)
 
@@ -143,7 +130,7 @@ class Graphing(Runner):
             self.fail(f"captured: {first_line}", FAILURE_KEY if is_lasting else None)
             return None
         places = list(_tensors(inputs))
-        return _Recorded(inputs, places, [None] * len(places), graph)
+        return _Recorded(places, [None] * len(places), graph)
 
     def _replay(self, recorded: _Recorded) -> Any:
         """Copies of the outputs, which the next replay would overwrite."""

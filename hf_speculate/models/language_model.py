@@ -1,12 +1,11 @@
 """A causal language model as a function from tokens to logits, with the cache as its memory."""
 
 import inspect
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
@@ -21,11 +20,7 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # under which models take the
 
 
 class LanguageModel:
-    """Calls a transformers model with the mask and position ids that its cache's rows need.
-
-    If nothing outlives the call (`keeps_states`), forwards run in torch's inference mode, which takes 6-8 % off a
-    forward of small layers (2-core CPU, 16 of width 192).
-    """
+    """Calls a transformers model with the mask and position ids that its cache's rows need."""
 
     def __init__(
         self,
@@ -41,6 +36,7 @@ class LanguageModel:
         self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
         self.device = device_of(model)  # where query tokens are expected
+        # takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192)
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._takes_position_ids = takes_positions(model, is_draft)
         self._cache_name = cache_name(model)
@@ -49,15 +45,9 @@ class LanguageModel:
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
         config = model.config.get_text_config(decoder=True)
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
-        self._makes_compact = takes_places and self.device.type == "cpu" and not saves  # see `_kept`
-
-    @property
-    def eos_token_id(self) -> int:
-        """The model's (first) end-of-sequence id, or a `ValueError`."""
-        eos = self.model.generation_config.eos_token_id
-        if eos is None or eos == []:
-            raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
-        return int(eos[0] if isinstance(eos, list) else eos)
+        # A count of logits makes a view of the hidden states, which CPUs take three times as long to multiply by the
+        # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
+        self._makes_compact = takes_places and self.device.type == "cpu" and not saves
 
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
         """The last `logits_to_keep` logits [B, Q', V] or all, of query tokens [B, Q] int64, which advance the cache."""
@@ -79,11 +69,18 @@ class LanguageModel:
         mask = kv_cache.mask(num_query)
         if mask is not None:
             text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
+        num_columns = kv_cache.num_columns
         if self._takes_position_ids:
-            text["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
-        options = self.extra_inputs.arguments(text, kv_cache.num_columns) | forward_options
+            positions = kv_cache.position_ids(num_query)
+            if self.max_position is not None and num_columns + num_query > self.max_position + 1:
+                positions = positions.clamp_max(self.max_position)
+            text["position_ids"] = positions
+        options = self.extra_inputs.arguments(text, num_columns) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
-            options["logits_to_keep"] = self._kept(num_query, logits_to_keep)
+            is_view = self._makes_compact and 0 < logits_to_keep < num_query
+            first = num_query - logits_to_keep
+            kept = torch.arange(first, num_query, device=self.device) if is_view else logits_to_keep
+            options["logits_to_keep"] = kept
         with self._mode(), folding(), self.capture or nullcontext():
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
@@ -93,27 +90,15 @@ class LanguageModel:
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
-    def _kept(self, num_query: int, num: int) -> int | Tensor:
-        """What tells the model to give the logits of the last `num` positions: a count, or places [num] int64.
-
-        A count makes a view of the hidden states, which CPUs take three times as long to multiply by the head's weights
-        in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
-        """
-        is_view = self._makes_compact and 0 < num < num_query
-        return torch.arange(num_query - num, num_query, device=self.device) if is_view else num
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.extra_inputs.rows(indices)
-
     def join(self, other: "LanguageModel") -> None:
         """Serve the rows of `other` too; neither reads anything besides its tokens."""
         if self.max_position is not None and other.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
 
 
-def cache_name(model: PreTrainedModel) -> str:
-    """The name under which a model's forward takes its cache; empty if it takes none."""
-    names = inspect.signature(type(model).forward).parameters
+def cache_name(module: nn.Module) -> str:
+    """The name under which a module's forward takes its cache; empty if it takes none."""
+    names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), "")
 
 
@@ -124,14 +109,11 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
-    """Whether a model's forward is told the positions of its tokens; a draft may be told through its decoder alone.
-
-    Plain `generate` tells none if the head does not name them: padding counts there, and so it does for a target.
-    """
+    """Whether a model's forward is told the positions of its tokens; a draft may be told through its decoder alone."""
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
-    if not is_draft:
+    if not is_draft:  # nor does plain `generate` tell a target: padding counts there
         return False
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     decoder = model.get_decoder()

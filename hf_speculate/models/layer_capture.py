@@ -22,14 +22,10 @@ _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
 
 class LayerCapture:
-    """A context in which the hidden states of chosen layers are kept, forward by forward.
+    """A context in which the hidden states of chosen layers are kept, forward by forward of this thread.
 
-    Forwards of other threads are passed over. The model's hooks are as before when the context ends. Layer i is the
-    input of decoder layer i, the number of layers is the output of the last one before the final norm, and
-    `FINAL_STATE` is the state after that norm.
-
-    Raises:
-        UnsupportedModelError: the model's layers or its final norm are not found.
+    Layer i is the input of decoder layer i, the number of layers is the output of the last one before the final norm,
+    and `FINAL_STATE` is the state after that norm.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]):

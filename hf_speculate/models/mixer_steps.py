@@ -3,7 +3,7 @@
 import copy
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,43 +43,27 @@ class StepProtocol(NamedTuple):
 
 
 class StandIn(nn.Module):
-    """Replaces a child in a copy of its parent; other attributes are the child's."""
+    """Replaces a child in a copy of its parent by a function; other attributes are the child's."""
 
-    def __init__(self, child: nn.Module):
+    def __init__(self, child: nn.Module, function: Callable[..., Any]):
         super().__init__()
-        vars(self)["child"] = child  # not a child of this module
+        vars(self).update(child=child, forward=function)  # not a child of this module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["child"], name)
 
 
-class Reached(Exception):  # no error
-    """Ends a forward at a projection."""
-
-    def __init__(self, given: Tensor):
-        super().__init__()
-        self.given = given
-
-
-class Held(StandIn):
-    """Returns `output`; if there is none, it ends the forward."""
-
-    output: Tensor | None = None
-
-    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.output is None:
-            raise Reached(inputs)
-        return self.output
+def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> nn.Module:
+    """A shallow copy of a module, some of whose children are replaced by functions."""
+    twin = copy.copy(module)
+    children = dict(module.named_children())
+    stand_ins = {name: StandIn(children[name], function) for name, function in functions.items()}
+    vars(twin)["_modules"] = {**vars(twin)["_modules"], **stand_ins}
+    return twin
 
 
-class Seen(StandIn):
-    """Keeps its input."""
-
-    seen: Tensor | None = None
-
-    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.seen = inputs
-        return inputs
+class _Reached(Exception):  # no error
+    """Ends a forward at a projection, with the input of that."""
 
 
 class StepLayer(LinearAttentionLayer):
@@ -110,7 +94,7 @@ class _Reading:
         self.tokens = _by_token(hidden)
         self.arguments = arguments  # without the hidden states
         self.layer = layer
-        self.before = before  # the states before the next token
+        self.before = before  # the states before the first token
         self.held: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
         # tensors of all tokens, by the id of the first token's
         self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
@@ -132,12 +116,11 @@ class SteppedMixer:
         self.protocol = protocol
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
-        children = dict(mixer.module.named_children())
-        self._inputs = {name: Held(children[name]) for name in protocol.inputs}
-        self._output = None if protocol.output is None else Seen(children[protocol.output])
-        self._copy = copy.copy(mixer.module)
-        parts = self._inputs if self._output is None else {**self._inputs, str(protocol.output): self._output}
-        vars(self._copy)["_modules"] = {**vars(self._copy)["_modules"], **parts}
+        functions: dict[str, Callable[..., Any]] = {name: partial(self._give, name) for name in protocol.inputs}
+        if protocol.output is not None:
+            functions[protocol.output] = lambda inputs, *args, **kwargs: inputs
+        self._copy = copy_with(mixer.module, functions)
+        self._given: dict[str, Tensor] = {}  # outputs of the copy's input projections; see `_give`
         self._reading: _Reading | None = None
         self._thread = 0
 
@@ -172,16 +155,15 @@ class SteppedMixer:
         if self.protocol.reads_columns and states.num_skipped is None:
             return None
         hidden = arguments.pop(mixer.hidden_name)
-        real = states.histories[mixer.layer_index]
-        layer = StepLayer(real.layer.number_of_states)
+        history = states.histories[mixer.layer_index]
+        layer = StepLayer(history.layer.number_of_states)
         arguments |= dict.fromkeys(mixer.mask_names)
         arguments[mixer.cache_name] = Cache(layers=[layer] * (mixer.layer_index + 1))
-        before = {slot: state for slot, state in real.current.items() if slot in self.protocol.slots}
-        reading = _Reading(hidden, arguments, layer, before)
-        self._load(layer, before)
+        reading = _Reading(hidden, arguments, layer, history.current)
         if self.protocol.prepared is not None:
-            reading.prepared = self._given_first(self.protocol.prepared, {mixer.hidden_name: hidden, **arguments})
-            self._load(layer, before)
+            self._load(layer, reading.before)
+            reading.prepared = self._first_input({mixer.hidden_name: hidden, **arguments})
+        self._load(layer, reading.before)
         self._reading, self._thread = reading, threading.get_ident()
         return (), {mixer.hidden_name: reading.tokens[0], **arguments}
 
@@ -222,49 +204,42 @@ class SteppedMixer:
             return None
         if not reading.states:
             output = _joined(self._rest(reading, output))
-        replay = None if self.states.keeps else partial(self._replay, reading)
+        replay = None if self.states.keeps else lambda number, before: self._step(reading, number, before)[1]
         self.states.histories[self.mixer.layer_index].records.append(ModuleStates(reading.states, replay))
         return output
 
     def _rest(self, reading: _Reading, first: Any) -> list[Any]:
         """Inputs of the output projection, or outputs of the mixer, by token; the states are recorded."""
-        found = [first]
-        self._note(reading)
+        found, states = [first], self._after(reading, 0, reading.before)
         for number in range(1, len(reading.tokens)):
-            self._load(reading.layer, reading.before)
-            found.append(self._step(reading, number))
-            self._note(reading)
+            reading.states.append(states if self.states.keeps else {})
+            output, states = self._step(reading, number, states)
+            found.append(output)
+        reading.states.append(states)
         return found
 
-    def _step(self, reading: _Reading, number: int) -> Any:
-        for name, stand_in in self._inputs.items():
-            stand_in.output = reading.held[name][number]
+    def _step(self, reading: _Reading, number: int, before: States) -> tuple[Any, States]:
+        """What the copy returns for a token, and the states after it, from those before it."""
+        self._load(reading.layer, before)
+        self._given = {name: by_token[number] for name, by_token in reading.held.items()}
         arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}
         output = type(self.mixer.module).forward(self._copy, **arguments)
-        if self._output is not None:
-            output, self._output.seen = self._output.seen, None
-        return output
+        return output, self._after(reading, number, before)
 
-    def _given_first(self, name: str, arguments: dict[str, Any]) -> Tensor | None:
-        """The input of the first projection for all tokens; the forward ends there."""
-        self._inputs[name].output = None
+    def _give(self, name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """An input projection of the copy."""
+        if name not in self._given:
+            raise _Reached(inputs)
+        return self._given[name]
+
+    def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
+        """The input of the first input projection for all tokens."""
+        self._given = {}
         try:
             type(self.mixer.module).forward(self._copy, **arguments)
-        except Reached as reached:
-            return reached.given
+        except _Reached as reached:
+            return reached.args[0]  # type: ignore[no-any-return]
         return None
-
-    def _note(self, reading: _Reading) -> None:
-        number = len(reading.states)
-        is_last = number + 1 == len(reading.tokens)
-        reading.before = self._after(reading.layer, number, reading.before)
-        reading.states.append(reading.before if self.states.keeps or is_last else {})
-
-    def _replay(self, reading: _Reading, number: int, before: States) -> States:
-        """Compute the states after a token from those before it."""
-        self._load(reading.layer, before)
-        self._step(reading, number)
-        return self._after(reading.layer, number, before)
 
     def _load(self, layer: StepLayer, states: States) -> None:
         """Load states into the layer; those that are written in place are copied."""
@@ -272,14 +247,14 @@ class SteppedMixer:
         own = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
         layer.load({slot: state.clone() if is_written[slot.kind] else state for slot, state in own.items()})
 
-    def _after(self, layer: StepLayer, number: int, before: States) -> States:
+    def _after(self, reading: _Reading, number: int, before: States) -> States:
         """The layer's states after a token; rows that held the token already keep theirs."""
-        after: Mapping[Slot, Tensor] = states_of(layer)
-        skips = self.states.num_skipped
-        if skips is None or number >= max(skips):
-            return after
-        is_skipped = [number < skip for skip in skips]
-        return {slot: _where(is_skipped, before[slot], state) for slot, state in after.items()}
+        after, skips = states_of(reading.layer), self.states.num_skipped
+        if skips is not None and number < max(skips):
+            for slot, state in after.items():
+                is_skipped = torch.tensor([number < skip for skip in skips], device=state.device)
+                after[slot] = torch.where(is_skipped.view(-1, *[1] * (state.ndim - 1)), before[slot], state)
+        return after
 
 
 def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -293,9 +268,3 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
     return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
-
-
-def _where(is_kept: list[bool], before: Tensor, after: Tensor) -> Tensor:
-    """Rows of `before` if their flag is set, otherwise of `after`."""
-    flags = torch.tensor(is_kept, device=after.device).view(-1, *[1] * (after.ndim - 1))
-    return torch.where(flags, before, after)

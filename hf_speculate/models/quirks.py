@@ -150,10 +150,7 @@ def is_shown(model: PreTrainedModel) -> bool:
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
-    """The kind of rotary embedding that changes past a border, with that border in tokens; None for all others.
-
-    Past it the frequencies change for cached tokens too, and the model's own forward gives it new buffers.
-    """
+    """The kind of rotary embedding whose frequencies change past a border, for cached tokens too, and that border."""
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]

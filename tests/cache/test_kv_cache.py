@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_speculate.cache.buffer_pool import BufferPool, BufferStore, PooledBuffers, max_pooled_bytes
+from hf_speculate.cache.buffer_pool import BufferPool, BufferShape, PooledBuffers, max_pooled_bytes
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
@@ -43,7 +43,7 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 @pytest.mark.parametrize("seed", range(10))
 def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
     draw, cache, held = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
-    assert (cache.get_num_tokens(), cache.get_lens().tolist(), cache.get_kv_states()) == (0, [0] * 3, [])
+    assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
         lens = [row.shape[3] for row in held]
         match draw.choice(["update", "update", "crop", "crop rows", "rows"]):
@@ -63,7 +63,7 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
                 cache.crop(drops[0] if kind == "crop" else draw.choice([drops, torch.tensor(drops)]))
                 held = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(held, drops, strict=True)]
         lens = [row.shape[3] for row in held]
-        assert (cache.get_lens().tolist(), cache.get_num_tokens()) == (lens, max(lens))
+        assert cache.num_real_tokens == lens
         for layer, state in enumerate(cache.get_kv_states() if max(lens) else []):
             for index, row in enumerate(held):
                 for part, found in enumerate(state):
@@ -80,7 +80,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    plan = CachePlan("dynamic" if kind == "bloom" else choice, model.config._attn_implementation)
+    plan = CachePlan("dynamic" if kind == "bloom" else choice)
     cache = plan.choose(model, passed, mask, device).make(model, passed, 3, mask, device)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
@@ -98,7 +98,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
         cache.crop(drops)
         for row, drop in enumerate(drops):
             texts[row] += query[row].tolist()[: 4 - drop]
-        assert cache.get_lens().tolist() == [len(text) for text in texts]
+        assert cache.num_real_tokens == [len(text) for text in texts]
         num_pads = (mask == 0).sum(1).tolist()
         assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
     shortest = num_pads.index(max(num_pads))
@@ -124,7 +124,7 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
     cache.rows([0, 2])
     cache.join(joining)
     assert [layer.keys.data_ptr() for layer in cache.cache.layers] == addresses
-    assert cache.get_lens().tolist() == [9, 9, 5]
+    assert cache.num_real_tokens == [9, 9, 5]
     for layer, before, new, buffers in zip(cache.get_kv_states(), held, its, cache.cache.layers, strict=True):
         assert torch.equal(layer.keys[:2], before.keys[[0, 3]])
         assert torch.equal(layer.values[2, :, -5:], new.values[0])
@@ -162,8 +162,8 @@ def test_a_row_joins_one_whose_window_has_moved():
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]
 
 
-def pool_of(store, batch_size=2, capacity=128, dtype=torch.float64):
-    return BufferPool(store, batch_size, capacity, dtype, torch.device("cpu"))
+def shape_of(batch_size=2, capacity=128, dtype=torch.float64):
+    return BufferShape(batch_size, capacity, dtype, torch.device("cpu"))
 
 
 def buffers(shape=SHAPE):
@@ -171,39 +171,39 @@ def buffers(shape=SHAPE):
 
 
 def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
-    pool, made = pool_of(BufferStore(), 2, 128), buffers()
-    assert pool.take(1) is None
-    pool.give_back(made)
-    taken = pool.take(1)
+    pool, made = BufferPool(), buffers()
+    assert pool.take(shape_of(), 1) is None
+    pool.give_back(shape_of(), made)
+    taken = pool.take(shape_of(), 1)
     assert [one.data_ptr() for one in taken.tensors] == [one.data_ptr() for one in made.tensors]
     assert not any(tensor.any() for tensor in taken.tensors)
     assert taken.graphs is made.graphs
-    assert pool.take(1) is None  # in use
-    pool.give_back(buffers((1, 1, 128, 4)))  # which rows have left
-    assert pool.take(1) is None
+    assert pool.take(shape_of(), 1) is None  # in use
+    pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # which rows have left
+    assert pool.take(shape_of(), 1) is None
 
 
 @pytest.mark.parametrize(("batch_size", "capacity"), [(1, 128), (2, 256)])
 def test_other_shapes_are_other_entries(batch_size, capacity):
-    store = BufferStore()
-    pool_of(store, 2, 128).give_back(buffers())
-    assert pool_of(store, batch_size, capacity).take(1) is None
+    pool = BufferPool()
+    pool.give_back(shape_of(), buffers())
+    assert pool.take(shape_of(batch_size, capacity), 1) is None
     with torch.inference_mode():  # tensors made outside may be written here, but not the other way round
-        assert pool_of(store, 2, 128).take(1) is None
-    assert pool_of(store, 2, 128, torch.float32).take(1) is None
+        assert pool.take(shape_of(), 1) is None
+    assert pool.take(shape_of(2, 128, torch.float32), 1) is None
 
 
 def test_the_longest_unused_go_past_the_limit_of_bytes():
     one = buffers().num_bytes
-    store = BufferStore(max_bytes=3 * one)
+    pool = BufferPool(max_bytes=3 * one)
     for capacity in (128, 64, 256):  # the third is twice as large
-        pool_of(store, 2, capacity).give_back(buffers((2, 1, capacity, 4)))
-    assert pool_of(store, 2, 128).take(1) is None
-    assert pool_of(store, 2, 64).take(1) is not None
-    assert pool_of(store, 2, 256).take(1) is not None
-    small = BufferStore(max_bytes=one - 1)
-    pool_of(small, 2, 128).give_back(buffers())
-    assert pool_of(small, 2, 128).take(1) is None
+        pool.give_back(shape_of(2, capacity), buffers((2, 1, capacity, 4)))
+    assert pool.take(shape_of(), 1) is None
+    assert pool.take(shape_of(2, 64), 1) is not None
+    assert pool.take(shape_of(2, 256), 1) is not None
+    small = BufferPool(max_bytes=one - 1)
+    small.give_back(shape_of(), buffers())
+    assert small.take(shape_of(), 1) is None
 
 
 def test_the_limit_grows_with_the_model():

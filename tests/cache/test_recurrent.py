@@ -87,7 +87,7 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(kind, 
     for drops, num_query in (([0, 4, 2], 5), ([3, 6, 5], 6)):
         kv_cache.crop(drops)
         held = [num - drop for num, drop in zip(held, drops, strict=True)]
-        assert kv_cache.get_lens().tolist() == (mask.sum(1) + torch.tensor(held)).tolist()
+        assert kv_cache.num_real_tokens == (mask.sum(1) + torch.tensor(held)).tolist()
         whole = [torch.cat([prompt["input_ids"][row], text]) for row in range(3)]
         first = [prompt["input_ids"].shape[1] + num for num in held]
         query = torch.stack([ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)])

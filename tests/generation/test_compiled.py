@@ -11,7 +11,7 @@ from transformers import CompileConfig
 
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.compilation import Compilation, CompileSettings
+from hf_speculate.models.compilation import Compilation
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -152,7 +152,8 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
 
 
 def addresses_of(*models):
-    return {address for model in models for address in model_state(model).buffers.addresses()}
+    pools = [model_state(model).buffers for model in models]
+    return {tensor.data_ptr() for pool in pools for kept in pool._idle.values() for tensor in kept.tensors}
 
 
 def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
@@ -201,7 +202,7 @@ def test_a_recompile_limit_holds_for_the_call_alone() -> None:
     model, reasons = make_model("llama", num_hidden_layers=1), []
 
     def compilation() -> Compilation:
-        return Compilation(model, CompileSettings("eager"), model_state(model).units, reasons.append)
+        return Compilation(model, CompileConfig(backend="eager", mode=None), model_state(model).units, reasons.append)
 
     first = compilation()
     with torch._dynamo.config.patch(recompile_limit=2):  # of three numbers of dimensions torch compiles two

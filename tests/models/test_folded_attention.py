@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
-from hf_speculate.models.attention_switch import folded_attention_for
-from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folding
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folded_attention_for, folding
 from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pair
 from tests.tiny import make_config, make_model, ragged_prompts
 from tests.tiny_encoders import make_llava

@@ -10,14 +10,12 @@ MUTANTS = mutants_of(
             "too little is dropped": Fault(
                 "self._drop_last(min(drops, default=0))", "self._drop_last(max(min(drops, default=0) - 1, 0))"
             ),
-            "the gap is not masked": Fault(
-                "torch.where(source < 0, 0, self._mask", "torch.where(source < 0, 1, self._mask"
-            ),
+            "the gap is not masked": Fault("torch.where(source < 0, 0, mask", "torch.where(source < 0, 1, mask"),
             "common padding stays": Fault(
                 "        if surplus <= 0:\n", "        if True:\n", f"{KV_CACHES} generation/test_caches.py"
             ),
             "windows keep what is past them": Fault(
-                "layer.record_past = False", "layer.record_past = True", f"generation/test_caches.py {KV_CACHES}"
+                "self._record(False)", "self._record(True)", f"generation/test_caches.py {KV_CACHES}"
             ),
             "a window's length is not shortened": Fault(
                 "layer.cumulative_length -= surplus", "layer.cumulative_length -= 0"

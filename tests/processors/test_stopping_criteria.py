@@ -47,7 +47,7 @@ def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[i
 def ask(criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]) -> StopVerdict:
     """Of the rows without their blocks, and the blocks; writes to neither."""
     tokens = TokenBuffer(token_ids)
-    tokens.truncate(prefix_lens)
+    tokens.row_lens.set(prefix_lens)
     before, rows = tokens.token_ids.clone(), zip(token_ids.tolist(), prefix_lens, num_new, strict=True)
     verdict = criterion(tokens, [ids[prefix_len : prefix_len + num] for ids, prefix_len, num in rows])
     assert torch.equal(tokens.token_ids, before)

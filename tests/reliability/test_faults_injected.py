@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.errors import ShapeError
-from hf_speculate.models import attention_switch
+from hf_speculate.models import folded_attention
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
 from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, put_in
@@ -113,7 +113,7 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     assert theirs == "their own"
     assert re.fullmatch(f"hf_speculate: raised while {case.note}", note), note
     assert configs(target, draft) == before[0]
-    assert attention_switch._HOLDERS == {}
+    assert folded_attention._HOLDERS == {}
     assert "acceptance rate" in str(stats)
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))

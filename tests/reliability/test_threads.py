@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
-from hf_speculate.models import attention_switch
+from hf_speculate.models import folded_attention
 from tests.cases import new_pair
 from tests.generation.test_compiled import compile_config
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
@@ -88,7 +88,7 @@ def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
 
     first, second = together(walk(NAMES), walk(NAMES[shift:] + NAMES[:shift]))
     assert first == second == alone
-    assert (settings(), attention_switch._HOLDERS) == (before, {})
+    assert (settings(), folded_attention._HOLDERS) == (before, {})
 
 
 def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
@@ -105,4 +105,4 @@ def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     )
     assert texts == alone
     assert [len(some) for some in notes] == [1] * NUM_NEW
-    assert attention_switch._HOLDERS == {}
+    assert folded_attention._HOLDERS == {}
