@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import PLAIN, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8

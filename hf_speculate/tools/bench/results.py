@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs

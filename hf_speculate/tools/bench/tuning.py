@@ -12,18 +12,9 @@ from transformers import AutoConfig, GenerationConfig
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
-from hf_speculate.tools.bench.methods import (
-    DraftLen,
-    Method,
-    default_verifier,
-    our_methods,
-    plain_method,
-    split,
-    threshold_methods,
-)
+from hf_speculate.tools.bench.methods import DraftLen, Method, default_verifier, our_methods, plain_method, split
 from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
 from hf_speculate.tools.bench.results import finite, reliability, spread, total_stats
 
@@ -105,7 +96,7 @@ def candidates(
     names = split(verifiers) or _VERIFIERS[do_sample]
     methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
     if not rule.is_exact:
-        methods += threshold_methods(names, thresholds, lens, do_sample, fields)
+        methods += our_methods(names, lens, do_sample, fields, thresholds)
     return methods
 
 

@@ -285,7 +285,7 @@ COMMANDS: dict[type[Models], tuple[str, str]] = {
     ChatInTerminal: ("chat", "generate:run_chat"),
     Serve: ("serve", "serve:run"),
     Batch: ("batch", "batch:run"),
-    Bench: ("bench", "bench:run"),
-    Tune: ("tune", "tune:run"),
+    Bench: ("bench", "measuring:run_bench"),
+    Tune: ("tune", "measuring:run_tune"),
     Check: ("check", "check:run"),
 }

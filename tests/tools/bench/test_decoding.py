@@ -8,8 +8,7 @@ import torch
 
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
 from hf_speculate.tools.bench.quality import Compared, TextCheck, drift_of_runs
 from tests.tiny import make_model, noisy_copy, ragged_prompts

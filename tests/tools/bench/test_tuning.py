@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_speculate import ConfigError
-from hf_speculate.tools.bench.batches import make_batches, take_in_turn
+from hf_speculate.tools.bench.decoding import make_batches, take_in_turn
 from hf_speculate.tools.bench.methods import DraftLen, parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.quality import Drift, Rule, parse_rule
 from hf_speculate.tools.bench.tuning import candidates, num_steps, tune, write_fields
