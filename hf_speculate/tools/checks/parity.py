@@ -1,8 +1,8 @@
 """Compares greedy speculative decoding with plain greedy decoding, row by row."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,13 +15,11 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
-    Difference,
+    DifferenceCheck,
     GapRecorder,
     ParityRow,
-    classify,
-    float64_copy,
-    noise_after_text,
-    noise_in_call,
+    logits_after_text,
+    logits_in_call,
 )
 from hf_speculate.verify.base import is_lossless
 
@@ -99,9 +97,9 @@ def check_parity(
     stats = options.pop("speculation_stats", None) or SpeculationStats()
     num_drafted = 0
     rows: list[ParityRow] = []
-    exact = cache(lambda: float64_copy(model))  # made at the first difference
+    check = DifferenceCheck(model)
     for inputs in _calls(prompts, tokenizer, model.device):
-        for row in _compared(model, assistant, inputs, options, stats, exact):
+        for row in _compared(model, assistant, inputs, options, stats, check):
             rows.append(replace(row, index=len(rows)))
         num_drafted += stats.num_verified
     return ParityReport(tuple(rows), str(model.dtype).removeprefix("torch."), num_drafted)
@@ -165,7 +163,7 @@ def _compared(
     inputs: dict[str, Tensor],
     options: dict[str, Any],
     stats: SpeculationStats,
-    exact: Callable[[], PreTrainedModel | None],
+    check: DifferenceCheck,
 ) -> Iterator[ParityRow]:
     """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
     speculation = {**options, "assistant_model": assistant}
@@ -192,13 +190,13 @@ def _compared(
         if is_text:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
             text = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
-            measure = partial(noise_after_text, token_ids=text, num_rows=len(ours))
+            logits_of = partial(logits_after_text, token_ids=text, num_rows=len(ours))
         else:
             text = plain[:, : prompt_len + position]
-            measure = partial(noise_in_call, options=plain_options, speculation=speculation, token_ids=text)
-            measure = partial(measure, row=row, position=position)
-        gap, measure = float(recorder.gaps[position][row]), partial(measure, chosen=chosen, block_len=block_len)
-        yield replace(classify(model, exact(), Difference(*chosen, gap, measure)), position=position)
+            logits_of = partial(logits_in_call, options=plain_options, speculation=speculation, token_ids=text)
+            logits_of = partial(logits_of, row=row, position=position)
+        gap = float(recorder.gaps[position][row])
+        yield check(chosen, gap, position, partial(logits_of, block_len=block_len))
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
