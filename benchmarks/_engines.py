@@ -230,7 +230,7 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
             continue
         else:
             compared = compare(method, [found], [checked(PLAIN_METHOD)])
-            if not compared.ok:
+            if compared.num_wrong:
                 raise SystemExit(f"{method.name}: {compared}")
             equal = compared.num_equal
         num_rows, num_equal = num_rows + len(found.texts), num_equal + equal

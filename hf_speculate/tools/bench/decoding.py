@@ -106,10 +106,7 @@ class Run(NamedTuple):
 
 
 class Decoder:
-    """Decodes batches with views of one target and draft whose generation configs hold no speculative fields.
-
-    Plain decoding would read such fields. `arguments` of `generate()` are those of all methods.
-    """
+    """Decodes batches with views of one target and draft; `arguments` of `generate()` are those of all methods."""
 
     def __init__(self, target: PreTrainedModel, draft_arguments: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.target = _view(target)
@@ -125,8 +122,7 @@ class Decoder:
 
     def options(self, do_sample: bool) -> dict[str, Any]:
         """The arguments of all methods that sample, or of all greedy ones."""
-        left_out = () if do_sample else SAMPLING_NAMES
-        used = {name: value for name, value in self._arguments.items() if name not in left_out}
+        used = {name: value for name, value in self._arguments.items() if do_sample or name not in SAMPLING_NAMES}
         return used | {"do_sample": do_sample}
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
@@ -210,7 +206,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights with a new generation config without speculative fields; not enabled."""
+    """The same weights, not enabled, without speculative fields in the generation config: plain decoding reads them."""
     view = copy.copy(model)
     view.generation_config = copy.deepcopy(model.generation_config)
     vars(view.generation_config).update(dict.fromkeys(fields_of(view.generation_config)))

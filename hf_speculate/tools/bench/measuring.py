@@ -42,9 +42,10 @@ def measure(
     """
     runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}
-    order = list(methods)
 
     def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Run | None:
+        if method.name in left_out:
+            return None
         try:
             return decode(method, batch, seed + num, max_new_tokens)
         except _ASSISTED_ERRORS as error:
@@ -52,19 +53,18 @@ def measure(
                 raise
             first_line = str(error).partition("\n")[0]
             left_out[method.name] = f"{type(error).__name__}: {first_line}"
-            order.remove(method)
             del runs[method.name]
             return None
 
     devices = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            for method in () if is_warm else tuple(order):
+            for method in () if is_warm else methods:
                 attempt(method, batches[0], 0, _WARM_UP_TOKENS)
                 on_step(method, None)
             for repeat, batch in itertools.product(range(repeats), batches):
                 num = repeat * len(batches) + batch.number
-                for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
+                for method in methods if num % 2 == 0 else reversed(methods):
                     if (run := attempt(method, batch, num)) is not None:
                         runs[method.name].append(run._replace(repeat=repeat))
                         on_step(method, run)

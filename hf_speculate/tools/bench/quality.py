@@ -40,11 +40,6 @@ class Compared(NamedTuple):
     num_ties: int = 0
     num_wrong: int = 0
 
-    @property
-    def ok(self) -> bool:
-        """Whether rounding explains every difference."""
-        return self.num_wrong == 0
-
     def __str__(self) -> str:
         text = f"{self.num_equal} of {sum(self)} rows equal"
         if self.num_ties:

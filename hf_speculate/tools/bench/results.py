@@ -215,7 +215,7 @@ class Comparison:
                     is_interrupted = True
                 else:
                     checked = str(compared)
-                    if not compared.ok:
+                    if compared.num_wrong:
                         left_out[method.name] = f"its output differs from plain decoding's: {checked}"
                         continue
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}

@@ -40,7 +40,7 @@ class Gain:
 
 
 def size_of(
-    model: nn.Module, config: PreTrainedConfig, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
+    model: PreTrainedModel, config: PreTrainedConfig, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
 ) -> ModelSize:
     """Measure a model, which may be on the meta device."""
     lookup = _lookup_table(model)
@@ -80,9 +80,7 @@ def estimate_gains(target: ModelSize, draft: ModelSize) -> tuple[Gain, ...]:
     return tuple(map(best, ACCEPTANCE_PROBABILITIES))
 
 
-def _lookup_table(model: nn.Module) -> nn.Parameter | None:
-    if not isinstance(model, PreTrainedModel):
-        return None
+def _lookup_table(model: PreTrainedModel) -> nn.Parameter | None:
     try:
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:

@@ -23,6 +23,7 @@ from transformers import (
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
+from hf_speculate.generation.arguments import setting
 from hf_speculate.generation.config_sources import fields_of, read_config
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
@@ -144,7 +145,10 @@ class RowDecoder:
                 self._pad_token_id,
                 on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
             )
-            prompts = map(partial(self._prompt, seed), chain.from_iterable(batches))
+            prompts = (
+                RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row)
+                for row in chain.from_iterable(batches)
+            )
             first = next(prompts)
             fallback = decoder.obstacle(first)
             if not fallback:
@@ -153,9 +157,6 @@ class RowDecoder:
         for batch in batches:
             on_begin(batch)
             yield self.decode(batch, seed)._replace(fallback=fallback)
-
-    def _prompt(self, seed: int, row: Row) -> RowPrompt:
-        return RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row)
 
     def _decode_refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt]) -> Iterator[Decoded]:
         source: Any = SimpleNamespace(next=partial(next, prompts, None))  # a `RowSource`
@@ -251,12 +252,7 @@ class RowDecoder:
         return int(next(token_id for token_id in candidates if token_id is not None))
 
     def _setting(self, name: str) -> Any:
-        """A field of the arguments (even None), the passed generation config or the model's; None if it is not set."""
-        if name in self.arguments:
-            return self.arguments[name]
-        configs = self.arguments.get("generation_config"), self.model.generation_config
-        values = (getattr(config, name, None) for config in configs)
-        return next((value for value in values if value is not None), None)
+        return setting(self.model, self.arguments, name)
 
     def _verifier(self) -> dict[str, str]:
         """The verifier that samples with a seed per row if there is no draft source."""

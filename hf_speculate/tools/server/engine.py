@@ -1,4 +1,4 @@
-"""Engine: a queue of requests in front of a decoder, which runs in a thread of its own."""
+"""Engine: a queue of requests in front of a decoder in a thread of its own, which streams their texts."""
 
 import asyncio
 import logging
@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_speculate.errors import BadLogitsError, SpeculateError
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, RowSource
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.server.text_stream import TextStream
 
 LOGGER = logging.getLogger("hf_speculate")
+_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
 _ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -104,7 +104,11 @@ class Engine:
                 yield DecodeResult("stop" if has_ended else "length", new)
                 return
         finally:
-            self._leave(answer)
+            with self._lock:
+                answer.is_wanted = False
+                self._open.discard(answer)
+                if answer in self._waiting:
+                    self._waiting.remove(answer)
 
     def end_requests(self) -> None:
         """End all requests, later ones too, with status 503."""
@@ -117,13 +121,13 @@ class Engine:
         self._thread.shutdown()
 
     def next(self) -> RowPrompt | None:
-        """See `RowSource.next`; called by the decoder."""
+        """See `RowSource`."""
         with self._lock:
             return self._waiting.popleft().prompt if self._waiting else None
 
     def _make_decoder(self) -> Any:
         if self.num_rows == 1:
-            return OneByOneDecoder(self.target, self.options, _add_tokens)
+            return _OneByOneDecoder(self.target, self.options)
         pad_id = int(self.tokenizer.pad_token_id or 0)
         return ContinuousDecoder(
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
@@ -146,13 +150,6 @@ class Engine:
                 self._is_decoding = True
                 self._thread.submit(self._decode).add_done_callback(self._on_end)
             return answer
-
-    def _leave(self, answer: "_Answer") -> None:
-        with self._lock:
-            answer.is_wanted = False
-            self._open.discard(answer)
-            if answer in self._waiting:
-                self._waiting.remove(answer)
 
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""
@@ -218,18 +215,17 @@ def request_error(error: BaseException) -> RequestError:
 
 
 @dataclass(frozen=True)
-class OneByOneDecoder:
+class _OneByOneDecoder:
     """Decodes prompts of a source one after the other, for models and drafters whose rows cannot be refilled."""
 
     model: PreTrainedModel  # enabled
     arguments: Mapping[str, Any]  # of `generate()` for all prompts
-    on_tokens: Callable[[RowPrompt, Sequence[int]], bool]  # as in `ContinuousDecoder`
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
         """See `ContinuousDecoder.decode`."""
         decode: Any = self.model.generate
         while (prompt := source.next()) is not None:
-            stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
+            stats, streamer = SpeculationStats(), _Streamer(prompt)
             input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
             arguments = {**self.arguments, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
             if prompt.seed is not None:
@@ -251,17 +247,57 @@ class _CancelledError(Exception):
 class _Streamer(BaseStreamer):
     """Hands on the tokens so far after each round."""
 
-    def __init__(self, prompt: RowPrompt, on_tokens: Callable[[RowPrompt, Sequence[int]], bool]):
+    def __init__(self, prompt: RowPrompt):
         self.ids: list[int] = []
-        self._prompt, self._on_tokens, self._is_prompt = prompt, on_tokens, True
+        self._prompt, self._is_prompt = prompt, True
 
     def put(self, value: Tensor) -> None:
         """Add new tokens; the first call has the prompt."""
         if not self._is_prompt:
             self.ids += value.flatten().tolist()
         self._is_prompt = False
-        if not self._on_tokens(self._prompt, self.ids):
+        if not _add_tokens(self._prompt, self.ids):
             raise _CancelledError
 
     def end(self) -> None:
         """Does nothing: the result has all tokens."""
+
+
+class TextStream:
+    """Gives text as soon as it is final: whole characters, and no beginning of a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):
+        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.is_cut = False  # whether the text ended before a stop string
+        self._ids: list[int] = []
+        self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
+        self._held = ""
+
+    def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
+        """The text that is final with these tokens, all so far; at the end all of the rest."""
+        if len(token_ids) <= len(self._ids) and not is_end:
+            return ""  # the row is decoded again
+        self._ids = list(token_ids)
+        before = self._decode(self._ids[self._begin : self._read])
+        now = self._decode(self._ids[self._begin :])
+        if now.endswith(_PARTIAL_CHARACTER) and not is_end:
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        self._held += now[len(before) :]
+        if self.is_cut:
+            return ""
+        found = [at for stop in self.stop_strings if (at := self._held.find(stop)) >= 0]
+        self.is_cut = bool(found)
+        end = min(found) if found else len(self._held) - (0 if is_end else self._num_pending())
+        ready, self._held = self._held[:end], self._held[end:]
+        return ready
+
+    def _num_pending(self) -> int:
+        """Number of last characters that a stop string may begin with."""
+        longest = max(map(len, self.stop_strings), default=1) - 1
+        nums = range(min(longest, len(self._held)), 0, -1)
+        held = self._held
+        return next((num for num in nums if any(stop.startswith(held[-num:]) for stop in self.stop_strings)), 0)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

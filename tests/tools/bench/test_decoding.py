@@ -98,7 +98,6 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
         for method, stats in ((METHODS[3], SpeculationStats(rounds_by_draft_len={3: 1})), (METHODS[2], None)):
             runs = [Run(batch, at, 1.0, one, stats) for at, one in enumerate((texts, [[]] * 3))]
             assert check(method, runs, others) == found
-            assert found.ok == (not found.num_wrong)
 
 
 @torch.no_grad()
