@@ -12,8 +12,7 @@ from _library import DEFAULT_SCHEDULE
 from _subjects import Subject
 from transformers import CompileConfig
 
-from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
-from hf_speculate.tools.bench.measuring import measure
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, measure
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread

@@ -1,12 +1,12 @@
-"""Groups prompts into batches, and decodes a batch with any method, through public `generate()`."""
+"""Groups prompts into batches, and times methods that decode them in turn, through public `generate()`."""
 
 import copy
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,8 +17,11 @@ from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.generation.continuous import left_padded
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.methods import OURS, SAMPLING_NAMES, TRANSFORMERS, Method
+from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSFORMERS, Method
 
+_WARM_UP_TOKENS = 8
+# Raised by transformers' assisted generation for pairs that it does not support.
+_ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 ItemT = TypeVar("ItemT")
 
 
@@ -45,7 +48,7 @@ def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | N
     by_category: dict[str, list[ItemT]] = defaultdict(list)
     for item, category in zip(items, categories, strict=True):
         by_category[category].append(item)
-    return [item for turn in zip_longest(*by_category.values()) for item in turn if item is not None][:num]
+    return [item for turn in itertools.zip_longest(*by_category.values()) for item in turn if item is not None][:num]
 
 
 def make_batches(
@@ -211,3 +214,73 @@ def _view(model: PreTrainedModel) -> PreTrainedModel:
     view.generation_config = copy.deepcopy(model.generation_config)
     vars(view.generation_config).update(dict.fromkeys(fields_of(view.generation_config)))
     return view
+
+
+Runs = dict[str, list[Run]]  # by name of the method
+OnStep = Callable[[Method, Run | None], object]  # is called after each call; the run is None for a warm-up
+
+
+class Measured(NamedTuple):
+    """Timed calls, and the reasons for methods of transformers that failed, by name of the method."""
+
+    runs: Runs
+    left_out: dict[str, str]
+    is_interrupted: bool = False
+
+
+def measure(
+    methods: Sequence[Method],
+    batches: Sequence[Batch],
+    decode: Decoder,
+    *,
+    repeats: int = 1,
+    is_warm: bool = False,  # else every method first decodes a few tokens untimed
+    seed: int = 0,
+    on_step: OnStep = lambda method, run: None,
+) -> Measured:
+    """Decode each batch with each method in turn: all meet the same load. Ctrl-C returns the calls so far."""
+    runs: Runs = {method.name: [] for method in methods}
+    left_out: dict[str, str] = {}
+
+    def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Run | None:
+        if method.name in left_out:
+            return None
+        try:
+            return decode(method, batch, seed + num, max_new_tokens)
+        except _ASSISTED_ERRORS as error:
+            if method.engine != TRANSFORMERS:
+                raise
+            first_line = str(error).partition("\n")[0]
+            left_out[method.name] = f"{type(error).__name__}: {first_line}"
+            del runs[method.name]
+            return None
+
+    devices = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            for method in () if is_warm else methods:
+                attempt(method, batches[0], 0, _WARM_UP_TOKENS)
+                on_step(method, None)
+            for repeat, batch in itertools.product(range(repeats), batches):
+                num = repeat * len(batches) + batch.number
+                for method in methods if num % 2 == 0 else reversed(methods):
+                    if (run := attempt(method, batch, num)) is not None:
+                        runs[method.name].append(run._replace(repeat=repeat))
+                        on_step(method, run)
+        except KeyboardInterrupt:
+            return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
+    return Measured(runs, left_out)
+
+
+def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
+    """Tokens per second over plain decoding's on the same batch and repetition."""
+    speeds = {run.key: run.tokens_per_s for run in plain}
+    return [run.tokens_per_s / speeds[run.key] for run in runs]
+
+
+def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
+    """Calls on batches that all plain methods have decoded; methods without any are left out."""
+    plain = [{run.key for run in runs[one.name]} for one in methods if one.engine == PLAIN]
+    done = set.intersection(*plain) if plain else set()
+    kept = {name: [run for run in of_it if run.key in done] for name, of_it in runs.items()}
+    return {name: of_it for name, of_it in kept.items() if of_it}

@@ -115,13 +115,10 @@ def our_methods(
     verifiers: Iterable[str],
     lens: Sequence[DraftLen],
     do_sample: bool,
-    fields: Mapping[str, Any],
+    fields: Mapping[str, Any],  # of `SpeculationConfig`, for all methods
     thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
-    """Each verifier with each draft length, and the lossy ones alone with each `posterior_threshold` that is given.
-
-    `fields` of `SpeculationConfig` apply to all.
-    """
+    """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""
     found = []
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
         own, name = {**fields, "verifier": verifier, **draft_len.fields}, verifier

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
-from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
+from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
@@ -193,11 +192,7 @@ class Comparison:
         return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
     def run(self, decoder: Decoder, on_step: OnStep) -> dict[str, Any]:
-        """Time all methods, compare greedy outputs with plain decoding's, and measure the drift of lossy ones.
-
-        A method is left out if its greedy output differs from plain decoding's other than at near-ties. After Ctrl-C,
-        outputs are not compared and drift is not measured.
-        """
+        """Time all methods; unless Ctrl-C ended that, compare outputs with plain decoding's and measure drift."""
         methods = self.all_methods
         measured = measure(methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step)
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)

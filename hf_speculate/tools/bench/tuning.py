@@ -12,8 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
-from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
-from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
+from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
 from hf_speculate.tools.bench.methods import DraftLen, Method, default_verifier, our_methods, plain_method, split
 from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
 from hf_speculate.tools.bench.results import finite, reliability, spread, total_stats

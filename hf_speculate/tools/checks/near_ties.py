@@ -90,16 +90,16 @@ class DifferenceCheck:
     def __call__(
         self, chosen: tuple[int, int], gap: float, position: int, logits_of: Callable[[PreTrainedModel], Tensor]
     ) -> ParityRow:
-        """Classify the `chosen` tokens of a plain and a speculative run, whose scores in the plain run are `gap` apart.
+        """Classify the tokens of a plain and a speculative run, whose scores in the plain run are `gap` apart.
 
-        `logits_of` runs the target, or its copy in float64: logits [N, V] float64 of this position, first those of a
-        forward over one token of one row. Noise of many units counts only if float64 confirms rounding.
+        `logits_of` runs a model: [N, V] float64, the first of a forward over one token of one row.
         """
         exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
         measured = _noise_in(logits_of(self._model), chosen)
         is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
         eps = max(torch.finfo(one).eps for one in (self._model.dtype, torch.float32))  # scores are float32 at best
         ulp = eps * measured.magnitude
+        # noise of many units counts only if float64 confirms rounding
         noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
         bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
         verdict, reason = "tie", "the gap is within rounding"
@@ -133,10 +133,7 @@ class GapRecorder(LogitsProcessor):
 
 @torch.no_grad()
 def logits_after_text(model: PreTrainedModel, *, token_ids: Tensor, block_len: int, num_rows: int) -> Tensor:
-    """Logits [3, V] after a text [T], of a decoder that reads token ids only.
-
-    One forward reads the last token of one row; the others read that of `num_rows` rows, and their last `block_len`.
-    """
+    """Logits [3, V] after a text [T]: of its last token in one row and in `num_rows`, and of their last `block_len`."""
     ids = token_ids[None].to(model.device)  # [1, T]
     forwards = (1, 1), (num_rows, 1), (num_rows, block_len)
     return torch.stack([_last_logits(model, ids.expand(rows, -1), num) for rows, num in forwards])
@@ -161,18 +158,14 @@ def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
 def logits_in_call(
     model: PreTrainedModel,
     *,
-    options: Mapping[str, Any],
-    speculation: Mapping[str, Any],
+    options: Mapping[str, Any],  # of both calls: an encoder's inputs, images or the like
+    speculation: Mapping[str, Any],  # what the speculative call adds
     token_ids: Tensor,
     row: int,
     position: int,
     block_len: int,
 ) -> Tensor:
-    """Logits [2, V] of a row's new token at `position`, for a call with an encoder's inputs, images or the like.
-
-    Plain decoding's output before the difference, `token_ids` [B, T] with `position` new ones, is decoded again, token
-    by token and with drafts. `options` are those of both calls, `speculation` is what the speculative one adds.
-    """
+    """Logits [2, V] after the `position` new tokens of a row of `token_ids` [B, T], by plain and speculative calls."""
     options = dict(options)
     if model.dtype == torch.float64:  # pixels and the like
         reals = {name: one for name, one in options.items() if isinstance(one, Tensor) and one.is_floating_point()}

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.generation.arguments import setting
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
@@ -201,7 +202,6 @@ def _compared(
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
     """The token that pads finished rows; -1, which is no token, if nothing is set."""
-    passed = [options, vars(options.get("generation_config") or model.generation_config)]
-    values = [fields.get(name) for name in ("pad_token_id", "eos_token_id") for fields in passed]
+    values = (setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     value = next((value for value in values if value is not None), -1)
     return int(value[0] if isinstance(value, list | tuple) else value)

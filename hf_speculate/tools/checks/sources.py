@@ -42,10 +42,7 @@ def describe(
     dtype_name: str | None,
     options: Mapping[str, Any],
 ) -> Described:
-    """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for that of its config.
-
-    `options` are those of `from_pretrained`.
-    """
+    """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for its config's."""
     get_base_model = getattr(source, "get_base_model", None)
     if callable(get_base_model) and not isinstance(source, PreTrainedModel):
         source = get_base_model()

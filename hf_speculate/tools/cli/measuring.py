@@ -61,9 +61,7 @@ def run_bench(options: Bench) -> int:
         "left_out": left_out,
         "command": shlex.join(["hf-speculate", *(options.context.obj or ())]),
     }
-    if not options.as_json:
-        _show_comparison(result)  # first: results are visible even if they cannot be written
-    _finish(result, options)
+    _finish(result, options, _show_comparison)
     if options.html is not None and result["methods"]:
         write_html(result, options.html)
         note(f"report: {options.html}")
@@ -91,9 +89,7 @@ def run_tune(options: Tune) -> int:
         tuned = tuning.tune(tried, batches, rule, instruments, do_sample=sample, seed=options.seed or 0)
     result["settings"]["quality"] = str(rule)
     result |= tuned.as_dict()
-    if not options.as_json:
-        _show_trials(result, rule)
-    _finish(result, options)
+    _finish(result, options, partial(_show_trials, rule=rule))
     if tuned.is_interrupted:
         return INTERRUPTED
     say = note if options.as_json else answer
@@ -177,23 +173,20 @@ def _show_comparison(result: dict[str, Any]) -> None:
     }
     shown = {head: cell for head, cell in (METHODS | own_speed).items() if head not in _HIDDEN}
     _show("speed", {_SHORT.get(head, head): cell for head, cell in shown.items()}, entries, 2)
-    for line in _remarks(entries):
-        answer(f"{line}\n")
+    by_check: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry["checked"]:
+            by_check.setdefault(entry["checked"], []).append(entry["name"])
+    for found, names in by_check.items():
+        answer(f"compared with plain decoding: {found}: {'; '.join(names)}\n")
+    noise = [f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]]
+    if noise:
+        answer(f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}\n")
     _show("latency", values.LATENCIES | own, entries, 1)
     _show("by category", values.CATEGORIES, sorted(result["categories"], key=lambda one: str(one["category"])), 2)
     _show("drift of lossy verifiers", values.DRIFT, result["drift"], 1)
     for name, reason in settings["left_out"].items():
         note(f"left out: {name}: {reason}", style="bold")
-
-
-def _remarks(entries: list[dict[str, Any]]) -> list[str]:
-    by_result: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry["checked"]:
-            by_result.setdefault(entry["checked"], []).append(entry["name"])
-    lines = [f"compared with plain decoding: {found}: {'; '.join(names)}" for found, names in by_result.items()]
-    noise = [f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]]
-    return [*lines, *([f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}"] if noise else [])]
 
 
 def _show_trials(result: dict[str, Any], rule: Rule) -> None:
@@ -228,8 +221,10 @@ def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: in
     output.print(shown)
 
 
-def _finish(result: dict[str, Any], options: Measurement) -> None:
-    """Print why results are not reliable or not complete, then write them as JSON."""
+def _finish(result: dict[str, Any], options: Measurement, show: Callable[[dict[str, Any]], None]) -> None:
+    """Show results, first of all as they may not be writable, and why they are not reliable; write them as JSON."""
+    if not options.as_json:
+        show(result)
     for reason in result["reliability"]["reasons"]:
         note(f"warning: {reason}", style="bold yellow")
     if result["is_interrupted"]:

@@ -82,14 +82,6 @@ def move_results(part: Path, whole: Path) -> None:
     part.unlink()
 
 
-def put_in_order(path: Path, keys: Iterable[str]) -> None:
-    """Sort the lines of a file by their ids; the file is whole at any time."""
-    lines = dict(read_results(path))
-    order = [key for key in keys if key in lines]
-    if order != list(lines):
-        replace_file(path, [lines[key] for key in order])
-
-
 @dataclass(frozen=True)
 class Job:
     """Rows to decode into an output, and the folder `<output>.run`.
@@ -178,17 +170,19 @@ class Job:
         append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])
 
     def complete(self) -> None:
-        """Collect the results of all ranks."""
+        """Collect the results of all ranks; the output is whole at any time."""
         self._gather_parts()
-        found = ids_in(self.output)
-        missing = [row.key for row in self.rows if row.key not in found]
+        keys, found = [row.key for row in self.rows], ids_in(self.output)
+        missing = [key for key in keys if key not in found]
         if missing:
             raise ConfigError(
                 f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
                 "output on a file system that all ranks share"
             )
         if self.is_ordered:
-            put_in_order(self.output, [row.key for row in self.rows])
+            lines = dict(read_results(self.output))
+            if keys != list(lines):
+                replace_file(self.output, [lines[key] for key in keys])
 
     def _gather_parts(self) -> None:
         for part in sorted(self.folder.glob("rank-*.jsonl")):

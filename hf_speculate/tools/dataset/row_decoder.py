@@ -35,10 +35,9 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 
 
 class RowEnds:
-    """Finds, after a batch was decoded, at which token the stopping criteria ended each row.
+    """Finds the end of each row after decoding: row-wise criteria run again, calls of the others are recorded.
 
-    Rows without an EOS token go on until the last row has stopped, so the output does not show it. Criteria that are
-    known to be row-wise run again on the finished sequences. Calls of the others are recorded during decoding.
+    The output does not show the end: rows without an EOS token go on until the last row has stopped.
     """
 
     def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
@@ -132,10 +131,7 @@ class RowDecoder:
     def decode_all(
         self, batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin, num_refilled: int
     ) -> Iterator[Decoded]:
-        """Decode with places for `num_refilled` rows, which finished rows leave to the next ones.
-
-        Without places, or if rows cannot join others, one batch is decoded after another.
-        """
+        """Decode with places for `num_refilled` rows; without places, or if rows cannot join, batch by batch."""
         fallback = ""
         if num_refilled:
             decoder = ContinuousDecoder(

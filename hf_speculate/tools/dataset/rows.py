@@ -73,10 +73,7 @@ class Row:
 
 
 def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
-    """Read rows from a file with one JSON value per line, or from such values.
-
-    A value is a string, or an object with one of `PROMPT_NAMES` and optionally one of `ID_NAMES`.
-    """
+    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id."""
     if isinstance(prompts, str | Path):
         path = Path(prompts)
         if not path.is_file():

@@ -19,10 +19,7 @@ _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the envir
 
 
 def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Write a result, as `hf-speculate bench --json` prints it, as one page with tables and plots; returns the path.
-
-    Names and texts in the result are shown as they are, never read as HTML. Missing values are left out.
-    """
+    """Write the JSON of `hf-speculate bench` as one page, without values that are missing; returns the path."""
     methods: list[Result] = result.get("methods") or []
     if not methods:
         raise ConfigError("result must have entries under 'methods', got none; pass the JSON of hf-speculate bench")
