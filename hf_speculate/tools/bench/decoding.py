@@ -4,8 +4,7 @@ import copy
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,14 +141,24 @@ class Decoder:
         device = self.target.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        first_s: list[float] = []
+
+        def end_first_forward(*_: Any) -> None:
+            hook.remove()  # later forwards may be compiled
+            _synchronize(device)
+            first_s.append(time.perf_counter() - begin)
+
         begin = time.perf_counter()
-        with _timed_first_forward(self.target) as first_s:
+        hook = self.target.register_forward_hook(end_first_forward)
+        try:
             if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
             else:
                 decode: Any = self.target.generate if stats is None else partial(generate, self.target)
                 output = decode(**batch.inputs, **{"tokenizer": self.tokenizer, **options})
                 new_ids = list(output[:, batch.input_ids.shape[1] :])
+        finally:
+            hook.remove()
         _synchronize(device)
         seconds = time.perf_counter() - begin
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -178,24 +187,6 @@ class Decoder:
             if method.fields:
                 view.generation_config.update(**method.fields, assistant_confidence_threshold=0.0)
         return self._assistants[method.name]
-
-
-@contextmanager
-def _timed_first_forward(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Yield a list for the seconds from now to the end of the model's first forward."""
-    seconds: list[float] = []
-    began = time.perf_counter()
-
-    def end(*_: Any) -> None:
-        handle.remove()  # later forwards may be compiled
-        _synchronize(model.device)
-        seconds.append(time.perf_counter() - began)
-
-    handle = model.register_forward_hook(end)
-    try:
-        yield seconds
-    finally:
-        handle.remove()
 
 
 def up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:

@@ -121,10 +121,11 @@ def our_methods(
     """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""
     found = []
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
-        own, name = {**fields, "verifier": verifier, **draft_len.fields}, verifier
+        own, name = dict(fields), verifier
         if threshold is not None:  # alpha as in the defaults; a threshold above alpha would have no effect
-            own = {"posterior_alpha": round(math.sqrt(threshold), 6), **own, "posterior_threshold": threshold}
+            own = {"posterior_alpha": round(math.sqrt(threshold), 6), **fields, "posterior_threshold": threshold}
             name = f"{verifier} {threshold:g}"
+        own |= {"verifier": verifier, **draft_len.fields}
         config = SpeculationConfig(**own).resolve(do_sample)
         check_verifier(config)
         is_lossy = not is_lossless(config)

@@ -160,8 +160,7 @@ def draft_cost(target: PreTrainedModel, draft: PreTrainedModel | None) -> float:
     """Bytes that a draft step reads over those that a target step reads; 0 without a draft model."""
     if draft is None:
         return 0.0
-    target_size, draft_size = (size_of(one, one.config.get_text_config(decoder=True)) for one in (target, draft))
-    return draft_size.num_read_bytes() / target_size.num_read_bytes()
+    return size_of(draft).num_read_bytes() / size_of(target).num_read_bytes()
 
 
 def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
@@ -173,18 +172,18 @@ def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    methods: Sequence[Method]  # besides plain decoding; all sample, or none does
+    methods: Sequence[Method]  # at least one, besides plain decoding; all sample, or none does
     drift_methods: Sequence[Method]  # lossy ones, measured for speed and drift only
     batches: Sequence[Batch]  # of prompts, at least one
-    do_sample: bool = False  # whether tokens are sampled
     repeats: int = 1  # how often each method decodes each batch
     seed: int = 0  # used for sampling
 
     @property
     def all_methods(self) -> list[Method]:
         """All timed methods, plain decoding first; for drift also plain decoding of the other kind."""
-        others = [plain_method(not self.do_sample)] if self.drift_methods else []
-        return [plain_method(self.do_sample), *others, *self.methods, *self.drift_methods]
+        do_sample = self.methods[0].do_sample
+        others = [plain_method(not do_sample)] if self.drift_methods else []
+        return [plain_method(do_sample), *others, *self.methods, *self.drift_methods]
 
     @property
     def num_steps(self) -> int:
@@ -203,7 +202,7 @@ class Comparison:
             if (runs := measured.runs.get(method.name)) is None:
                 continue
             checked = None
-            if not (self.do_sample or method.is_lossy or method is base or is_interrupted):
+            if not (method.do_sample or method.is_lossy or method is base or is_interrupted):
                 try:
                     compared = check(method, runs, plain)
                 except KeyboardInterrupt:

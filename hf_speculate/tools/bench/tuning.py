@@ -112,15 +112,10 @@ def num_steps(num_methods: int, num_batches: int) -> int:
 
 
 def tune(
-    methods: Sequence[Method],
-    batches: Sequence[Batch],
-    rule: Rule,
-    instruments: Instruments,
-    *,
-    do_sample: bool = False,
-    seed: int = 0,
+    methods: Sequence[Method], batches: Sequence[Batch], rule: Rule, instruments: Instruments, seed: int = 0
 ) -> Tuned:
     """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on."""
+    do_sample = methods[0].do_sample
     plain = plain_method(do_sample)
     plain_runs: list[Run] = []
     plain_drift = Drift()

@@ -39,11 +39,9 @@ class Gain:
     speedup: float  #: 1.0 then
 
 
-def size_of(
-    model: PreTrainedModel, config: PreTrainedConfig, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
-) -> ModelSize:
+def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_per_value: float = 2.0) -> ModelSize:
     """Measure a model, which may be on the meta device."""
-    lookup = _lookup_table(model)
+    config, lookup = model.config.get_text_config(decoder=True), _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
         size = parameter.numel() * (parameter.element_size() if bytes_per_param is None else bytes_per_param)

@@ -66,7 +66,7 @@ def describe(
         name,
         model,
         decoder_config,
-        size_of(model, decoder_config, bytes_per_param, dtype.itemsize),
+        size_of(model, bytes_per_param, dtype.itemsize),
         str(dtype).removeprefix("torch."),
         str(_quantisation(config).get("quant_method", "")),
         tokenizer if tokenizer is not None else _found(transformers.AutoTokenizer, name, options),

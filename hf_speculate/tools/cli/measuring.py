@@ -49,7 +49,7 @@ def run_bench(options: Bench) -> int:
     thresholds = parse_thresholds(options.thresholds)
     drift_methods = methods.our_methods(verifiers, [drift_len], sample, fields, thresholds)
     decoder, batches, result = _load(options, decoding, fields)
-    comparison = Comparison(compared, drift_methods, batches, sample, options.repeats, seed)
+    comparison = Comparison(compared, drift_methods, batches, options.repeats, seed)
     with progress(comparison.num_steps) as on_step:
         result |= comparison.run(decoder, on_step=on_step)
     left_out = result.pop("left_out")
@@ -86,7 +86,7 @@ def run_tune(options: Tune) -> int:
     with progress(tuning.num_steps(len(tried), len(batches))) as on_step:
         drift = partial(drift_of_runs, decoder.target)
         instruments = tuning.Instruments(decoder, TextCheck(decoder), drift, on_step)
-        tuned = tuning.tune(tried, batches, rule, instruments, do_sample=sample, seed=options.seed or 0)
+        tuned = tuning.tune(tried, batches, rule, instruments, options.seed or 0)
     result["settings"]["quality"] = str(rule)
     result |= tuned.as_dict()
     _finish(result, options, partial(_show_trials, rule=rule))

@@ -186,8 +186,7 @@ class Measurement(Generation, Models):
 
     prompts: Prompts
     num_prompts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of prompts, taken from each category in turn."),
+        int | None, typer.Option(min=1, help="Largest number of prompts, taken from each category in turn.")
     ] = None
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts decoded together.")] = 1
     chat: Chat = False

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import BadLogitsError, SpeculateError
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, RowSource
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -62,7 +62,6 @@ class Engine:
         self.obstacle = _obstacle(self._decoder) if self.num_rows > 1 else ""
         if self.obstacle:
             self.num_rows = 1
-            self._decoder = self._make_decoder()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._lock = threading.RLock()  # guards what follows
         self._open: set[_Answer] = set()
@@ -125,9 +124,7 @@ class Engine:
         with self._lock:
             return self._waiting.popleft().prompt if self._waiting else None
 
-    def _make_decoder(self) -> Any:
-        if self.num_rows == 1:
-            return _OneByOneDecoder(self.target, self.options)
+    def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
         return ContinuousDecoder(
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
@@ -154,13 +151,32 @@ class Engine:
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""
         while True:
-            for results in self._decoder.decode(self):
+            decoded = self._decode_one_by_one() if self.num_rows == 1 else self._decoder.decode(self)
+            for results in decoded:
                 for result in results:
                     result.prompt.key.put(result)
             with self._lock:
                 if not self._waiting:
                     self._is_decoding = False
                     return
+
+    def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
+        """As `ContinuousDecoder.decode`, for models and drafters whose rows cannot be refilled."""
+        decode: Any = self.target.generate
+        while (prompt := self.next()) is not None:
+            stats, streamer = SpeculationStats(), _Streamer(prompt)
+            input_ids = torch.tensor([prompt.token_ids], device=self.target.device)  # [1, T]
+            arguments = {**self.options, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
+            if prompt.seed is not None:
+                arguments["seed"] = prompt.seed
+            error: Exception | None = None
+            try:
+                decode(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+            except _CancelledError:
+                pass
+            except _ROW_ERRORS as raised:
+                error = raised
+            yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
 
     def _on_end(self, done: "Future[None]") -> None:
         """Fail all requests after an error that is no row's; later ones get a new decoder."""
@@ -212,32 +228,6 @@ def request_error(error: BaseException) -> RequestError:
         return RequestError(str(error))
     LOGGER.error("a request failed", exc_info=error)
     return RequestError(f"{type(error).__name__}: {error}", status=500)
-
-
-@dataclass(frozen=True)
-class _OneByOneDecoder:
-    """Decodes prompts of a source one after the other, for models and drafters whose rows cannot be refilled."""
-
-    model: PreTrainedModel  # enabled
-    arguments: Mapping[str, Any]  # of `generate()` for all prompts
-
-    def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
-        """See `ContinuousDecoder.decode`."""
-        decode: Any = self.model.generate
-        while (prompt := source.next()) is not None:
-            stats, streamer = SpeculationStats(), _Streamer(prompt)
-            input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
-            arguments = {**self.arguments, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
-            if prompt.seed is not None:
-                arguments["seed"] = prompt.seed
-            error: Exception | None = None
-            try:
-                decode(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
-            except _CancelledError:
-                pass
-            except _ROW_ERRORS as raised:
-                error = raised
-            yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
 
 
 class _CancelledError(Exception):

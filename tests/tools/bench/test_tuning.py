@@ -107,7 +107,7 @@ def test_the_grid_holds_what_the_rule_allows():
     exact = candidates(Rule(), LENS[:1], [0.1], True, {})
     assert [method.verifier for method in exact] == ["rejection", "block", "coupled"]
     times = FakeTimes({"plain, sampling": 1.0, "rejection, K = 2": 0.5, "block, K = 2": 0.9, "coupled, K = 2": 0.9})
-    tuned = tune(exact, empty_batches(2), Rule(), instruments(times), do_sample=True)
+    tuned = tune(exact, empty_batches(2), Rule(), instruments(times))
     assert "verifier" not in tuned.fields  # of the default when tokens are drawn
     for fields, alphas in (({}, [0.2, 0.5]), ({"posterior_alpha": 0.6}, [0.6, 0.6])):
         bounded = candidates(Rule(max_drop=0.1), LENS[:1], [0.04, 0.25], True, {"draft_sampling": "argmax"} | fields)
