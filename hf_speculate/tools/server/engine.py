@@ -58,8 +58,11 @@ class Engine:
     def __post_init__(self) -> None:
         self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         self._decoder = self._make_decoder()
-        # Why requests are decoded one by one; empty if they are not, or if that is asked for.
-        self.obstacle = _obstacle(self._decoder) if self.num_rows > 1 else ""
+        self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
+        if self.num_rows > 1:
+            greedy = RowPrompt([0], None, {"max_new_tokens": 1, "do_sample": False})
+            sampled = RowPrompt([0], 0, {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"})
+            self.obstacle = self._decoder.obstacle(greedy) or self._decoder.obstacle(sampled)
         if self.obstacle:
             self.num_rows = 1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
@@ -212,14 +215,6 @@ def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
     answer: _Answer = prompt.key
     answer.put(list(token_ids))
     return answer.is_wanted
-
-
-def _obstacle(decoder: ContinuousDecoder) -> str:
-    """Why greedy or sampled rows cannot be refilled; empty if they can."""
-    greedy = {"max_new_tokens": 1, "do_sample": False}
-    sampled = {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"}
-    prompts = RowPrompt([0], None, greedy), RowPrompt([0], 0, sampled)
-    return next((obstacle for prompt in prompts if (obstacle := decoder.obstacle(prompt))), "")
 
 
 def request_error(error: BaseException) -> RequestError:
