@@ -39,8 +39,8 @@ def run(options: Batch) -> int:
         raise ConfigError(
             f"--engine ray must be started once, got {ranks.num} ranks; leave the launcher out, Ray has its own workers"
         )
-    if ranks.device is not None and options.device == "auto":
-        options = replace(options, device=ranks.device)
+    if ranks.state is not None and options.device == "auto":
+        options = replace(options, device=str(ranks.state.device))
     load = partial(make_decoder, options, arguments, options.chat)
     progress = ProgressNotes(notes(), "loading", _LINE_EVERY_S)
 

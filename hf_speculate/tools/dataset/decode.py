@@ -78,11 +78,6 @@ class Ranks:
     def is_main(self) -> bool:
         return self.index == 0
 
-    @property
-    def device(self) -> str | None:
-        """Of this process; None for any."""
-        return None if self.state is None else str(self.state.device)
-
     def wait(self) -> None:
         if self.state is not None:
             self.state.wait_for_everyone()

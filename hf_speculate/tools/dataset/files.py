@@ -36,10 +36,10 @@ def _append(path: Path, lines: bytes) -> None:
         sync_folder(path.parent)
 
 
-def cut_torn_line(path: Path) -> int:
-    """Remove an incomplete last line; returns its number of bytes."""
+def cut_torn_line(path: Path) -> None:
+    """Remove an incomplete last line."""
     if not path.exists():
-        return 0
+        return
     with path.open("r+b") as file:
         end = sum(len(line) for line in file if line.endswith(b"\n"))
         file.seek(end)
@@ -49,7 +49,6 @@ def cut_torn_line(path: Path) -> int:
         if torn:
             file.truncate(end)
             os.fsync(file.fileno())
-    return len(torn)
 
 
 def read_results(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -273,7 +273,8 @@ def _out_of_memory(num_rows: int, what: str) -> ConfigError:
 
 def row_seed(seed: int, row: Row) -> int:
     """Seed of one row: its own, else one in [0, 2**63) from the data set's seed and the row's id."""
-    if row.seed is not None:
-        return row.seed
+    own: int | None = row.extras.get("seed")
+    if own is not None:
+        return own
     digest = hashlib.sha256(f"{seed}:{row.key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -57,14 +57,9 @@ class Row:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of `generate()` for this row; the seed is apart."""
+        """Arguments of `generate()` for this row, without its seed."""
         given = {name: self.extras.get(name) for name in ROW_SETTINGS if name != "seed"}
         return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def seed(self) -> int | None:
-        """Of this row when sampling."""
-        return self.extras.get("seed")
 
     @property
     def category(self) -> str:
