@@ -73,12 +73,12 @@ class DifferenceCheck:
     """Decides whether rounding explains the first difference between the two sequences of a row."""
 
     def __init__(self, model: PreTrainedModel):
-        self._model = model
+        self.model = model
 
     @cached_property
     def _exact(self) -> PreTrainedModel | None:
         """The model in float64: itself, or a copy; None for a large, quantised or distributed model."""
-        model = self._model
+        model = self.model
         if model.dtype == torch.float64:
             return model
         num_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
@@ -95,9 +95,9 @@ class DifferenceCheck:
         `logits_of` runs a model: [N, V] float64, the first of a forward over one token of one row.
         """
         exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
-        measured = _noise_in(logits_of(self._model), chosen)
+        measured = _noise_in(logits_of(self.model), chosen)
         is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
-        eps = max(torch.finfo(one).eps for one in (self._model.dtype, torch.float32))  # scores are float32 at best
+        eps = max(torch.finfo(one).eps for one in (self.model.dtype, torch.float32))  # scores are float32 at best
         ulp = eps * measured.magnitude
         # noise of many units counts only if float64 confirms rounding
         noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
@@ -108,8 +108,8 @@ class DifferenceCheck:
             reason = "in float64 too, a forward over several tokens gives other logits than one over one"
         elif not gap <= bound:  # NaN is not a tie
             verdict, reason = "bug", "the gap is larger than rounding explains"
-        gaps = measured.top_gap, None if exactly is None else exactly.top_gap, gap
-        return ParityRow(0, verdict, position, *chosen, *gaps, measured.noise, bound, reason)
+        top_gaps = measured.top_gap, None if exactly is None else exactly.top_gap
+        return ParityRow(0, verdict, position, *chosen, *top_gaps, gap, measured.noise, bound, reason)
 
 
 class GapRecorder(LogitsProcessor):

@@ -25,6 +25,7 @@ from hf_speculate.tools.checks.near_ties import (
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
+_SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments that plain decoding does not take
 _REFUSED = [
     "assistant_model",
     "do_sample",
@@ -95,12 +96,13 @@ def check_parity(
     options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
     if (assistant is not None or options.get("drafter")) and "num_assistant_tokens_schedule" not in options:
         options.setdefault("num_assistant_tokens", DEFAULT_ASSISTANT_TOKENS)
+    options["assistant_model"] = assistant
     stats = options.pop("speculation_stats", None) or SpeculationStats()
     num_drafted = 0
     rows: list[ParityRow] = []
     check = DifferenceCheck(model)
     for inputs in _calls(prompts, tokenizer, model.device):
-        for row in _compared(model, assistant, inputs, options, stats, check):
+        for row in _compared(check, inputs, options, stats):
             rows.append(replace(row, index=len(rows)))
         num_drafted += stats.num_verified
     return ParityReport(tuple(rows), str(model.dtype).removeprefix("torch."), num_drafted)
@@ -159,18 +161,13 @@ def _calls(
 
 
 def _compared(
-    model: PreTrainedModel,
-    assistant: PreTrainedModel | None,
-    inputs: dict[str, Tensor],
-    options: dict[str, Any],
-    stats: SpeculationStats,
-    check: DifferenceCheck,
+    check: DifferenceCheck, inputs: dict[str, Tensor], options: dict[str, Any], stats: SpeculationStats
 ) -> Iterator[ParityRow]:
     """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
-    speculation = {**options, "assistant_model": assistant}
-    ours: Any = generate(model, **{**speculation, **inputs, "speculation_stats": stats})
+    model = check.model
+    ours: Any = generate(model, **{**options, **inputs, "speculation_stats": stats})
     recorder = GapRecorder(ours)
-    plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES} | inputs
+    plain_options = {name: value for name, value in options.items() if name not in _SPECULATIVE} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
     prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
@@ -194,7 +191,7 @@ def _compared(
             logits_of = partial(logits_after_text, token_ids=text, num_rows=len(ours))
         else:
             text = plain[:, : prompt_len + position]
-            logits_of = partial(logits_in_call, options=plain_options, speculation=speculation, token_ids=text)
+            logits_of = partial(logits_in_call, options=plain_options, speculation=options, token_ids=text)
             logits_of = partial(logits_of, row=row, position=position)
         gap = float(recorder.gaps[position][row])
         yield check(chosen, gap, position, partial(logits_of, block_len=block_len))
