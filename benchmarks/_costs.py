@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.types import KVState
 
 MAX_K = 10

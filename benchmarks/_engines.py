@@ -12,9 +12,7 @@ from _library import DEFAULT_SCHEDULE
 from _subjects import Subject
 from transformers import CompileConfig
 
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
-from hf_speculate.tools.bench.measuring import measure
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, measure
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
@@ -231,7 +229,7 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
             continue
         else:
             compared = compare(method, [found], [checked(PLAIN_METHOD)])
-            if not compared.ok:
+            if compared.num_wrong:
                 raise SystemExit(f"{method.name}: {compared}")
             equal = compared.num_equal
         num_rows, num_equal = num_rows + len(found.texts), num_equal + equal

@@ -15,7 +15,7 @@ from _harness import ROOT, wait
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from hf_speculate.tools.bench.batches import Batch, make_batches
+from hf_speculate.tools.bench.decoding import Batch, make_batches
 
 PAIR = ROOT / "examples" / "pair"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -43,7 +43,7 @@ from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
 from _subjects import DTYPES, SHAPES, Subject, load_pair, load_shape
 
-from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 NAME = "end_to_end"

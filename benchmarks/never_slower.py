@@ -34,7 +34,7 @@ from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
 from _subjects import DTYPES, Subject, encode, load_pair, read_prompts
 
-from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.tools.bench.methods import Method
 
 NAME = "never_slower"

@@ -1,21 +1,77 @@
-"""Decodes a batch with any method, through public `generate()`."""
+"""Groups prompts into batches, and times methods that decode them in turn, through public `generate()`."""
 
 import copy
+import itertools
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.generation.arguments import fields_of
+from hf_speculate.generation.continuous import left_padded
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.methods import OURS, SAMPLING_NAMES, TRANSFORMERS, Method
+from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSFORMERS, Method
+
+_WARM_UP_TOKENS = 8
+# Raised by transformers' assisted generation for pairs that it does not support.
+_ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+ItemT = TypeVar("ItemT")
+
+
+class Batch(NamedTuple):
+    """Prompts that one call decodes."""
+
+    number: int  # among all batches, from 0
+    input_ids: Tensor  # [B, T] int64, left-padded
+    attention_mask: Tensor  # [B, T] int64, left-padded
+    category: str = ""  # of all its prompts; empty if they have none, or several
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Token ids [T] of each prompt without padding."""
+        return [ids[mask != 0] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+
+
+def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | None) -> list[ItemT]:
+    """The first `num` items (None for all), taken from each category in turn."""
+    by_category: dict[str, list[ItemT]] = defaultdict(list)
+    for item, category in zip(items, categories, strict=True):
+        by_category[category].append(item)
+    return [item for turn in itertools.zip_longest(*by_category.values()) for item in turn if item is not None][:num]
+
+
+def make_batches(
+    prompts: Sequence[Sequence[int]],
+    categories: Sequence[str],
+    pad_token_id: int,
+    batch_size: int,
+    device: torch.device,
+) -> list[Batch]:
+    """Group prompts into full batches of one category each; the remaining prompts form mixed batches."""
+    groups: list[tuple[str, Sequence[Sequence[int]]]] = []
+    waiting: dict[str, list[Sequence[int]]] = defaultdict(list)
+    for ids, category in zip(prompts, categories, strict=True):
+        waiting[category].append(ids)
+        if len(waiting[category]) == batch_size:
+            groups.append((category, waiting.pop(category)))
+    rest = [(category, ids) for category, group in waiting.items() for ids in group]
+    for start in range(0, len(rest), batch_size):
+        found, group = zip(*rest[start : start + batch_size], strict=True)
+        groups.append((found[0] if len(set(found)) == 1 else "", group))
+    return [
+        Batch(number, *left_padded(group, pad_token_id, device), category)
+        for number, (category, group) in enumerate(groups)
+    ]
 
 
 class Run(NamedTuple):
@@ -52,10 +108,7 @@ class Run(NamedTuple):
 
 
 class Decoder:
-    """Decodes batches with views of one target and draft whose generation configs hold no speculative fields.
-
-    Plain decoding would read such fields. `arguments` of `generate()` are those of all methods.
-    """
+    """Decodes batches with views of one target and draft; `arguments` of `generate()` are those of all methods."""
 
     def __init__(self, target: PreTrainedModel, draft_arguments: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.target = _view(target)
@@ -71,8 +124,7 @@ class Decoder:
 
     def options(self, do_sample: bool) -> dict[str, Any]:
         """The arguments of all methods that sample, or of all greedy ones."""
-        left_out = () if do_sample else SAMPLING_NAMES
-        used = {name: value for name, value in self._arguments.items() if name not in left_out}
+        used = {name: value for name, value in self._arguments.items() if do_sample or name not in SAMPLING_NAMES}
         return used | {"do_sample": do_sample}
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
@@ -89,14 +141,24 @@ class Decoder:
         device = self.target.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        first_s: list[float] = []
+
+        def end_first_forward(*_: Any) -> None:
+            hook.remove()  # later forwards may be compiled
+            _synchronize(device)
+            first_s.append(time.perf_counter() - begin)
+
         begin = time.perf_counter()
-        with _timed_first_forward(self.target) as first_s:
+        hook = self.target.register_forward_hook(end_first_forward)
+        try:
             if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
             else:
                 decode: Any = self.target.generate if stats is None else partial(generate, self.target)
                 output = decode(**batch.inputs, **{"tokenizer": self.tokenizer, **options})
                 new_ids = list(output[:, batch.input_ids.shape[1] :])
+        finally:
+            hook.remove()
         _synchronize(device)
         seconds = time.perf_counter() - begin
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -127,24 +189,6 @@ class Decoder:
         return self._assistants[method.name]
 
 
-@contextmanager
-def _timed_first_forward(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Yield a list for the seconds from now to the end of the model's first forward."""
-    seconds: list[float] = []
-    began = time.perf_counter()
-
-    def end(*_: Any) -> None:
-        handle.remove()  # later forwards may be compiled
-        _synchronize(model.device)
-        seconds.append(time.perf_counter() - began)
-
-    handle = model.register_forward_hook(end)
-    try:
-        yield seconds
-    finally:
-        handle.remove()
-
-
 def up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
     end = next((at for at, one in enumerate(ids) if one in eos_token_ids), len(ids))
     return ids[: end + 1]
@@ -156,8 +200,78 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights with a new generation config without speculative fields; not enabled."""
+    """The same weights, not enabled, without speculative fields in the generation config: plain decoding reads them."""
     view = copy.copy(model)
     view.generation_config = copy.deepcopy(model.generation_config)
     vars(view.generation_config).update(dict.fromkeys(fields_of(view.generation_config)))
     return view
+
+
+Runs = dict[str, list[Run]]  # by name of the method
+OnStep = Callable[[Method, Run | None], object]  # is called after each call; the run is None for a warm-up
+
+
+class Measured(NamedTuple):
+    """Timed calls, and the reasons for methods of transformers that failed, by name of the method."""
+
+    runs: Runs
+    left_out: dict[str, str]
+    is_interrupted: bool = False
+
+
+def measure(
+    methods: Sequence[Method],
+    batches: Sequence[Batch],
+    decode: Decoder,
+    *,
+    repeats: int = 1,
+    is_warm: bool = False,  # else every method first decodes a few tokens untimed
+    seed: int = 0,
+    on_step: OnStep = lambda method, run: None,
+) -> Measured:
+    """Decode each batch with each method in turn: all meet the same load. Ctrl-C returns the calls so far."""
+    runs: Runs = {method.name: [] for method in methods}
+    left_out: dict[str, str] = {}
+
+    def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Run | None:
+        if method.name in left_out:
+            return None
+        try:
+            return decode(method, batch, seed + num, max_new_tokens)
+        except _ASSISTED_ERRORS as error:
+            if method.engine != TRANSFORMERS:
+                raise
+            first_line = str(error).partition("\n")[0]
+            left_out[method.name] = f"{type(error).__name__}: {first_line}"
+            del runs[method.name]
+            return None
+
+    devices = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            for method in () if is_warm else methods:
+                attempt(method, batches[0], 0, _WARM_UP_TOKENS)
+                on_step(method, None)
+            for repeat, batch in itertools.product(range(repeats), batches):
+                num = repeat * len(batches) + batch.number
+                for method in methods if num % 2 == 0 else reversed(methods):
+                    if (run := attempt(method, batch, num)) is not None:
+                        runs[method.name].append(run._replace(repeat=repeat))
+                        on_step(method, run)
+        except KeyboardInterrupt:
+            return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
+    return Measured(runs, left_out)
+
+
+def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
+    """Tokens per second over plain decoding's on the same batch and repetition."""
+    speeds = {run.key: run.tokens_per_s for run in plain}
+    return [run.tokens_per_s / speeds[run.key] for run in runs]
+
+
+def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
+    """Calls on batches that all plain methods have decoded; methods without any are left out."""
+    plain = [{run.key for run in runs[one.name]} for one in methods if one.engine == PLAIN]
+    done = set.intersection(*plain) if plain else set()
+    kept = {name: [run for run in of_it if run.key in done] for name, of_it in runs.items()}
+    return {name: of_it for name, of_it in kept.items() if of_it}

@@ -112,36 +112,23 @@ def lookup_method(num_tokens: int, do_sample: bool) -> Method:
 
 
 def our_methods(
-    verifiers: Iterable[str], lens: Sequence[DraftLen], do_sample: bool, fields: Mapping[str, Any]
-) -> list[Method]:
-    """Each verifier with each draft length; `fields` of `SpeculationConfig` apply to all."""
-    found = []
-    for verifier, draft_len in itertools.product(verifiers, lens):
-        own = {**fields, "verifier": verifier, **draft_len.fields}
-        config = SpeculationConfig(**own).resolve(do_sample)
-        check_verifier(config)
-        is_lossy, threshold = not is_lossless(config), own.get("posterior_threshold")
-        name = verifier if threshold is None or not is_lossy else f"{verifier} {threshold:g}"
-        found.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
-    return found
-
-
-def threshold_methods(
     verifiers: Iterable[str],
-    thresholds: Sequence[float],
     lens: Sequence[DraftLen],
     do_sample: bool,
-    fields: Mapping[str, Any],
+    fields: Mapping[str, Any],  # of `SpeculationConfig`, for all methods
+    thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
-    """Each lossy verifier with each `posterior_threshold` and each draft length."""
+    """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""
     found = []
-    for verifier, threshold in itertools.product(verifiers, thresholds):
-        # as in the defaults; a threshold above alpha would have no effect
-        alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
-        found += our_methods([verifier], lens, do_sample, {**alpha, **fields, "posterior_threshold": threshold})
-    return [method for method in found if method.is_lossy]
-
-
-def drift_len(lens: Sequence[DraftLen]) -> DraftLen:
-    """Draft length for measuring drift: a constant one if there is one, because lossy texts depend on it."""
-    return next((one for one in lens if not one.is_adaptive), lens[0])
+    for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
+        own, name = dict(fields), verifier
+        if threshold is not None:  # alpha as in the defaults; a threshold above alpha would have no effect
+            own = {"posterior_alpha": round(math.sqrt(threshold), 6), **fields, "posterior_threshold": threshold}
+            name = f"{verifier} {threshold:g}"
+        own |= {"verifier": verifier, **draft_len.fields}
+        config = SpeculationConfig(**own).resolve(do_sample)
+        check_verifier(config)
+        is_lossy = not is_lossless(config)
+        if is_lossy or threshold is None:
+            found.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
+    return found

@@ -8,7 +8,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,14 +20,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import real
 from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
-from hf_speculate.tools.checks.near_ties import (
-    Difference,
-    GapRecorder,
-    classify,
-    float64_copy,
-    keep_logits,
-    noise_after_text,
-)
+from hf_speculate.tools.checks.near_ties import DifferenceCheck, GapRecorder, keep_logits, logits_after_text
 
 _TRANSFORMERS_TOKENS = 20  # default of its assisted generation
 _NUM_WIDE = 64  # rows of logits that are held in float32 at once
@@ -47,11 +40,6 @@ class Compared(NamedTuple):
     num_ties: int = 0
     num_wrong: int = 0
 
-    @property
-    def ok(self) -> bool:
-        """Whether rounding explains every difference."""
-        return self.num_wrong == 0
-
     def __str__(self) -> str:
         text = f"{self.num_equal} of {sum(self)} rows equal"
         if self.num_ties:
@@ -64,6 +52,7 @@ class TextCheck:
 
     def __init__(self, decoder: Decoder):
         self._target, self._options = decoder.target, decoder.options(do_sample=False)
+        self._check = DifferenceCheck(decoder.target)
 
     def __call__(self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run]) -> Compared:
         """Compare the calls of a greedy, lossless method with plain decoding's of the same batches."""
@@ -72,10 +61,6 @@ class TextCheck:
         for run in runs:
             verdicts.update(self._verdicts(method, run, plain[run.key]))
         return Compared(verdicts["equal"], verdicts["tie"], verdicts["bug"])
-
-    @cached_property
-    def _exact(self) -> PreTrainedModel | None:
-        return float64_copy(self._target)
 
     def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[str]:
         """Yield "equal", "tie" or "bug" for each row."""
@@ -90,12 +75,10 @@ class TextCheck:
             if at is None:
                 yield "equal" if len(ids) == len(others) else "bug"
                 continue
-            chosen, prompt = (ids[at], others[at]), run.batch.rows[row]
+            prompt = run.batch.rows[row]
             text = torch.cat([prompt, prompt.new_tensor(others[:at])])
-            measure = partial(
-                noise_after_text, token_ids=text, chosen=chosen, block_len=num_drafted + 1, num_rows=num_rows
-            )
-            yield classify(self._target, self._exact, Difference(*chosen, float(gaps[at][row]), measure)).verdict
+            logits_of = partial(logits_after_text, token_ids=text, block_len=num_drafted + 1, num_rows=num_rows)
+            yield self._check((ids[at], others[at]), float(gaps[at][row]), at, logits_of).verdict
 
     def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
         """Gaps [B] of plain decoding's tokens to those of a run, for each step."""

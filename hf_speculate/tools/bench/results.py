@@ -19,9 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
-from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
+from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
@@ -162,8 +160,7 @@ def draft_cost(target: PreTrainedModel, draft: PreTrainedModel | None) -> float:
     """Bytes that a draft step reads over those that a target step reads; 0 without a draft model."""
     if draft is None:
         return 0.0
-    target_size, draft_size = (size_of(one, one.config.get_text_config(decoder=True)) for one in (target, draft))
-    return draft_size.num_read_bytes() / target_size.num_read_bytes()
+    return size_of(draft).num_read_bytes() / size_of(target).num_read_bytes()
 
 
 def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
@@ -175,18 +172,18 @@ def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    methods: Sequence[Method]  # besides plain decoding; all sample, or none does
+    methods: Sequence[Method]  # at least one, besides plain decoding; all sample, or none does
     drift_methods: Sequence[Method]  # lossy ones, measured for speed and drift only
     batches: Sequence[Batch]  # of prompts, at least one
-    do_sample: bool = False  # whether tokens are sampled
     repeats: int = 1  # how often each method decodes each batch
     seed: int = 0  # used for sampling
 
     @property
     def all_methods(self) -> list[Method]:
         """All timed methods, plain decoding first; for drift also plain decoding of the other kind."""
-        others = [plain_method(not self.do_sample)] if self.drift_methods else []
-        return [plain_method(self.do_sample), *others, *self.methods, *self.drift_methods]
+        do_sample = self.methods[0].do_sample
+        others = [plain_method(not do_sample)] if self.drift_methods else []
+        return [plain_method(do_sample), *others, *self.methods, *self.drift_methods]
 
     @property
     def num_steps(self) -> int:
@@ -194,11 +191,7 @@ class Comparison:
         return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
     def run(self, decoder: Decoder, on_step: OnStep) -> dict[str, Any]:
-        """Time all methods, compare greedy outputs with plain decoding's, and measure the drift of lossy ones.
-
-        A method is left out if its greedy output differs from plain decoding's other than at near-ties. After Ctrl-C,
-        outputs are not compared and drift is not measured.
-        """
+        """Time all methods; unless Ctrl-C ended that, compare outputs with plain decoding's and measure drift."""
         methods = self.all_methods
         measured = measure(methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step)
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
@@ -209,14 +202,14 @@ class Comparison:
             if (runs := measured.runs.get(method.name)) is None:
                 continue
             checked = None
-            if not (self.do_sample or method.is_lossy or method is base or is_interrupted):
+            if not (method.do_sample or method.is_lossy or method is base or is_interrupted):
                 try:
                     compared = check(method, runs, plain)
                 except KeyboardInterrupt:
                     is_interrupted = True
                 else:
                     checked = str(compared)
-                    if not compared.ok:
+                    if compared.num_wrong:
                         left_out[method.name] = f"its output differs from plain decoding's: {checked}"
                         continue
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}

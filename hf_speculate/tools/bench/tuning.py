@@ -12,18 +12,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
-from hf_speculate.tools.bench.measuring import OnStep, measure, ratios
-from hf_speculate.tools.bench.methods import (
-    DraftLen,
-    Method,
-    default_verifier,
-    our_methods,
-    plain_method,
-    split,
-    threshold_methods,
-)
+from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
+from hf_speculate.tools.bench.methods import DraftLen, Method, default_verifier, our_methods, plain_method, split
 from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
 from hf_speculate.tools.bench.results import finite, reliability, spread, total_stats
 
@@ -46,7 +36,7 @@ class Instruments(NamedTuple):
 class Trial:
     method: Method  # that is tried
     runs: list[Run] = field(default_factory=list)  # its calls so far
-    drift: Drift | None = None  # of its outputs, if the rule has bounds
+    drift: Drift = field(default_factory=Drift)  # of a lossy method's outputs
     complaint: str = ""  # why it was dropped; empty while it is in the race
 
 
@@ -55,7 +45,7 @@ class Tuned:
     winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
     trials: list[Trial]  # of all methods, best first
     plain_runs: list[Run]  # plain decoding's calls
-    plain_drift: Drift | None  # of its outputs, if the rule has bounds
+    plain_drift: Drift  # of its outputs, if the rule has bounds
     do_sample: bool  # whether tokens were sampled
     is_interrupted: bool = False  # whether Ctrl-C ended the measurement; there is no winner then
 
@@ -76,21 +66,18 @@ class Tuned:
         }
 
     def _entry(self, trial: Trial) -> dict[str, Any]:
-        entry: dict[str, Any] = {
+        is_read = trial.drift.num_tokens > 0
+        return {
             "name": trial.method.name,
             "fields": dict(trial.method.fields),
             "num_prompts": sum(len(run.texts) for run in trial.runs),
             "tokens_per_s": spread(run.tokens_per_s for run in trial.runs),
             "speedup": spread(ratios(trial.runs, self.plain_runs)),
             "acceptance_rate": (stats := total_stats(trial.runs)) and stats.acceptance_rate,
-            "agreement_with_greedy": None,
-            "drop": None,
+            "agreement_with_greedy": trial.drift.agreement if is_read else None,
+            "drop": finite(drop_of(trial.drift, self.plain_drift, self.do_sample)) if is_read else None,
             "out": trial.complaint or None,
         }
-        if trial.drift is not None and self.plain_drift is not None:
-            entry["agreement_with_greedy"] = trial.drift.agreement
-            entry["drop"] = finite(drop_of(trial.drift, self.plain_drift, self.do_sample))
-        return entry
 
 
 def candidates(
@@ -105,7 +92,7 @@ def candidates(
     names = split(verifiers) or _VERIFIERS[do_sample]
     methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
     if not rule.is_exact:
-        methods += threshold_methods(names, thresholds, lens, do_sample, fields)
+        methods += our_methods(names, lens, do_sample, fields, thresholds)
     return methods
 
 
@@ -125,18 +112,13 @@ def num_steps(num_methods: int, num_batches: int) -> int:
 
 
 def tune(
-    methods: Sequence[Method],
-    batches: Sequence[Batch],
-    rule: Rule,
-    instruments: Instruments,
-    *,
-    do_sample: bool = False,
-    seed: int = 0,
+    methods: Sequence[Method], batches: Sequence[Batch], rule: Rule, instruments: Instruments, seed: int = 0
 ) -> Tuned:
     """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on."""
+    do_sample = methods[0].do_sample
     plain = plain_method(do_sample)
     plain_runs: list[Run] = []
-    plain_drift: Drift | None = None
+    plain_drift = Drift()
     ranked = [Trial(method) for method in methods]  # the fastest first
     out: list[Trial] = []  # the last one dropped first
     used, is_interrupted = 0, False
@@ -162,15 +144,15 @@ def tune(
         if is_interrupted := measured.is_interrupted:
             break
         if not rule.is_exact:
-            plain_drift = (plain_drift or Drift()) + instruments.read(new_plain)
+            plain_drift += instruments.read(new_plain)
         for trial in ranked:
             method, new = trial.method, measured.runs[trial.method.name]
-            if method.is_lossy and plain_drift is not None:
-                trial.drift = (trial.drift or Drift()) + instruments.read(new)
+            if method.is_lossy:
+                trial.drift += instruments.read(new)
                 trial.complaint = rule.complaint(trial.drift, plain_drift, do_sample)
             elif not do_sample:
                 compared = instruments.check(method, new, new_plain)
-                trial.complaint = "" if compared.ok else f"differs from plain decoding: {compared}"
+                trial.complaint = f"differs from plain decoding: {compared}" if compared.num_wrong else ""
         out = [trial for trial in ranked if trial.complaint] + out
         ranked = [trial for trial in ranked if not trial.complaint]
         ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)

@@ -39,11 +39,9 @@ class Gain:
     speedup: float  #: 1.0 then
 
 
-def size_of(
-    model: nn.Module, config: PreTrainedConfig, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
-) -> ModelSize:
+def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_per_value: float = 2.0) -> ModelSize:
     """Measure a model, which may be on the meta device."""
-    lookup = _lookup_table(model)
+    config, lookup = model.config.get_text_config(decoder=True), _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
         size = parameter.numel() * (parameter.element_size() if bytes_per_param is None else bytes_per_param)
@@ -80,9 +78,7 @@ def estimate_gains(target: ModelSize, draft: ModelSize) -> tuple[Gain, ...]:
     return tuple(map(best, ACCEPTANCE_PROBABILITIES))
 
 
-def _lookup_table(model: nn.Module) -> nn.Parameter | None:
-    if not isinstance(model, PreTrainedModel):
-        return None
+def _lookup_table(model: PreTrainedModel) -> nn.Parameter | None:
     try:
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:

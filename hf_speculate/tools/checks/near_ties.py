@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class ParityRow:
         return f"row {self.index}, position {self.position}: {self.verdict}, {ids}{found}; {self.reason}"
 
 
-class LogitNoise(NamedTuple):
+class _LogitNoise(NamedTuple):
     """Measurement of a model's logits at a difference, in one dtype; see `ParityRow`."""
 
     top_gap: float
@@ -60,52 +61,55 @@ class LogitNoise(NamedTuple):
     magnitude: float  # of the largest finite logit
 
 
-class Difference(NamedTuple):
-    """The first difference between the two sequences of a row."""
-
-    plain_id: int
-    speculative_id: int
-    gap: float  # score of the plain token minus the other's, after all logits processors, in the plain run
-    measured_on: Callable[[PreTrainedModel], LogitNoise]  # runs the target, or its copy in another dtype
-
-
-def classify(model: PreTrainedModel, exact: PreTrainedModel | None, difference: Difference) -> ParityRow:
-    """Decide whether rounding explains a difference; noise of many units counts only if float64 confirms rounding."""
-    exactly = None if exact is None else difference.measured_on(exact)
-    measured = difference.measured_on(model)
-    is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
-    eps = max(torch.finfo(one).eps for one in (model.dtype, torch.float32))  # scores are float32 at best
-    ulp = eps * measured.magnitude
-    noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
-    bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
-    verdict, reason = "tie", "the gap is within rounding"
-    if exactly is not None and not is_confirmed:
-        verdict, reason = "bug", "in float64 too, a forward over several tokens gives other logits than one over one"
-    elif not difference.gap <= bound:  # NaN is not a tie
-        verdict, reason = "bug", "the gap is larger than rounding explains"
-    return ParityRow(
-        verdict=verdict,
-        plain_id=difference.plain_id,
-        speculative_id=difference.speculative_id,
-        top_gap=measured.top_gap,
-        exact_top_gap=None if exactly is None else exactly.top_gap,
-        gap=difference.gap,
-        noise=measured.noise,
-        bound=bound,
-        reason=reason,
-    )
+def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
+    """Compare the first of some forwards' logits [N, V] float64 with the others."""
+    at_chosen = logits[:, list(chosen)]  # [N, 2]
+    noise = (at_chosen[0] - at_chosen[1:]).abs().max()
+    top = logits[0].topk(2).values
+    return _LogitNoise(float(top[0] - top[1]), float(noise), float(logits[0][logits[0].isfinite()].abs().max()))
 
 
-def float64_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The model in float64: itself, or a copy; None for a large, quantised or distributed model."""
-    if model.dtype == torch.float64:
-        return model
-    num_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
-    is_plain = getattr(model.config, "quantization_config", None) is None and not hasattr(model, "hf_device_map")
-    if num_bytes > _EXACT_BYTES or not is_plain or model.device.type not in ("cpu", "cuda"):
-        return None
-    exact: PreTrainedModel = copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type]
-    return exact
+class DifferenceCheck:
+    """Decides whether rounding explains the first difference between the two sequences of a row."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    @cached_property
+    def _exact(self) -> PreTrainedModel | None:
+        """The model in float64: itself, or a copy; None for a large, quantised or distributed model."""
+        model = self.model
+        if model.dtype == torch.float64:
+            return model
+        num_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
+        is_plain = getattr(model.config, "quantization_config", None) is None and not hasattr(model, "hf_device_map")
+        if num_bytes > _EXACT_BYTES or not is_plain or model.device.type not in ("cpu", "cuda"):
+            return None
+        return copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type,no-any-return]
+
+    def __call__(
+        self, chosen: tuple[int, int], gap: float, position: int, logits_of: Callable[[PreTrainedModel], Tensor]
+    ) -> ParityRow:
+        """Classify the tokens of a plain and a speculative run, whose scores in the plain run are `gap` apart.
+
+        `logits_of` runs a model: [N, V] float64, the first of a forward over one token of one row.
+        """
+        exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
+        measured = _noise_in(logits_of(self.model), chosen)
+        is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
+        eps = max(torch.finfo(one).eps for one in (self.model.dtype, torch.float32))  # scores are float32 at best
+        ulp = eps * measured.magnitude
+        # noise of many units counts only if float64 confirms rounding
+        noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
+        bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
+        verdict, reason = "tie", "the gap is within rounding"
+        if exactly is not None and not is_confirmed:
+            verdict = "bug"
+            reason = "in float64 too, a forward over several tokens gives other logits than one over one"
+        elif not gap <= bound:  # NaN is not a tie
+            verdict, reason = "bug", "the gap is larger than rounding explains"
+        top_gaps = measured.top_gap, None if exactly is None else exactly.top_gap
+        return ParityRow(0, verdict, position, *chosen, *top_gaps, gap, measured.noise, bound, reason)
 
 
 class GapRecorder(LogitsProcessor):
@@ -128,18 +132,11 @@ class GapRecorder(LogitsProcessor):
 
 
 @torch.no_grad()
-def noise_after_text(
-    model: PreTrainedModel, *, token_ids: Tensor, chosen: tuple[int, int], block_len: int, num_rows: int
-) -> LogitNoise:
-    """Noise at the two `chosen` tokens after a text [T], for a decoder that reads token ids only.
-
-    One forward reads the last token of one row; the others read that of `num_rows` rows, and their last `block_len`.
-    """
+def logits_after_text(model: PreTrainedModel, *, token_ids: Tensor, block_len: int, num_rows: int) -> Tensor:
+    """Logits [3, V] after a text [T]: of its last token in one row and in `num_rows`, and of their last `block_len`."""
     ids = token_ids[None].to(model.device)  # [1, T]
-    rows = ids.expand(num_rows, -1)  # [B, T]
-    single = _last_logits(model, ids, 1)  # [V]
-    others = torch.stack([_last_logits(model, rows, num) for num in (1, block_len)])  # [2, V]
-    return _noise_between(single, others, chosen)
+    forwards = (1, 1), (num_rows, 1), (num_rows, block_len)
+    return torch.stack([_last_logits(model, ids.expand(rows, -1), num) for rows, num in forwards])
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
@@ -158,22 +155,17 @@ def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
     return {"logits_to_keep": num} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def noise_in_call(
+def logits_in_call(
     model: PreTrainedModel,
     *,
-    options: Mapping[str, Any],
-    speculation: Mapping[str, Any],
+    options: Mapping[str, Any],  # of both calls: an encoder's inputs, images or the like
+    speculation: Mapping[str, Any],  # what the speculative call adds
     token_ids: Tensor,
     row: int,
     position: int,
-    chosen: tuple[int, int],
     block_len: int,
-) -> LogitNoise:
-    """Noise at the two `chosen` tokens of a row, for a call with an encoder's inputs, images or the like.
-
-    Plain decoding's output before the difference, `token_ids` [B, T] with `position` new ones, is decoded again, token
-    by token and with drafts. `options` are those of both calls, `speculation` is what the speculative one adds.
-    """
+) -> Tensor:
+    """Logits [2, V] after the `position` new tokens of a row of `token_ids` [B, T], by plain and speculative calls."""
     options = dict(options)
     if model.dtype == torch.float64:  # pixels and the like
         reals = {name: one for name, one in options.items() if isinstance(one, Tensor) and one.is_floating_point()}
@@ -188,7 +180,7 @@ def noise_in_call(
         found: Tensor = output.logits[position][row].double()
         return found  # [V]
 
-    return _noise_between(logits(1), logits(block_len, **drafting)[None], chosen)
+    return torch.stack([logits(1), logits(block_len, **drafting)])
 
 
 class _ForcedTokens(LogitsProcessor):
@@ -202,11 +194,3 @@ class _ForcedTokens(LogitsProcessor):
         if column >= self.token_ids.shape[1]:
             return scores  # [B, V]
         return torch.full_like(scores, -torch.inf).scatter(1, self.token_ids[:, column, None], 0.0)
-
-
-def _noise_between(single: Tensor, others: Tensor, chosen: tuple[int, int]) -> LogitNoise:
-    """Compare logits [V] float64 after a forward over one token of one row with those of N other forwards [N, V]."""
-    tokens = torch.tensor(chosen, device=single.device)
-    noise = (single[tokens] - others[:, tokens]).abs().max()
-    top = single.topk(2).values
-    return LogitNoise(float(top[0] - top[1]), float(noise), float(single[single.isfinite()].abs().max()))

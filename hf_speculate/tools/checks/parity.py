@@ -1,8 +1,8 @@
 """Compares greedy speculative decoding with plain greedy decoding, row by row."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -12,20 +12,20 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.generation.arguments import setting
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
-    Difference,
+    DifferenceCheck,
     GapRecorder,
     ParityRow,
-    classify,
-    float64_copy,
-    noise_after_text,
-    noise_in_call,
+    logits_after_text,
+    logits_in_call,
 )
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
+_SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments that plain decoding does not take
 _REFUSED = [
     "assistant_model",
     "do_sample",
@@ -96,12 +96,13 @@ def check_parity(
     options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
     if (assistant is not None or options.get("drafter")) and "num_assistant_tokens_schedule" not in options:
         options.setdefault("num_assistant_tokens", DEFAULT_ASSISTANT_TOKENS)
+    options["assistant_model"] = assistant
     stats = options.pop("speculation_stats", None) or SpeculationStats()
     num_drafted = 0
     rows: list[ParityRow] = []
-    exact = cache(lambda: float64_copy(model))  # made at the first difference
+    check = DifferenceCheck(model)
     for inputs in _calls(prompts, tokenizer, model.device):
-        for row in _compared(model, assistant, inputs, options, stats, exact):
+        for row in _compared(check, inputs, options, stats):
             rows.append(replace(row, index=len(rows)))
         num_drafted += stats.num_verified
     return ParityReport(tuple(rows), str(model.dtype).removeprefix("torch."), num_drafted)
@@ -160,18 +161,13 @@ def _calls(
 
 
 def _compared(
-    model: PreTrainedModel,
-    assistant: PreTrainedModel | None,
-    inputs: dict[str, Tensor],
-    options: dict[str, Any],
-    stats: SpeculationStats,
-    exact: Callable[[], PreTrainedModel | None],
+    check: DifferenceCheck, inputs: dict[str, Tensor], options: dict[str, Any], stats: SpeculationStats
 ) -> Iterator[ParityRow]:
     """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
-    speculation = {**options, "assistant_model": assistant}
-    ours: Any = generate(model, **{**speculation, **inputs, "speculation_stats": stats})
+    model = check.model
+    ours: Any = generate(model, **{**options, **inputs, "speculation_stats": stats})
     recorder = GapRecorder(ours)
-    plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES} | inputs
+    plain_options = {name: value for name, value in options.items() if name not in _SPECULATIVE} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
     prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
@@ -192,18 +188,17 @@ def _compared(
         if is_text:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
             text = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
-            measure = partial(noise_after_text, token_ids=text, num_rows=len(ours))
+            logits_of = partial(logits_after_text, token_ids=text, num_rows=len(ours))
         else:
             text = plain[:, : prompt_len + position]
-            measure = partial(noise_in_call, options=plain_options, speculation=speculation, token_ids=text)
-            measure = partial(measure, row=row, position=position)
-        gap, measure = float(recorder.gaps[position][row]), partial(measure, chosen=chosen, block_len=block_len)
-        yield replace(classify(model, exact(), Difference(*chosen, gap, measure)), position=position)
+            logits_of = partial(logits_in_call, options=plain_options, speculation=options, token_ids=text)
+            logits_of = partial(logits_of, row=row, position=position)
+        gap = float(recorder.gaps[position][row])
+        yield check(chosen, gap, position, partial(logits_of, block_len=block_len))
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
     """The token that pads finished rows; -1, which is no token, if nothing is set."""
-    passed = [options, vars(options.get("generation_config") or model.generation_config)]
-    values = [fields.get(name) for name in ("pad_token_id", "eos_token_id") for fields in passed]
+    values = (setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     value = next((value for value in values if value is not None), -1)
     return int(value[0] if isinstance(value, list | tuple) else value)

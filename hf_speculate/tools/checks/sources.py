@@ -6,29 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.tools.checks.cost_model import ModelSize, size_of
 
 ModelSource = PreTrainedModel | PreTrainedConfig | str | Path
 _AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
-    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    (AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+    (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
 )
 _BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # if the quantisation config names none
 
@@ -54,10 +42,7 @@ def describe(
     dtype_name: str | None,
     options: Mapping[str, Any],
 ) -> Described:
-    """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for that of its config.
-
-    `options` are those of `from_pretrained`.
-    """
+    """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for its config's."""
     get_base_model = getattr(source, "get_base_model", None)
     if callable(get_base_model) and not isinstance(source, PreTrainedModel):
         source = get_base_model()
@@ -68,7 +53,7 @@ def describe(
         config = read_config(role, source, options)
         name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
         model = meta_model(role, config, **options)
-        generation_config = _found(GenerationConfig, name, options) or model.generation_config
+        generation_config = _found(transformers.GenerationConfig, name, options) or model.generation_config
         wanted = getattr(config, "dtype", None) if dtype_name in (None, "auto") else dtype_name
         wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
         dtype = wanted if isinstance(wanted, torch.dtype) else torch.bfloat16
@@ -81,10 +66,10 @@ def describe(
         name,
         model,
         decoder_config,
-        size_of(model, decoder_config, bytes_per_param, dtype.itemsize),
+        size_of(model, bytes_per_param, dtype.itemsize),
         str(dtype).removeprefix("torch."),
         str(_quantisation(config).get("quant_method", "")),
-        tokenizer if tokenizer is not None else _found(AutoTokenizer, name, options),
+        tokenizer if tokenizer is not None else _found(transformers.AutoTokenizer, name, options),
         frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
     )
 
@@ -97,7 +82,7 @@ def read_config(role: str, source: object, options: Mapping[str, Any]) -> PreTra
             f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; pass one of these"
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **options)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(source, **options)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{role} must be of an architecture that this transformers knows, got {str(source)!r} "

@@ -84,10 +84,7 @@ def _option(name: str) -> str:
 
 
 def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt") -> list[Row]:
-    """Read the prompts of a file: JSON lines if it is `.jsonl` or `-` (the standard input), else text.
-
-    Text is one prompt, or "lines", each of which is one if it is not blank; with None all files hold JSON lines.
-    """
+    """Read JSON lines if `path` is `.jsonl` or `-` (the standard input), or `text_as` is None; else text."""
     if str(path) == "-":
         return read_rows([value for _, value, _ in read_json_lines(sys.stdin.buffer, "standard input")])
     if path.suffix == ".jsonl" or text_as is None:

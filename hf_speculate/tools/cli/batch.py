@@ -11,10 +11,9 @@ from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, note, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Batch, Models, Ray
-from hf_speculate.tools.dataset.decode import DatasetReport, decode_job
+from hf_speculate.tools.dataset.decode import DatasetReport, decode_job, find_ranks
 from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray
-from hf_speculate.tools.dataset.ranks import find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of
 
@@ -40,8 +39,8 @@ def run(options: Batch) -> int:
         raise ConfigError(
             f"--engine ray must be started once, got {ranks.num} ranks; leave the launcher out, Ray has its own workers"
         )
-    if ranks.device is not None and options.device == "auto":
-        options = replace(options, device=ranks.device)
+    if ranks.state is not None and options.device == "auto":
+        options = replace(options, device=str(ranks.state.device))
     load = partial(make_decoder, options, arguments, options.chat)
     progress = ProgressNotes(notes(), "loading", _LINE_EVERY_S)
 

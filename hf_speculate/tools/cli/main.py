@@ -43,8 +43,7 @@ def _print_versions(is_asked: bool) -> None:
 @app.callback()
 def _common(
     show_version: Annotated[
-        bool,
-        typer.Option("--version", "-V", is_eager=True, callback=_print_versions, help="Print versions and exit."),
+        bool, typer.Option("--version", "-V", is_eager=True, callback=_print_versions, help="Print versions and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Print the traceback of an error.")] = False,
 ) -> None:

@@ -1,10 +1,12 @@
-"""Parts of the commands that measure: prompts, progress and tables."""
+"""`hf-speculate bench` and `tune`: compare the speed of decoding methods, and find the fastest settings."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import rich.table
 from rich.box import SIMPLE_HEAD
@@ -12,24 +14,99 @@ from rich.console import Console
 from transformers.utils import logging
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
-from hf_speculate.tools.bench.decoding import Decoder, Run
-from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.bench.report.values import MISSING, Columns, Result, make_table
-from hf_speculate.tools.bench.results import environment
-from hf_speculate.tools.bench.tuning import TUNED_NAMES
-from hf_speculate.tools.cli.arguments import Decoding, read_prompts
-from hf_speculate.tools.cli.console import ProgressNotes, answer, note, notes, write_json
-from hf_speculate.tools.cli.loading import load_pair
-from hf_speculate.tools.cli.options import Measurement
+from hf_speculate.tools.bench import methods, tuning
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, make_batches, take_in_turn
+from hf_speculate.tools.bench.methods import Method, parse_draft_lens, parse_thresholds
+from hf_speculate.tools.bench.quality import Rule, TextCheck, drift_of_runs, parse_rule
+from hf_speculate.tools.bench.report import values
+from hf_speculate.tools.bench.report.page import write_html
+from hf_speculate.tools.bench.report.values import METHODS, MISSING, Columns, Result, field
+from hf_speculate.tools.bench.results import Comparison, environment
+from hf_speculate.tools.cli.arguments import Decoding, decoding_of, read_prompts
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, ProgressNotes, answer, note, notes, write_json
+from hf_speculate.tools.cli.loading import load_pair, names_head
+from hf_speculate.tools.cli.options import Bench, Measurement, Tune
 from hf_speculate.tools.dataset.rows import token_ids_of
 
+_SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
+_HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
 _PIPED_WIDTH = 160  # of tables without a terminal
 
 
-def shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
+def run_bench(options: Bench) -> int:
+    decoding, sample, seed = decoding_of(options, max_new_tokens=128), options.sample, options.seed or 0
+    fields, lens = _shared_fields(decoding, options), parse_draft_lens(options.num_assistant_tokens)
+    verifiers = [methods.default_verifier(sample), "typical"]
+    if options.verifiers is not None and not (verifiers := methods.split(options.verifiers)):
+        raise ConfigError("--verifiers must name at least one, got none; leave it out for the default ones")
+    compared = []
+    if options.draft is not None and not names_head(options):  # transformers takes no heads
+        compared = methods.assisted_methods(lens, sample)
+    if options.lookup is not None:
+        compared.append(methods.lookup_method(options.lookup, sample))
+    compared += methods.our_methods(verifiers, lens, sample, fields)
+    drift_len = next((one for one in lens if not one.is_adaptive), lens[0])  # lossy texts depend on it
+    thresholds = parse_thresholds(options.thresholds)
+    drift_methods = methods.our_methods(verifiers, [drift_len], sample, fields, thresholds)
+    decoder, batches, result = _load(options, decoding, fields)
+    comparison = Comparison(compared, drift_methods, batches, options.repeats, seed)
+    with progress(comparison.num_steps) as on_step:
+        result |= comparison.run(decoder, on_step=on_step)
+    left_out = result.pop("left_out")
+    result["settings"] |= {
+        "num_prompts": sum(len(batch.input_ids) for batch in batches),
+        "repeats": options.repeats,
+        "seed": seed,
+        "drift_num_assistant_tokens": drift_len.label if drift_methods else None,
+        "left_out": left_out,
+        "command": shlex.join(["hf-speculate", *(options.context.obj or ())]),
+    }
+    _finish(result, options, _show_comparison)
+    if options.html is not None and result["methods"]:
+        write_html(result, options.html)
+        note(f"report: {options.html}")
+    if result["is_interrupted"]:
+        return INTERRUPTED
+    is_wrong = any(method.engine == methods.OURS and method.name in left_out for method in compared)
+    return REFUSED if is_wrong else OK
+
+
+def run_tune(options: Tune) -> int:
+    write, rule, decoding = options.write, parse_rule(options.quality), decoding_of(options, max_new_tokens=128)
+    fields, sample = _shared_fields(decoding, options), options.sample
+    lens, thresholds = parse_draft_lens(options.num_assistant_tokens), parse_thresholds(options.thresholds)
+    tried = tuning.candidates(rule, lens, thresholds, sample, fields, options.verifiers or "")
+    if not tried:
+        raise ConfigError(
+            f"--verifiers must name one that --quality {rule} allows, got {options.verifiers}; leave it out"
+        )
+    if write is not None:
+        tuning.settings_in(write)
+    decoder, batches, result = _load(options, decoding, fields)
+    with progress(tuning.num_steps(len(tried), len(batches))) as on_step:
+        drift = partial(drift_of_runs, decoder.target)
+        instruments = tuning.Instruments(decoder, TextCheck(decoder), drift, on_step)
+        tuned = tuning.tune(tried, batches, rule, instruments, options.seed or 0)
+    result["settings"]["quality"] = str(rule)
+    result |= tuned.as_dict()
+    _finish(result, options, partial(_show_trials, rule=rule))
+    if tuned.is_interrupted:
+        return INTERRUPTED
+    say = note if options.as_json else answer
+    if tuned.winner is None:
+        is_allowed = any(not trial.complaint for trial in tuned.trials)
+        why = "plain decoding is as fast as any method" if is_allowed else "no method has the required quality"
+        say(f"do not speculate: {why}; nothing is written")
+        return REFUSED
+    say(f"best: {tuned.winner.name}\n{json.dumps(tuned.fields, indent=2, sort_keys=True)}")
+    if write is not None:
+        note(f"written to {tuning.write_fields(write, tuned.fields)}")
+    return OK
+
+
+def _shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
     """Fields of all methods of ours: those of `--set` and `--lookup`."""
-    varied = sorted(set(decoding.fields) & TUNED_NAMES - {"posterior_alpha"})
+    varied = sorted(set(decoding.fields) & tuning.TUNED_NAMES - {"posterior_alpha"})
     if varied:
         hint = "use --verifiers, --num-assistant-tokens and --thresholds"
         raise ConfigError(f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; {hint}")
@@ -39,15 +116,10 @@ def shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
     return fields
 
 
-class Setup(NamedTuple):
-    environment: dict[str, Any]  # versions, device, models and dtype, for JSON
-    settings: dict[str, Any]  # arguments of `generate()` and the prompts, for JSON
-    batches: list[Batch]  # of prompts, on the target's device
-    decoder: Decoder
-
-
-def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any]) -> Setup:
-    """Read the prompts, then load the models."""
+def _load(
+    options: Measurement, decoding: Decoding, fields: dict[str, Any]
+) -> tuple[Decoder, list[Batch], dict[str, Any]]:
+    """Read the prompts, then load the models; returns also the result's entries that are known by then."""
     prompts = read_prompts(options.prompts, text_as="lines")
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
@@ -60,9 +132,9 @@ def load(options: Measurement, decoding: Decoding, fields: Mapping[str, Any]) ->
     dtype = str(target.dtype).removeprefix("torch.")
     where = {**environment(target.device), "dtype": dtype, "target": options.target, "draft": options.draft}
     logging.set_verbosity_error()  # warnings would break the progress bar
-    decoder = Decoder(target, draft_arguments, decoding.plain)
-    given = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": dict(fields)}
-    return Setup(where, decoding.plain | given, batches, decoder)
+    given = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": fields}
+    result = {"environment": where, "settings": decoding.plain | given}
+    return Decoder(target, draft_arguments, decoding.plain), batches, result
 
 
 @contextmanager
@@ -86,9 +158,53 @@ def progress(num_steps: int, log: Console | None = None) -> Iterator[Callable[[M
         yield on_step
 
 
-def show(title: str, columns: Columns, entries: Sequence[Result], num_names: int) -> None:
+def _show_comparison(result: dict[str, Any]) -> None:
+    settings, where, entries = result["settings"], result["environment"], result["methods"]
+    note(
+        f"{where['device']}, {where['threads']} threads, {where['dtype']}, {settings['num_prompts']} prompts in "
+        f"batches of {settings['batch_size']}, {'sampling' if settings['do_sample'] else 'greedy'}; "
+        "medians (minimum to maximum) over batches"
+    )
+    own = {"method": field("name")}
+    # short, for narrow terminals
+    own_speed = own | {
+        "tokens/s": lambda one: f"{one['tokens_per_s']['median']:.0f}",
+        "speed-up": lambda one: METHODS["speed-up"](one).replace(" to ", "-"),
+    }
+    shown = {head: cell for head, cell in (METHODS | own_speed).items() if head not in _HIDDEN}
+    _show("speed", {_SHORT.get(head, head): cell for head, cell in shown.items()}, entries, 2)
+    by_check: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry["checked"]:
+            by_check.setdefault(entry["checked"], []).append(entry["name"])
+    for found, names in by_check.items():
+        answer(f"compared with plain decoding: {found}: {'; '.join(names)}\n")
+    noise = [f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]]
+    if noise:
+        answer(f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}\n")
+    _show("latency", values.LATENCIES | own, entries, 1)
+    _show("by category", values.CATEGORIES, sorted(result["categories"], key=lambda one: str(one["category"])), 2)
+    _show("drift of lossy verifiers", values.DRIFT, result["drift"], 1)
+    for name, reason in settings["left_out"].items():
+        note(f"left out: {name}: {reason}", style="bold")
+
+
+def _show_trials(result: dict[str, Any], rule: Rule) -> None:
+    columns = {
+        "method": field("name"),
+        "prompts": field("num_prompts"),
+        "tokens/s": values.tokens_per_s,
+        "speed-up": field("speedup", 2),
+        "accepted": values.share("acceptance_rate"),
+        **({} if rule.is_exact else {"agreement": values.share("agreement_with_greedy"), "drop": field("drop", 3)}),
+        "result": lambda one: one["out"] or ("best" if one["name"] == result["winner"] else MISSING),
+    }
+    _show(f"methods tried with quality: {rule}", columns, result["tried"], 1)
+
+
+def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: int) -> None:
     """Print a table, if there are entries; columns of numbers are aligned on the right."""
-    table = make_table(title, "", columns, entries, num_names)
+    table = values.make_table(title, "", columns, entries, num_names)
     if table is None:
         return
     shown = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -105,8 +221,10 @@ def show(title: str, columns: Columns, entries: Sequence[Result], num_names: int
     output.print(shown)
 
 
-def finish(result: dict[str, Any], options: Measurement) -> None:
-    """Print why results are not reliable or not complete, then write them as JSON."""
+def _finish(result: dict[str, Any], options: Measurement, show: Callable[[dict[str, Any]], None]) -> None:
+    """Show results, first of all as they may not be writable, and why they are not reliable; write them as JSON."""
+    if not options.as_json:
+        show(result)
     for reason in result["reliability"]["reasons"]:
         note(f"warning: {reason}", style="bold yellow")
     if result["is_interrupted"]:

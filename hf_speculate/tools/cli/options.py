@@ -26,6 +26,7 @@ def _writable(path: Path | None) -> Path | None:
 _models = partial(typer.Option, rich_help_panel="Models")
 _generation = partial(typer.Option, rich_help_panel="Generation")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
+_draft_lens = partial(_speculation, "--num-assistant-tokens", "-k")
 _ray = partial(typer.Option, rich_help_panel="Ray")
 _output = partial(typer.Option, dir_okay=False, callback=_writable)  # checked before models are loaded
 
@@ -37,12 +38,7 @@ Prompts = Annotated[
 ]
 Lookup = Annotated[int | None, _speculation(help="Tokens to copy per round from earlier text (prompt lookup).")]
 DraftLens = Annotated[
-    str,
-    _speculation(
-        "--num-assistant-tokens",
-        "-k",
-        help="Draft lengths to compare, separated by commas, such as 5,adaptive,adaptive:16.",
-    ),
+    str, _draft_lens(help="Draft lengths to compare, separated by commas, such as 5,adaptive,adaptive:16.")
 ]
 Thresholds = Annotated[
     str, _speculation(help="Values of posterior_threshold for lossy verifiers, separated by commas.")
@@ -101,11 +97,9 @@ class Generation:
 class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
-        _speculation(
-            "--num-assistant-tokens",
-            "-k",
+        _draft_lens(
             help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. "
-            "[dim]\\[default: adaptive][/dim]",
+            "[dim]\\[default: adaptive][/dim]"
         ),
     ] = None
     lookup: Lookup = None
@@ -192,8 +186,7 @@ class Measurement(Generation, Models):
 
     prompts: Prompts
     num_prompts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of prompts, taken from each category in turn."),
+        int | None, typer.Option(min=1, help="Largest number of prompts, taken from each category in turn.")
     ] = None
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts decoded together.")] = 1
     chat: Chat = False
@@ -285,7 +278,7 @@ COMMANDS: dict[type[Models], tuple[str, str]] = {
     ChatInTerminal: ("chat", "generate:run_chat"),
     Serve: ("serve", "serve:run"),
     Batch: ("batch", "batch:run"),
-    Bench: ("bench", "bench:run"),
-    Tune: ("tune", "tune:run"),
+    Bench: ("bench", "measuring:run_bench"),
+    Tune: ("tune", "measuring:run_tune"),
     Check: ("check", "check:run"),
 }

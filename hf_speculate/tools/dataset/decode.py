@@ -1,25 +1,29 @@
-"""Decodes a data set: its unfinished rows, batch by batch, with a loaded model or any other engine."""
+"""Decodes a data set: its unfinished rows, split over the ranks of a launcher, batch by batch, with any engine."""
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.engine.distributed import synced_ranks
-from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.errors import UnsupportedModelError, import_extra
 from hf_speculate.field_checks import integer
 from hf_speculate.tools.dataset.files import Job, append_json, ids_in
-from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of, read_rows
 
+# Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
+_TIMEOUT = timedelta(days=30)
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # decodes batches with a seed
 
@@ -60,6 +64,42 @@ class DatasetReport:
         """Lines of the output, in its order."""
         with self.path.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a launcher."""
+
+    index: int = 0  # of this process; the main one, 0, does what is done once for all
+    num: int = 1  # number of processes
+    state: Any = None  # accelerate's `PartialState`; None for a single process
+
+    @property
+    def is_main(self) -> bool:
+        return self.index == 0
+
+    def wait(self) -> None:
+        if self.state is not None:
+            self.state.wait_for_everyone()
+
+    def sums(self, numbers: list[int]) -> list[int]:
+        if self.state is None:
+            return numbers
+        gathered = import_extra("accelerate.utils", "ranks").gather_object([numbers])
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.destroy_process_group()
+
+
+def find_ranks(is_cpu: bool = False) -> Ranks:
+    """The ranks that `accelerate launch` or `torchrun` started, or a single one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return Ranks()
+    partial_state = import_extra("accelerate", "ranks").PartialState
+    state = partial_state(cpu=is_cpu or not torch.accelerator.is_available(), timeout=_TIMEOUT)
+    return Ranks(state.process_index, state.num_processes, state)
 
 
 def decode_job(

@@ -36,10 +36,10 @@ def _append(path: Path, lines: bytes) -> None:
         sync_folder(path.parent)
 
 
-def cut_torn_line(path: Path) -> int:
-    """Remove an incomplete last line; returns its number of bytes."""
+def cut_torn_line(path: Path) -> None:
+    """Remove an incomplete last line."""
     if not path.exists():
-        return 0
+        return
     with path.open("r+b") as file:
         end = sum(len(line) for line in file if line.endswith(b"\n"))
         file.seek(end)
@@ -49,7 +49,6 @@ def cut_torn_line(path: Path) -> int:
         if torn:
             file.truncate(end)
             os.fsync(file.fileno())
-    return len(torn)
 
 
 def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -80,14 +79,6 @@ def move_results(part: Path, whole: Path) -> None:
     known = ids_in(whole)
     _append(whole, b"".join(line for key, line in read_results(part) if key not in known))
     part.unlink()
-
-
-def put_in_order(path: Path, keys: Iterable[str]) -> None:
-    """Sort the lines of a file by their ids; the file is whole at any time."""
-    lines = dict(read_results(path))
-    order = [key for key in keys if key in lines]
-    if order != list(lines):
-        replace_file(path, [lines[key] for key in order])
 
 
 @dataclass(frozen=True)
@@ -178,17 +169,19 @@ class Job:
         append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])
 
     def complete(self) -> None:
-        """Collect the results of all ranks."""
+        """Collect the results of all ranks; the output is whole at any time."""
         self._gather_parts()
-        found = ids_in(self.output)
-        missing = [row.key for row in self.rows if row.key not in found]
+        keys, found = [row.key for row in self.rows], ids_in(self.output)
+        missing = [key for key in keys if key not in found]
         if missing:
             raise ConfigError(
                 f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
                 "output on a file system that all ranks share"
             )
         if self.is_ordered:
-            put_in_order(self.output, [row.key for row in self.rows])
+            lines = dict(read_results(self.output))
+            if keys != list(lines):
+                replace_file(self.output, [lines[key] for key in keys])
 
     def _gather_parts(self) -> None:
         for part in sorted(self.folder.glob("rank-*.jsonl")):

@@ -22,7 +22,7 @@ from transformers import (
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.arguments import fields_of, read_config
+from hf_speculate.generation.arguments import fields_of, read_config, setting
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
@@ -33,10 +33,9 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 
 
 class RowEnds:
-    """Finds, after a batch was decoded, at which token the stopping criteria ended each row.
+    """Finds the end of each row after decoding: row-wise criteria run again, calls of the others are recorded.
 
-    Rows without an EOS token go on until the last row has stopped, so the output does not show it. Criteria that are
-    known to be row-wise run again on the finished sequences. Calls of the others are recorded during decoding.
+    The output does not show the end: rows without an EOS token go on until the last row has stopped.
     """
 
     def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
@@ -130,10 +129,7 @@ class RowDecoder:
     def decode_all(
         self, batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin, num_refilled: int
     ) -> Iterator[Decoded]:
-        """Decode with places for `num_refilled` rows, which finished rows leave to the next ones.
-
-        Without places, or if rows cannot join others, one batch is decoded after another.
-        """
+        """Decode with places for `num_refilled` rows; without places, or if rows cannot join, batch by batch."""
         fallback = ""
         if num_refilled:
             decoder = ContinuousDecoder(
@@ -143,7 +139,10 @@ class RowDecoder:
                 self._pad_token_id,
                 on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
             )
-            prompts = map(partial(self._prompt, seed), chain.from_iterable(batches))
+            prompts = (
+                RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row)
+                for row in chain.from_iterable(batches)
+            )
             first = next(prompts)
             fallback = decoder.obstacle(first)
             if not fallback:
@@ -152,9 +151,6 @@ class RowDecoder:
         for batch in batches:
             on_begin(batch)
             yield self.decode(batch, seed)._replace(fallback=fallback)
-
-    def _prompt(self, seed: int, row: Row) -> RowPrompt:
-        return RowPrompt(self._token_ids(row), row_seed(seed, row), row.settings, key=row)
 
     def _decode_refilled(self, decoder: ContinuousDecoder, prompts: Iterator[RowPrompt]) -> Iterator[Decoded]:
         try:
@@ -249,12 +245,7 @@ class RowDecoder:
         return int(next(token_id for token_id in candidates if token_id is not None))
 
     def _setting(self, name: str) -> Any:
-        """A field of the arguments (even None), the passed generation config or the model's; None if it is not set."""
-        if name in self.arguments:
-            return self.arguments[name]
-        configs = self.arguments.get("generation_config"), self.model.generation_config
-        values = (getattr(config, name, None) for config in configs)
-        return next((value for value in values if value is not None), None)
+        return setting(self.model, self.arguments, name)
 
     def _verifier(self) -> dict[str, str]:
         """The verifier that samples with a seed per row if there is no draft source."""
@@ -279,7 +270,8 @@ def _out_of_memory(num_rows: int, what: str) -> ConfigError:
 
 def row_seed(seed: int, row: Row) -> int:
     """Seed of one row: its own, else one in [0, 2**63) from the data set's seed and the row's id."""
-    if row.seed is not None:
-        return row.seed
+    own: int | None = row.extras.get("seed")
+    if own is not None:
+        return own
     digest = hashlib.sha256(f"{seed}:{row.key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -57,14 +57,9 @@ class Row:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of `generate()` for this row; the seed is apart."""
+        """Arguments of `generate()` for this row, without its seed."""
         given = {name: self.extras.get(name) for name in ROW_SETTINGS if name != "seed"}
         return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def seed(self) -> int | None:
-        """Of this row when sampling."""
-        return self.extras.get("seed")
 
     @property
     def category(self) -> str:
@@ -73,10 +68,7 @@ class Row:
 
 
 def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
-    """Read rows from a file with one JSON value per line, or from such values.
-
-    A value is a string, or an object with one of `PROMPT_NAMES` and optionally one of `ID_NAMES`.
-    """
+    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id."""
     if isinstance(prompts, str | Path):
         path = Path(prompts)
         if not path.is_file():

@@ -1,10 +1,10 @@
-"""Engine: a queue of requests in front of a decoder, which runs in a thread of its own."""
+"""Engine: a queue of requests in front of a decoder in a thread of its own, which streams their texts."""
 
 import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import BadLogitsError, SpeculateError
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, RowSource
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.server.text_stream import TextStream
 
 LOGGER = logging.getLogger("hf_speculate")
+_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
 _ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -58,11 +58,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         self._decoder = self._make_decoder()
-        # Why requests are decoded one by one; empty if they are not, or if that is asked for.
-        self.obstacle = _obstacle(self._decoder) if self.num_rows > 1 else ""
+        self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
+        if self.num_rows > 1:
+            greedy = RowPrompt([0], None, {"max_new_tokens": 1, "do_sample": False})
+            sampled = RowPrompt([0], 0, {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"})
+            self.obstacle = self._decoder.obstacle(greedy) or self._decoder.obstacle(sampled)
         if self.obstacle:
             self.num_rows = 1
-            self._decoder = self._make_decoder()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._lock = threading.RLock()  # guards what follows
         self._open: set[_Answer] = set()
@@ -104,7 +106,11 @@ class Engine:
                 yield DecodeResult("stop" if has_ended else "length", new)
                 return
         finally:
-            self._leave(answer)
+            with self._lock:
+                answer.is_wanted = False
+                self._open.discard(answer)
+                if answer in self._waiting:
+                    self._waiting.remove(answer)
 
     def end_requests(self) -> None:
         """End all requests, later ones too, with status 503."""
@@ -121,9 +127,7 @@ class Engine:
         with self._lock:
             return self._waiting.popleft().prompt if self._waiting else None
 
-    def _make_decoder(self) -> Any:
-        if self.num_rows == 1:
-            return OneByOneDecoder(self.target, self.options, _add_tokens)
+    def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
         return ContinuousDecoder(
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
@@ -147,23 +151,35 @@ class Engine:
                 self._thread.submit(self._decode).add_done_callback(self._on_end)
             return answer
 
-    def _leave(self, answer: "_Answer") -> None:
-        with self._lock:
-            answer.is_wanted = False
-            self._open.discard(answer)
-            if answer in self._waiting:
-                self._waiting.remove(answer)
-
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""
         while True:
-            for results in self._decoder.decode(self._next):
+            decoded = self._decode_one_by_one() if self.num_rows == 1 else self._decoder.decode(self._next)
+            for results in decoded:
                 for result in results:
                     result.prompt.key.put(result)
             with self._lock:
                 if not self._waiting:
                     self._is_decoding = False
                     return
+
+    def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
+        """As `ContinuousDecoder.decode`, for models and drafters whose rows cannot be refilled."""
+        decode: Any = self.target.generate
+        while (prompt := self._next()) is not None:
+            stats, streamer = SpeculationStats(), _Streamer(prompt)
+            input_ids = torch.tensor([prompt.token_ids], device=self.target.device)  # [1, T]
+            arguments = {**self.options, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
+            if prompt.seed is not None:
+                arguments["seed"] = prompt.seed
+            error: Exception | None = None
+            try:
+                decode(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+            except _CancelledError:
+                pass
+            except _ROW_ERRORS as raised:
+                error = raised
+            yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
 
     def _on_end(self, done: "Future[None]") -> None:
         """Fail all requests after an error that is no row's; later ones get a new decoder."""
@@ -201,47 +217,12 @@ def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
     return answer.is_wanted
 
 
-def _obstacle(decoder: ContinuousDecoder) -> str:
-    """Why greedy or sampled rows cannot be refilled; empty if they can."""
-    greedy = {"max_new_tokens": 1, "do_sample": False}
-    sampled = {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"}
-    prompts = RowPrompt([0], None, greedy), RowPrompt([0], 0, sampled)
-    return next((obstacle for prompt in prompts if (obstacle := decoder.obstacle(prompt))), "")
-
-
 def request_error(error: BaseException) -> RequestError:
     """Status 400 for arguments that cannot be decoded, 500 for all else."""
     if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
         return RequestError(str(error))
     LOGGER.error("a request failed", exc_info=error)
     return RequestError(f"{type(error).__name__}: {error}", status=500)
-
-
-@dataclass(frozen=True)
-class OneByOneDecoder:
-    """Decodes prompts of a source one after the other, for models and drafters whose rows cannot be refilled."""
-
-    model: PreTrainedModel  # enabled
-    arguments: Mapping[str, Any]  # of `generate()` for all prompts
-    on_tokens: Callable[[RowPrompt, Sequence[int]], bool]  # as in `ContinuousDecoder`
-
-    def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
-        """See `ContinuousDecoder.decode`."""
-        decode: Any = self.model.generate
-        while (prompt := source()) is not None:
-            stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
-            input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
-            arguments = {**self.arguments, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
-            if prompt.seed is not None:
-                arguments["seed"] = prompt.seed
-            error: Exception | None = None
-            try:
-                decode(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
-            except _CancelledError:
-                pass
-            except _ROW_ERRORS as raised:
-                error = raised
-            yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
 
 
 class _CancelledError(Exception):
@@ -251,17 +232,57 @@ class _CancelledError(Exception):
 class _Streamer(BaseStreamer):
     """Hands on the tokens so far after each round."""
 
-    def __init__(self, prompt: RowPrompt, on_tokens: Callable[[RowPrompt, Sequence[int]], bool]):
+    def __init__(self, prompt: RowPrompt):
         self.ids: list[int] = []
-        self._prompt, self._on_tokens, self._is_prompt = prompt, on_tokens, True
+        self._prompt, self._is_prompt = prompt, True
 
     def put(self, value: Tensor) -> None:
         """Add new tokens; the first call has the prompt."""
         if not self._is_prompt:
             self.ids += value.flatten().tolist()
         self._is_prompt = False
-        if not self._on_tokens(self._prompt, self.ids):
+        if not _add_tokens(self._prompt, self.ids):
             raise _CancelledError
 
     def end(self) -> None:
         """Does nothing: the result has all tokens."""
+
+
+class TextStream:
+    """Gives text as soon as it is final: whole characters, and no beginning of a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):
+        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.is_cut = False  # whether the text ended before a stop string
+        self._ids: list[int] = []
+        self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
+        self._held = ""
+
+    def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
+        """The text that is final with these tokens, all so far; at the end all of the rest."""
+        if len(token_ids) <= len(self._ids) and not is_end:
+            return ""  # the row is decoded again
+        self._ids = list(token_ids)
+        before = self._decode(self._ids[self._begin : self._read])
+        now = self._decode(self._ids[self._begin :])
+        if now.endswith(_PARTIAL_CHARACTER) and not is_end:
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        self._held += now[len(before) :]
+        if self.is_cut:
+            return ""
+        found = [at for stop in self.stop_strings if (at := self._held.find(stop)) >= 0]
+        self.is_cut = bool(found)
+        end = min(found) if found else len(self._held) - (0 if is_end else self._num_pending())
+        ready, self._held = self._held[:end], self._held[end:]
+        return ready
+
+    def _num_pending(self) -> int:
+        """Number of last characters that a stop string may begin with."""
+        longest = max(map(len, self.stop_strings), default=1) - 1
+        nums = range(min(longest, len(self._held)), 0, -1)
+        held = self._held
+        return next((num for num in nums if any(stop.startswith(held[-num:]) for stop in self.stop_strings)), 0)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -3,8 +3,7 @@
 import torch
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Run
+from hf_speculate.tools.bench.decoding import Batch, Run
 from hf_speculate.tools.bench.quality import Compared, Drift
 from hf_speculate.tools.bench.tuning import Instruments
 

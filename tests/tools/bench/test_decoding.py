@@ -8,8 +8,7 @@ import torch
 
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoder, Run
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
 from hf_speculate.tools.bench.quality import Compared, TextCheck, drift_of_runs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -99,7 +98,6 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
         for method, stats in ((METHODS[3], SpeculationStats(rounds_by_draft_len={3: 1})), (METHODS[2], None)):
             runs = [Run(batch, at, 1.0, one, stats) for at, one in enumerate((texts, [[]] * 3))]
             assert check(method, runs, others) == found
-            assert found.ok == (not found.num_wrong)
 
 
 @torch.no_grad()

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.decoding import Run, up_to_eos
-from hf_speculate.tools.bench.measuring import measure, ratios
+from hf_speculate.tools.bench.decoding import Run, measure, ratios, up_to_eos
 from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.bench.results import method_entry, reliability
 from tests.tools.bench.fakes import FakeTimes, empty_batches

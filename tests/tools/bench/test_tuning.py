@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_speculate import ConfigError
-from hf_speculate.tools.bench.batches import make_batches, take_in_turn
+from hf_speculate.tools.bench.decoding import make_batches, take_in_turn
 from hf_speculate.tools.bench.methods import DraftLen, parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.quality import Drift, Rule, parse_rule
 from hf_speculate.tools.bench.tuning import candidates, num_steps, tune, write_fields
@@ -107,7 +107,7 @@ def test_the_grid_holds_what_the_rule_allows():
     exact = candidates(Rule(), LENS[:1], [0.1], True, {})
     assert [method.verifier for method in exact] == ["rejection", "block", "coupled"]
     times = FakeTimes({"plain, sampling": 1.0, "rejection, K = 2": 0.5, "block, K = 2": 0.9, "coupled, K = 2": 0.9})
-    tuned = tune(exact, empty_batches(2), Rule(), instruments(times), do_sample=True)
+    tuned = tune(exact, empty_batches(2), Rule(), instruments(times))
     assert "verifier" not in tuned.fields  # of the default when tokens are drawn
     for fields, alphas in (({}, [0.2, 0.5]), ({"posterior_alpha": 0.6}, [0.6, 0.6])):
         bounded = candidates(Rule(max_drop=0.1), LENS[:1], [0.04, 0.25], True, {"draft_sampling": "argmax"} | fields)

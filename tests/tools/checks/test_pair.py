@@ -130,13 +130,13 @@ def test_memory_is_that_of_the_weights_and_of_the_cache():
 def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4}
     moe = MixtralConfig(vocab_size=64, num_local_experts=8, **sizes)
-    size = size_of(meta_model("target", moe), moe, 2)
+    size = size_of(meta_model("target", moe), 2)
     assert size.num_expert_bytes == 2 * 2 * 8 * 3 * 64 * 512
     assert size.num_lookup_bytes == 2 * 64 * 64
     read = size.num_bytes - size.num_lookup_bytes
     assert size.num_read_bytes(1) == pytest.approx(read - size.num_expert_bytes * 6 / 8)
     assert size.num_read_bytes(1) < size.num_read_bytes(5) < read
-    tied = size_of(meta_model("target", make_config("llama", tie_word_embeddings=True)), make_config("llama"), 2)
+    tied = size_of(meta_model("target", make_config("llama", tie_word_embeddings=True)), 2)
     assert tied.num_lookup_bytes == 0
     report = check(moe, make_config("llama", quantization_config={"quant_method": "gptq", "bits": 4}, dtype="bfloat16"))
     assert report.size_ratio == pytest.approx(check(moe, make_config("llama", dtype="bfloat16")).size_ratio / 4)

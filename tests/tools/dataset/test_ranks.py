@@ -13,8 +13,7 @@ import pytest
 
 from hf_speculate.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.dataset import ranks
-from hf_speculate.tools.dataset.decode import check_model, decode_job
+from hf_speculate.tools.dataset.decode import Ranks, check_model, decode_job, find_ranks
 from hf_speculate.tools.dataset.files import Job, cut_torn_line
 from hf_speculate.tools.dataset.row_decoder import Decoded
 from hf_speculate.tools.dataset.rows import read_rows
@@ -66,7 +65,7 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder
     assert not list(tmp_path.glob("out.jsonl.run/rank-*"))
 
 
-def run_alone(place: ranks.Ranks, output: Path, decoded: list[str]) -> None:
+def run_alone(place: Ranks, output: Path, decoded: list[str]) -> None:
     """What one of two ranks does; nobody waits for the other."""
     job = Job(read_rows(["bc", "de", "fg"]), output, {})
 
@@ -80,24 +79,24 @@ def run_alone(place: ranks.Ranks, output: Path, decoded: list[str]) -> None:
 
 def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="each of 2 ranks must hold a whole model"):
-        check_model(SimpleNamespace(tp_size=2), ranks.Ranks(0, 2))
+        check_model(SimpleNamespace(tp_size=2), Ranks(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match='pip install "accelerate", or'):
-        ranks.find_ranks()
+        find_ranks()
 
 
 def test_ranks_take_the_batches_in_turn_and_must_share_the_folder(tmp_path):
     decoded, output = [], tmp_path / "out.jsonl"
     with pytest.raises(ConfigError, match="all ranks must share the folder of the output, got no"):
-        run_alone(ranks.Ranks(1, 2), tmp_path / "elsewhere" / "out.jsonl", decoded)
+        run_alone(Ranks(1, 2), tmp_path / "elsewhere" / "out.jsonl", decoded)
     assert not decoded
     with pytest.raises(ConfigError, match=r"got none for 1 \(2\); choose an output on a file system"):
-        run_alone(ranks.Ranks(0, 2), output, decoded)
+        run_alone(Ranks(0, 2), output, decoded)
     lines = output.read_bytes()
     output.write_bytes(b"")
-    run_alone(ranks.Ranks(1, 2), output, decoded)
+    run_alone(Ranks(1, 2), output, decoded)
     output.write_bytes(lines)
-    run_alone(ranks.Ranks(), output, decoded)
+    run_alone(Ranks(), output, decoded)
     assert decoded == ["1", "3", "2"]
     assert list(texts_in(output)) == [1, 3, 2]

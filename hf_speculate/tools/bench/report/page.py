@@ -18,11 +18,8 @@ _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings t
 _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the environment, in this order
 
 
-def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Write a result, as `hf-speculate bench --json` prints it, as one page with tables and plots; returns the path.
-
-    Names and texts in the result are shown as they are, never read as HTML. Missing values are left out.
-    """
+def write_html(result: Mapping[str, Any], path: Path) -> Path:
+    """Write the JSON of `hf-speculate bench` as one page, without values that are missing; returns the path."""
     methods: list[Result] = result.get("methods") or []
     if not methods:
         raise ConfigError("result must have entries under 'methods', got none; pass the JSON of hf-speculate bench")
@@ -69,9 +66,8 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         samples=samples,
         settings={str(name): value for name, value in settings.items() if name not in _ELSEWHERE},
     )
-    written = Path(path)
-    written.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")  # names of files may hold lone surrogates
-    return written
+    path.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")  # names of files may hold lone surrogates
+    return path
 
 
 def method_styles(result: Mapping[str, Any]) -> dict[str, int]:
