@@ -145,3 +145,18 @@ class RoundReport(NamedTuple):
     def round_s(self) -> float:
         """Seconds of this round."""
         return self.draft_s + self.score_s + self.other_s
+
+
+class PrefillOutput(NamedTuple):
+    """The first token after a prompt."""
+
+    token_ids: Tensor  # [B, 1] int64
+    token_logits: Tensor  # [B, Q', V]
+
+
+class DecodeOutput(NamedTuple):
+    """Tokens decoded one by one."""
+
+    token_ids: Tensor  # [B, N] int64
+    token_logits: Tensor | None  # [B, N, V]; None if nobody reads them
+    lens: Tensor  # [B] int32, tokens of each row that count

@@ -42,6 +42,14 @@ class KVCache(Protocol):
         """Count the tokens of a forward that went well."""
         return
 
+    def get_num_tokens(self) -> int:
+        """Real tokens in the longest row; 0 before the first update."""
+        return max(self.num_real_tokens, default=0)
+
+    def get_lens(self) -> Tensor:
+        """[B] int64 on the host, real tokens in each row."""
+        return torch.tensor(self.num_real_tokens, device="cpu")
+
     def get_kv_states(self) -> list[KVState]:
         """One entry per layer; empty before the first update."""
 

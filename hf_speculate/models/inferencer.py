@@ -1,6 +1,5 @@
-"""Feed a prompt, or choose tokens one by one, with one model."""
+"""Prefill a prompt or decode token by token with one model."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -11,7 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import Ruler
+from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.
 MIN_CHUNK_TOKENS = 256
@@ -34,23 +35,30 @@ def joined(chosen: Sequence[Chosen]) -> Chosen:
     return Chosen(*parts)
 
 
-class ChosenTokens(ABC):
+class ChosenTokens:
     """The tokens that are chosen one by one after a query, and where rows end among them."""
 
     def __init__(
         self,
         stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
         counts: Ruler,  # int32, on the device of the tokens
+        sample_strategy: SampleStrategy = SampleStrategy.GREEDY,
     ):
         self.chosen: list[Chosen] = []
         self._stop_ids = stop_ids
         self._counts = counts
+        self._sample_strategy = sample_strategy
         self._are_last: list[Tensor] = []  # by token, [B] bool: rows that need no other; empty if only ids end rows
         self._is_ended: Tensor | None = None  # [B] bool, of the tokens that `are_enough` has looked at
 
-    @abstractmethod
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [B] int64 from logits [B, V], appended to `chosen`."""
+        """The next token [B] int64: the argmax of logits [B, V], or a draw of torch's default generator."""
+        if self._sample_strategy is SampleStrategy.GREEDY:
+            token_ids = logits.float().argmax(dim=-1)
+        else:
+            token_ids = torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0]
+        self.chosen.append(Chosen(token_ids[:, None], logits[:, None]))
+        return token_ids
 
     def are_enough(self) -> bool:
         """Whether no row needs another token, asked after each; False where the answer would have to be waited for."""
@@ -88,6 +96,19 @@ class Inferencer:
         self.chunk_size = chunk_size  # tokens of each row that a forward takes at most
         self.stops_early = stops_early  # once every row is done, if that can be read for nothing
 
+    def prefill(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache,
+        sample_strategy: SampleStrategy,
+        *,
+        logits_to_keep: int | None = None,
+    ) -> PrefillOutput:
+        """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place."""
+        logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
+        token_ids = self._choices(sample_strategy).choose(logits[:, -1])
+        return PrefillOutput(token_ids[:, None], logits)
+
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
         """Logits [B, V] after query tokens [B, Q] int64, in as few chunks of about one length as `chunk_size` takes."""
         num_query = query_token_ids.shape[1]
@@ -96,8 +117,25 @@ class Inferencer:
             logits = self.language_model.forward(chunk, kv_cache, logits_to_keep=1)
         return logits[:, -1]
 
+    def decode(
+        self, query_token_ids: Tensor, kv_cache: KVCache, max_new_tokens: int, sample_strategy: SampleStrategy
+    ) -> DecodeOutput:
+        """Decode up to `max_new_tokens` tokens after a query [B, Q] int64; a row is done after its EOS.
+
+        See `extend` for the end of the loop and the cache.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
+        tokens = self._choices(sample_strategy)
+        self.extend(query_token_ids, kv_cache, max_new_tokens, tokens)
+        token_ids, logits, _ = joined(tokens.chosen)
+        return DecodeOutput(token_ids, logits, tokens.lens(token_ids))
+
     def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, tokens: ChosenTokens) -> None:
-        """Choose up to N >= 1 tokens after a query [B, Q] int64, which advance `kv_cache` but for the last."""
+        """Choose up to N >= 1 tokens after a query [B, Q] int64; `kv_cache` is advanced by all but the last, in place.
+
+        The loop ends when every row is done, where that can be read without waiting.
+        """
         num_query = query.shape[1]
         if num_query <= MAX_EXPECTED_QUERY:
             kv_cache.expect(num_query + max_new_tokens - 1)
@@ -108,16 +146,23 @@ class Inferencer:
             if self.stops_early and tokens.are_enough():
                 break
 
+    def _choices(self, sample_strategy: SampleStrategy) -> ChosenTokens:
+        """Choices whose rows end at the EOS of the model."""
+        model, device = self.language_model.model, self.language_model.device
+        eos = model.generation_config.eos_token_id
+        stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
+        return ChosenTokens(stop_ids, Ruler(device, torch.int32), sample_strategy)
+
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
     """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's."""
-    draft_bytes = _widest_bytes(draft)
+    draft_bytes = widest_bytes(draft)
     if not draft_bytes:
         return max(num_query, MIN_CHUNK_TOKENS)
-    return max(num_query * _widest_bytes(target) // draft_bytes, MIN_CHUNK_TOKENS)
+    return max(num_query * widest_bytes(target) // draft_bytes, MIN_CHUNK_TOKENS)
 
 
-def _widest_bytes(model: PreTrainedModel) -> int:
+def widest_bytes(model: PreTrainedModel) -> int:
     """Bytes of one token's activations behind the widest layer; 0 where layers do not tell. The head is left out."""
     head = model.get_output_embeddings()
     # torch's name in a linear layer, or transformers' in GPT-2's

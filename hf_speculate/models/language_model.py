@@ -49,6 +49,14 @@ class LanguageModel:
         # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
         self._makes_compact = takes_places and self.device.type == "cpu" and not saves
 
+    @property
+    def eos_token_id(self) -> int:
+        """The model's (first) end-of-sequence id, or a `ValueError`."""
+        eos = self.model.generation_config.eos_token_id
+        if eos is None or eos == []:
+            raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
+        return int(eos[0] if isinstance(eos, list) else eos)
+
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
         """The last `logits_to_keep` logits [B, Q', V] or all, of query tokens [B, Q] int64, which advance the cache."""
         return self.run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep).logits

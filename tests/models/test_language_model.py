@@ -8,17 +8,16 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import SampleStrategy
 from tests.cases import each_value
 from tests.tiny import SLIDING_WINDOW, make_model, ragged_prompts
 
 LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by 1e-2 and more
 FLOAT32_TOLERANCE = 1e-4
 BATCH_SIZE = 3
+GREEDY = SampleStrategy.GREEDY
 VOCAB_SIZE = 64
 NUM_NEW = SLIDING_WINDOW + 4
 
@@ -93,15 +92,16 @@ def test_a_row_counts_its_tokens_up_to_and_with_its_eos(llama):
     prompts = ragged_prompts(3, seed=5, max_len=2 * SLIDING_WINDOW)
     whole = llama.generate(**prompts, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     eos = [int(whole[0, 3]), int(whole[1, 7])]
+    model = make_model("llama")
+    model.generation_config.eos_token_id = eos
     cache = make_cache(llama, 3, prompts["attention_mask"])
-    drafter = ModelDrafter(Inferencer(LanguageModel(llama)), settings=DraftSettings(torch.tensor(eos)))
-    out = drafter.draft(DraftRequest(prompts["input_ids"], cache, NUM_NEW))
+    out = Inferencer(LanguageModel(model)).decode(prompts["input_ids"], cache, NUM_NEW, GREEDY)
     is_eos = torch.isin(whole, torch.tensor(eos)).tolist()
     expected = [row.index(True) + 1 if True in row else NUM_NEW for row in is_eos]
     assert out.lens.tolist() == expected
     assert min(expected) < max(expected)
     assert out.token_ids.shape[1] == max(expected)
-    num_read = prompts["attention_mask"].sum(1) + max(expected) - 1  # the last is not fed
-    assert cache.num_real_tokens == num_read.tolist()
+    assert torch.equal(out.token_logits.argmax(-1), out.token_ids)
+    assert torch.equal(cache.get_lens(), prompts["attention_mask"].sum(1) + max(expected) - 1)  # the last is not fed
     for row, length in enumerate(expected):
         assert torch.equal(out.token_ids[row, :length], whole[row, :length])
