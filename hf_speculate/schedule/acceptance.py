@@ -17,7 +17,7 @@ _NEIGHBOUR_WEIGHT = 6.0  # of the previous position's rate, as the prior of a po
 _OTHER_CALL = 0.5  # observations that an earlier call counts as
 _ALIKE_CALL = 14.0  # the same, if the call before it was accepted about as often: few rejections then end no drafting
 _ALIKE_RATE = 0.25  # largest difference of rates that are about the same
-_ROW_WEIGHT = 2.0  # rejections that a row must show before it counts for more than the batch
+_ROW_WEIGHT = 4.0  # rejections that a row must show before it counts for more than the batch
 
 
 class AcceptanceModel:
