@@ -32,6 +32,22 @@ FLOORS = {
     "hf_speculate.triton_kernels": -1,
 }
 KERNELS = "hf_speculate.triton_kernels"
+MAX_CORE_LINES = 16_500  # of the library without the capabilities below; the kernels are a package of their own
+# Capabilities that decoding with a draft model does without -> their files, or the folders of these.
+CAPABILITIES = {
+    "draft heads": ("draft/heads", "models/layer_capture.py"),
+    "recurrent layers": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
+    "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
+    "server": ("tools/server", "tools/cli/serve.py"),
+    "self-test": ("generation/self_test.py",),
+    "graphs and few launches on a GPU": (
+        "models/graphs.py",
+        "models/attention_backends.py",
+        "cache/row_lens.py",
+        "processors/fused_warpers.py",
+        "transfers.py",
+    ),
+}
 
 
 def library_files() -> dict[str, Path]:
@@ -100,6 +116,22 @@ def problems_of(source: str, module: str) -> Iterator[str]:
         for name in imported_modules(node):
             if problem := import_problem(name, package, node in local):
                 yield f"{module}:{node.lineno} {name}: {problem}"
+
+
+def test_the_core_is_small_enough_to_be_read():
+    def num_lines(paths):
+        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+    library = ROOT / "hf_speculate"
+    files = {path for path in library.rglob("*.py") if not path.is_relative_to(library / "triton_kernels")}
+    total, core = num_lines(files), set(files)
+    for capability, places in CAPABILITIES.items():
+        for place in places:
+            found = {path for path in files if path.is_relative_to(library / place)}
+            assert found, f"{place} of {capability!r} does not exist"
+            core -= found
+    print(f"{total} lines, {num_lines(core)} of them in the core")
+    assert num_lines(core) <= MAX_CORE_LINES
 
 
 def test_every_module_keeps_the_rules() -> None:
