@@ -196,5 +196,5 @@ class _Drawer(_Chooser):
     def result(self, ids: list[Tensor], lens: Tensor) -> DraftOut:
         if not ids:
             return super().result(ids, lens)
-        self.text.truncate([length - len(ids) for length in self.text.lens])
+        self.text.drop(len(ids))
         return DraftOut(torch.stack(ids, 1), lens, torch.stack(self.processed, 1), self.draws.logsumexps())
