@@ -64,8 +64,8 @@ class Columns:
         self._corners: dict[Hashable, Tensor] = {}
         self._pads: Tensor | None = None  # see `_pads_on_device`
         self._column_positions: Tensor | None = None  # [B, C] int64, of each row's columns
-        self._is_hidden = torch.full((), -torch.inf, dtype=mask_dtype, device=device)  # in a mask
-        self._is_seen = torch.zeros((), dtype=mask_dtype, device=device)
+        self._masked = torch.full((), -torch.inf, dtype=mask_dtype, device=device)  # in a mask
+        self._unmasked = torch.zeros((), dtype=mask_dtype, device=device)
 
     @property
     def lens(self) -> list[int]:
@@ -203,7 +203,7 @@ class Columns:
         width = -(-(self.num_held + num_tokens - first) // MASK_UNIT) * MASK_UNIT
         seen = self._positions_of(first, width)[:, None]  # [B or 1, 1, W]
         at = self.positions(num_tokens)[:, :, None]  # [B or 1, N, 1]
-        values = torch.where(hidden(seen, at, window), self._is_hidden, self._is_seen)[:, None]
+        values = torch.where(hidden(seen, at, window), self._masked, self._unmasked)[:, None]
         return Mask(values, coming.num_done, first)
 
     def _positions_of(self, first: int, width: int) -> Tensor:

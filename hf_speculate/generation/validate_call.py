@@ -52,8 +52,8 @@ def check_call(model: PreTrainedModel, call: dict[str, Any], config: Speculation
         )
     is_paged = call.get("cache_implementation") == "paged"  # transformers would batch continuously, past our loop
     _refuse({"cache_implementation": is_paged}, f"with {source.cause}, got 'paged'; {source.hint}")
-    span, size = config.relax_only_inside, vocab_size_of(model)
-    if span is not None and max(span) >= size:
+    span = config.relax_only_inside
+    if span is not None and max(span) >= (size := vocab_size_of(model)):
         raise ConfigError(
             f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got {tuple(span)}; "
             "take them from the target's tokenizer"

@@ -116,13 +116,14 @@ class CachePlan:
         self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None, device: torch.device
     ) -> str:
         """Why the states cannot be preallocated; empty where they can."""
+        if is_recurrent(cache):
+            return "it has recurrent layers"
         config = model.config.get_text_config(decoder=True)
         module = sys.modules[type(model.base_model).__module__]
         names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
         windows = _windows(cache)
         quirk, attention = limit_reason(model, Limit.ONLY_DYNAMIC), attention_name(config)
         obstacles = {
-            "it has recurrent layers": is_recurrent(cache),
             quirk: bool(quirk),
             f"its attention is {attention}": attention not in _ATTENTIONS,
             "its layers attend to an encoder's output": self.crosses,

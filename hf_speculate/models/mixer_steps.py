@@ -66,6 +66,13 @@ class _Reached(Exception):  # no error
     """Ends a forward at a projection, with the input of that."""
 
 
+def _given_output(given: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """An input projection of the copy of a mixer."""
+    if name not in given:
+        raise _Reached(inputs)
+    return given[name]
+
+
 class StepLayer(LinearAttentionLayer):
     """A cache layer that stores new states without copying them."""
 
@@ -116,11 +123,15 @@ class SteppedMixer:
         self.protocol = protocol
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
-        functions: dict[str, Callable[..., Any]] = {name: partial(self._give, name) for name in protocol.inputs}
+        # Outputs of the copy's input projections, changed in place: the copy does not refer to this object, so that the
+        # cache is freed with the call.
+        self._given: dict[str, Tensor] = {}
+        functions: dict[str, Callable[..., Any]] = {
+            name: partial(_given_output, self._given, name) for name in protocol.inputs
+        }
         if protocol.output is not None:
             functions[protocol.output] = lambda inputs, *args, **kwargs: inputs
         self._copy = copy_with(mixer.module, functions)
-        self._given: dict[str, Tensor] = {}  # outputs of the copy's input projections; see `_give`
         self._reading: _Reading | None = None
         self._thread = 0
 
@@ -221,20 +232,14 @@ class SteppedMixer:
     def _step(self, reading: _Reading, number: int, before: States) -> tuple[Any, States]:
         """What the copy returns for a token, and the states after it, from those before it."""
         self._load(reading.layer, before)
-        self._given = {name: by_token[number] for name, by_token in reading.held.items()}
+        self._given.update({name: by_token[number] for name, by_token in reading.held.items()})
         arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}
         output = type(self.mixer.module).forward(self._copy, **arguments)
         return output, self._after(reading, number, before)
 
-    def _give(self, name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """An input projection of the copy."""
-        if name not in self._given:
-            raise _Reached(inputs)
-        return self._given[name]
-
     def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
         """The input of the first input projection for all tokens."""
-        self._given = {}
+        self._given.clear()
         try:
             type(self.mixer.module).forward(self._copy, **arguments)
         except _Reached as reached:

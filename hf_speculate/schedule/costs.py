@@ -19,6 +19,7 @@ _ALIKE = 2.0  # factor in the number of rows within which plain steps of one cou
 _BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
 _OTHER_WEIGHT = 0.1  # of a kind of another size in how far a size lies from the line, at most
 _NOISE = 0.025  # share of a round's seconds; half as much or twice as much loses 1 % where some sizes are slow
+_LEAST_SHARE = 0.25  # of the line's seconds that an estimate is at least
 _FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
 _LEAST_VARIANCE = 1e-9  # of sizes, below which they are equal but for rounding
 _TINY = 1e-18  # keeps a division from failing if all kinds lie on the line, or the clock is too coarse
@@ -87,12 +88,12 @@ class _CostLine:
         noise_s = _NOISE * (intercept + slope * sum(size for _, size in self.kinds) / len(self.kinds))
         line_weight = noise_s**2 * total / max(squares, _TINY)
         weighted = list(map(mul, weights, above))
-        return [
-            intercept
-            + slope * size
-            + sum(map(mul, weighted, likeness)) / (sum(map(mul, weights, likeness)) + line_weight)
-            for size, likeness in zip(sizes, _likenesses(sizes, tuple(self.kinds)), strict=True)
-        ]
+        seconds = []
+        for size, likeness in zip(sizes, _likenesses(sizes, tuple(self.kinds)), strict=True):
+            line_s = intercept + slope * size
+            off_s = sum(map(mul, weighted, likeness)) / (sum(map(mul, weights, likeness)) + line_weight)
+            seconds.append(max(line_s + off_s, _LEAST_SHARE * line_s))
+        return seconds
 
     def _weights(self, rows: int) -> list[float]:
         """[N] of the kinds in the line of so many rows."""
@@ -137,11 +138,11 @@ class CostModel:
         """Add a round's seconds."""
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
         if num == 0:
-            self._known_s.clear()  # a plain step counts for other numbers of rows too
+            self._known_s.clear()
             self._plain.add(1, num_rows, verify_s, self._num_drafted)
             return
         if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
-            self._known_s = {key: seconds for key, seconds in self._known_s.items() if key[0] != num_rows}
+            self._known_s.clear()
         self._num_drafted += 1
         self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted)
         if outcome.num_fed <= _FEW_FED:
@@ -180,17 +181,10 @@ class CostModel:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
         if (num_rows, max_draft_tokens) in self._known_s:
             return self._known_s[num_rows, max_draft_tokens]
-        nums, plain_s = range(1, max_draft_tokens + 1), self._plain_s(num_rows)
+        plain_s, drafts_s = self._plain_s(num_rows), self._drafts_s(num_rows, max_draft_tokens)
         sizes = range(2 * num_rows, (max_draft_tokens + 1) * num_rows + 1, num_rows)
-        verify_s = self._verify.estimate(1, sizes) if self._verify.kinds else [plain_s] * len(nums)
-        if self._draft.kinds:
-            drafts_s = self._draft.estimate(num_rows, nums)
-        else:  # from the models' sizes
-            step_s = self._ratio * plain_s
-            step_s = step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
-            drafts_s = [num * step_s for num in nums]
-        seconds = [plain_s, *map(add, drafts_s, verify_s)]
-        self._known_s[num_rows, max_draft_tokens] = seconds
+        verify_s = self._verify.estimate(1, sizes) if self._verify.kinds else [plain_s] * max_draft_tokens
+        seconds = self._known_s[num_rows, max_draft_tokens] = [plain_s, *map(add, drafts_s, verify_s)]
         return seconds
 
     def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
@@ -199,16 +193,28 @@ class CostModel:
         Its verification lies below the line as far as any did, but takes no less than those of the measured sizes next
         to it, a plain step among them.
         """
-        intercept, slope = self._verify.line(1) if self._verify.kinds else (0.0, 1.0)
-        measured = sorted([(num_rows, self._plain_s(num_rows)), *self._verify.medians()])
+        if not self._verify.kinds:
+            return self.rounds_s(num_rows, max_draft_tokens)
+        intercept, slope = self._verify.line(1)
+        plain_s = self._plain_s(num_rows)
+        measured = sorted([(num_rows, plain_s), *self._verify.medians()])
         share = min(seconds / max(intercept + slope * size, _TINY) for size, seconds in measured)
-        best_s = []
-        for num, round_s in enumerate(self.rounds_s(num_rows, max_draft_tokens)):
-            line_s = intercept + slope * num_rows * (num + 1)
-            right = bisect_left(measured, (num_rows * (num + 1),))
-            near_s = min((seconds for _, seconds in measured[max(right - 1, 0) : right + 1]), default=0.0)
-            best_s.append(round_s - line_s + max(share * line_s, near_s if right < len(measured) else 0.0))
+        best_s = [plain_s]
+        for num, draft_s in enumerate(self._drafts_s(num_rows, max_draft_tokens), start=1):
+            size = num_rows * (num + 1)
+            right = bisect_left(measured, (size,))
+            near_s = min(seconds for _, seconds in measured[right - 1 : right + 1]) if right < len(measured) else 0.0
+            best_s.append(draft_s + max(share * (intercept + slope * size), near_s))
         return best_s
+
+    def _drafts_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
+        """[K_max] seconds of a draft by K >= 1; before any drafted round, from the models' sizes."""
+        nums = range(1, max_draft_tokens + 1)
+        if self._draft.kinds:
+            return self._draft.estimate(num_rows, nums)
+        step_s = self._ratio * self._plain_s(num_rows)
+        step_s = step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
+        return [num * step_s for num in nums]
 
     def _nearest_plain(self, num_rows: int) -> _Kind | None:
         near = [

@@ -1,5 +1,6 @@
 """Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
 
+import gc
 from collections.abc import Sequence
 from functools import cache
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_speculate
+from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import cache_name
@@ -197,6 +199,18 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, er
     for states, others in zip(before, recurrent_states(caches[0]), strict=True):
         assert all(torch.equal(states[slot], others[slot]) for slot in states)
     assert_equal_ids(*(target.generate(**inputs, **{cache_name(target): kv_cache}) for kv_cache in caches))
+
+
+def test_states_are_freed_with_the_call():
+    model, prompts = hf_speculate.enable(make_model("lfm2")), ragged_prompts(2)
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(**prompts, prompt_lookup_num_tokens=3, max_new_tokens=4, do_sample=False)
+        living = [one for one in gc.get_objects() if type(one) is RecurrentStates]
+    finally:
+        gc.enable()
+    assert living == []
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])

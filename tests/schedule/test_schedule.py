@@ -125,8 +125,9 @@ def test_a_draft_exceeds_the_last_one_by_two_tokens_at_most():
 @pytest.mark.parametrize(("ratio", "prompt_len", "is_tried"), [(0.1, 8192, True), (0.5, 8192, False), (0.5, 380, True)])
 def test_a_draft_that_does_not_pay_for_a_prompt_long_for_its_text_is_never_asked(ratio, prompt_len, is_tried):
     schedule = adaptive(ratio=ratio)
-    schedule.begin(100.0, prompt_len, 48)  # the prompt took as long as 100 plain steps
-    lens = run(schedule, traces("perfect")[0], Machine(step_s=0.1, prompt_s=100 * ratio), 48).draft_lens
+    schedule.begin(1.0, prompt_len, 48)  # the prompt took as long as 100 plain steps
+    machine = Machine(0.001, lambda num_query: 0.01 + 5e-5 * num_query, 2e-4, prompt_s=ratio)
+    lens = run(schedule, traces("perfect")[0], machine, 48).draft_lens
     assert (lens[0] > 0) is (prompt_len < 8 * 48)
     assert (max(lens) > 0) is is_tried
 
@@ -189,6 +190,14 @@ def test_one_round_in_which_the_process_paused_does_not_decide():
     for num, score_s in ((5, 1.0), (2, 100.0), (5, 100.0)):  # of a new kind, and of one that is known
         model.observe(RoundOutcome([0], [num], [num], num, 1, num_fed=1, draft_s=0.1 * num, score_s=score_s))
     assert max(model.rounds_s(1, 5)) < 4
+
+
+def test_a_slow_first_round_makes_no_estimate_negative():
+    model = CostModel(0.1)
+    for num, score_s in ((5, 0.128), (2, 0.0072), *[(1, 0.006)] * 12):
+        model.observe(RoundOutcome([0], [num], [num], num, 4, num_fed=1, draft_s=0.001 * num, score_s=score_s))
+    assert min(model.rounds_s(4, 5)) > 0.001
+    assert min(model.best_case_s(4, 5)) > 0.0
 
 
 def test_two_rejections_do_not_stop_what_paid_in_the_two_calls_before():
