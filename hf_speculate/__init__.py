@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hf_speculate.draft.heads.head import DraftHead as DraftHead
     from hf_speculate.draft.heads.load import load_drafter as load_drafter
     from hf_speculate.draft.state import DraftState as DraftState
-    from hf_speculate.draft.suffix_index import SuffixStore as SuffixStore
+    from hf_speculate.draft.suffix_store import SuffixStore as SuffixStore
     from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator as DraftModelCandidateGenerator
     from hf_speculate.errors import BadLogitsError as BadLogitsError
     from hf_speculate.errors import ConfigError as ConfigError

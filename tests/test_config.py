@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import hf_speculate
 from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.arguments import read_config
+from hf_speculate.generation.config_sources import read_config
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify import register_verifier
 from tests.tiny import make_model, noisy_copy, ragged_prompts

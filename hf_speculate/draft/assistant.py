@@ -1,19 +1,16 @@
 """Assistant resolution: which model drafts, and how its vocabulary maps to the target's."""
 
-import copy
 import functools
 import threading
 import warnings
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import nn
-from transformers import AutoTokenizer, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.cache.layers import attention_layers, is_recurrent
+from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, intersect_vocabularies, padding_mapping
-from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.field_checks import is_int
+from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.stats import SpeculationStats
 
@@ -75,7 +72,11 @@ def map_vocabularies(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> VocabMapping | None:
-    """How the draft's ids stand to the target's; None if they are the same, as with equal sizes and no tokenizers."""
+    """How the draft's ids stand to the target's; None if they are the same.
+
+    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
+    given, it is looked up in local files under its model's `name_or_path`.
+    """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     are_given = tokenizer is not None and assistant_tokenizer is not None
     if num_target == num_draft and not are_given:
@@ -129,59 +130,3 @@ def _find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 @functools.lru_cache(maxsize=8)  # loading takes up to seconds; what was not found is looked for again
 def _load_tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-
-
-def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """The model without its last layers, in new objects with its own modules: the norm follows layer `num_layers`.
-
-    Source:
-        LayerSkip: Elhoushi et al. (arXiv:2404.16710).
-    """
-    base: Any = getattr(model, model.base_model_prefix, None)
-    layers = list(getattr(base, "layers", None) or ())
-    obstacle = ""
-    if not layers:
-        obstacle = "its layers do not lie in base_model.layers"
-    elif base.config is not model.config or len(layers) != base.config.num_hidden_layers:
-        obstacle = "its config is not that of its layers alone"
-    elif any(getattr(model.config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")):
-        obstacle = "its layers share states, or read inputs made for all of them at once"
-    elif "forward" in vars(model) or "forward" in vars(base):
-        obstacle = "it has a forward of its own (device_map or torch.compile)"
-    if obstacle:
-        raise UnsupportedModelError(
-            f"assistant_early_exit needs a model whose layers can be left out, got {type(model).__name__}: {obstacle}; "
-            "leave it out, or pass a draft model as assistant_model"
-        )
-    if not is_int(num_layers) or not 1 <= num_layers < len(layers):
-        raise ConfigError(
-            f"assistant_early_exit must be in 1..{len(layers) - 1} for {len(layers)} layers, got {num_layers!r}; "
-            "leave it out to decode without speculation"
-        )
-    config = copy.copy(model.config)
-    config.num_hidden_layers = num_layers
-    types = getattr(config, "layer_types", None)
-    if types is not None and len(types) > num_layers:  # others are derived from the number of layers
-        config.layer_types = list(types)[:num_layers]
-    if _has_recurrence_alone(config) and not _has_recurrence_alone(model.config):
-        raise ConfigError(
-            f"assistant_early_exit must leave an attention layer in {type(model).__name__}, got {num_layers} recurrent "
-            "ones; leave more layers"
-        )
-    short_base = _with_parts(base, config, {"layers": nn.ModuleList(layers[:num_layers])})
-    return _with_parts(model, config, {model.base_model_prefix: short_base})  # type: ignore[no-any-return]
-
-
-def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
-    """Whether all layers are recurrent, so that a cache does not tell how many tokens it holds."""
-    cache = DynamicCache(config=config)
-    return is_recurrent(cache) and not attention_layers(cache.layers)
-
-
-def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn.Module]) -> Any:
-    """A shallow copy with another config and some children replaced; the other children are the same objects."""
-    twin: Any = copy.copy(module)
-    state = vars(twin)
-    state["_modules"] = {**state["_modules"], **parts}  # assigning a child would write to the original's own table
-    twin.config = config
-    return twin

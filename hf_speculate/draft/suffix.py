@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, SuffixStore
+from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
+from hf_speculate.draft.suffix_store import Proposal, SuffixStore
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept
 

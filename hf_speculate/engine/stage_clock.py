@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 
@@ -34,13 +35,14 @@ _FIELD_OF = {Stage.PREFILL: "prefill", Stage.DRAFT: "draft", Stage.SCORE: "score
 class StageClock:
     """The stage of a call, and the seconds spent in each; as a context, it adds a note with the stage to an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
         self.start(None)
 
     def start(self, stage: Stage | None) -> None:
         """Begin a run of the decoder with `stage`, before its first round."""
-        self._began = self._since = time.perf_counter()
+        self._began = self._since = self._now()
         self._seconds.clear()
         self.stage = stage  # None while code runs that is not ours
         self.num_round = 0  # of the loop, counted from 1; 0 before it
@@ -68,7 +70,7 @@ class StageClock:
         return self._since - self._began
 
     def _book(self) -> None:
-        now = time.perf_counter()
+        now = self._now()
         if self.stage is not None:
             self._seconds[_FIELD_OF.get(self.stage, "bookkeeping")] += now - self._since
         self._since = now

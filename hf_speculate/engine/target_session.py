@@ -19,7 +19,12 @@ MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, 
 
 @dataclass
 class EndPadding:
-    """Feeds finished rows their last token, then padding, up to the length of the longest row, as plain `generate`."""
+    """Brings the KV cache of finished rows to the length of the longest row.
+
+    Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
+    row reads these tokens instead of drafts, in the rounds of the other rows. Tokens that it still lacks after the last
+    round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
+    """
 
     pad_token_id: int | None  # None if nothing is fed
     max_query: int  # tokens per row in a forward that reads padding alone

@@ -1,10 +1,8 @@
-"""Arguments of `generate()`: binds them, takes out what speculation handles itself, and collects the fields of ours."""
+"""Arguments of `generate()`: binds them, and takes out those that speculation handles itself."""
 
 import copy
 import inspect
-import json
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,14 +10,10 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig
-from hf_speculate.draft.state import DraftState
-from hf_speculate.draft.suffix_index import SuffixStore
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.generation.config_sources import setting
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-# A field that is settled keeps its companion out of weaker sources: a call that asks for K tokens gets K.
-_SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 
 
 class BoundCall(NamedTuple):
@@ -125,51 +119,3 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds
             "pass the whole text and the cache of its beginning"
         )
     return query
-
-
-def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
-    """A field by the keyword, even if that is None, the passed config, or the model's; None if nobody set it."""
-    if name in call:
-        return call[name]
-    values = (getattr(config, name, None) for config in (call.get("generation_config"), model.generation_config))
-    return next((value for value in values if value is not None), None)
-
-
-def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
-    """Read each field from the first source that sets it; the strongest source comes first."""
-    settled: dict[str, Any] = {}
-    for source in sources:
-        shut_out = {other for name, other in _SHUTS_OUT.items() if name in settled}
-        for name in FIELD_NAMES:
-            if name in source and name not in settled and name not in shut_out:
-                settled[name] = source[name]
-    for name, kind in (("suffix_store", SuffixStore), ("draft_state", DraftState)):
-        value = settled.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(
-                f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
-            )
-    # an explicit None keeps weaker sources out, then means the default
-    return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
-
-
-def fields_of(config: object) -> dict[str, Any]:
-    """The fields that a `GenerationConfig` sets; `None` counts as not set."""
-    values = {name: getattr(config, name, None) for name in FIELD_NAMES}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields of ours that a `generation_config.json`, or its content, sets; `None` counts as not set."""
-    values: Any = saved or {}
-    if isinstance(saved, str | Path):
-        try:
-            values = json.loads(Path(saved).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # no JSON, or lists in lists without end
-            raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"fields_from must be a JSON object or a mapping, got {type(values).__name__}; "
-            'write {"verifier": "typical"}, say'
-        )
-    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.suffix_index import SuffixStore
+from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.engine.stage_clock import Stage, StageClock

@@ -24,16 +24,13 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
-    fields_in,
-    fields_of,
     own_prompt_lookup,
     own_stop_strings,
-    read_config,
     samples,
-    setting,
     take_over,
     unwrapped,
 )
+from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
 from hf_speculate.generation.validate_call import check_call

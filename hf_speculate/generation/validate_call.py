@@ -11,7 +11,7 @@ from hf_speculate.cache.static import described, is_static
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
-from hf_speculate.generation.arguments import setting
+from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import CACHE_NAMES, vocab_size_of

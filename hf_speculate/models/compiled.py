@@ -123,7 +123,11 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 
 
 class FixedBuffers:
-    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already."""
+    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already.
+
+    If sizes may vary, rows, columns and the width that attention reads are compiled as numbers that vary, so that one
+    compilation serves them all; a single row is a case of its own.
+    """
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
         self.kv_cache = kv_cache

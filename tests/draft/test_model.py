@@ -8,8 +8,8 @@ from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_speculate
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.draft.assistant import early_exit_model
 from hf_speculate.draft.base import DraftRequest
+from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.errors import UnsupportedModelError

@@ -20,7 +20,8 @@ from hf_speculate.draft.heads.head import DraftHead, HeadSpec, TargetShape, know
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
 from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
 from hf_speculate.draft.heads.network import HeadNetwork
-from hf_speculate.draft.heads.parallel import ParallelDrafter, load_pard, read_pard
+from hf_speculate.draft.heads.parallel import ParallelDrafter
+from hf_speculate.draft.heads.pard import load_pard, read_pard
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.field_checks import is_int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.generation.arguments import fields_of
+from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.generation.continuous import left_padded
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.generation.arguments import setting
+from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (

@@ -22,7 +22,7 @@ from transformers import (
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.arguments import fields_of, read_config, setting
+from hf_speculate.generation.config_sources import fields_of, read_config, setting
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.arguments import fields_of
+from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.verify.base import is_lossless
 
 # A line of every card written here: it tells a card that may be replaced from one that a user wrote.

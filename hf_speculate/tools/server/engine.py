@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_speculate.errors import BadLogitsError, SpeculateError
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.tools.server.text_stream import TextStream
 
 LOGGER = logging.getLogger("hf_speculate")
-_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
 _ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -246,43 +246,3 @@ class _Streamer(BaseStreamer):
 
     def end(self) -> None:
         """Does nothing: the result has all tokens."""
-
-
-class TextStream:
-    """Gives text as soon as it is final: whole characters, and no beginning of a stop string."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.is_cut = False  # whether the text ended before a stop string
-        self._ids: list[int] = []
-        self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
-        self._held = ""
-
-    def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
-        """The text that is final with these tokens, all so far; at the end all of the rest."""
-        if len(token_ids) <= len(self._ids) and not is_end:
-            return ""  # the row is decoded again
-        self._ids = list(token_ids)
-        before = self._decode(self._ids[self._begin : self._read])
-        now = self._decode(self._ids[self._begin :])
-        if now.endswith(_PARTIAL_CHARACTER) and not is_end:
-            return ""
-        self._begin, self._read = self._read, len(self._ids)
-        self._held += now[len(before) :]
-        if self.is_cut:
-            return ""
-        found = [at for stop in self.stop_strings if (at := self._held.find(stop)) >= 0]
-        self.is_cut = bool(found)
-        end = min(found) if found else len(self._held) - (0 if is_end else self._num_pending())
-        ready, self._held = self._held[:end], self._held[end:]
-        return ready
-
-    def _num_pending(self) -> int:
-        """Number of last characters that a stop string may begin with."""
-        longest = max(map(len, self.stop_strings), default=1) - 1
-        nums = range(min(longest, len(self._held)), 0, -1)
-        held = self._held
-        return next((num for num in nums if any(stop.startswith(held[-num:]) for stop in self.stop_strings)), 0)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

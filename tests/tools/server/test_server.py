@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from hf_speculate.tools.server.engine import TextStream
+from hf_speculate.tools.server.text_stream import TextStream
 from tests.tiny import MAX_LEN
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, body
