@@ -48,7 +48,7 @@ _NAMES = {
     "draft.heads.head": ("DraftHead",),
     "draft.heads.load": ("load_drafter",),
     "draft.state": ("DraftState",),
-    "draft.suffix_index": ("SuffixStore",),
+    "draft.suffix_store": ("SuffixStore",),
     "draft.to_candidate_generator": ("DraftModelCandidateGenerator",),
     "errors": (
         "BadLogitsError",
