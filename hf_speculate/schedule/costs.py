@@ -17,7 +17,7 @@ _ESTIMATE_EVERY = 6  # drafted rounds of kinds that were measured before; to est
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
 _BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
-_OTHER_WEIGHT = 0.1  # of a kind of another size in how far a size lies from the line, at most
+_OTHER_WEIGHT = 0.1  # of the residual of another size, at most
 _NOISE = 0.025  # share of a round's seconds; half as much or twice as much loses 1 % where some sizes are slow
 _LEAST_SHARE = 0.25  # of the line's seconds that an estimate is at least
 _FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
@@ -47,7 +47,7 @@ def _likenesses(sizes: Sequence[int], keys: tuple[_Key, ...]) -> list[list[float
 
 
 class _CostLine:
-    """Seconds by size: a line through the kinds of rounds, and how far the kinds of about that size lie from it."""
+    """Seconds by size: a line fitted to the kinds of rounds, plus the residuals of kinds of about that size."""
 
     def __init__(self, is_proportional: bool = False) -> None:
         self.kinds: dict[_Key, _Kind] = {}
@@ -64,8 +64,11 @@ class _CostLine:
 
     def line(self, rows: int) -> tuple[float, float]:
         """Intercept and slope; kinds of other numbers of rows and older kinds weigh less."""
+        return self._fit(self._weights(rows))
+
+    def _fit(self, weights: list[float]) -> tuple[float, float]:
+        """Intercept and slope of the weighted least-squares line."""
         sizes, medians = [size for _, size in self.kinds], [kind.median_s for kind in self.kinds.values()]
-        weights = self._weights(rows)
         total = sum(weights)
         mean_size, mean_s = sum(map(mul, weights, sizes)) / total, sum(map(mul, weights, medians)) / total
         distances = [size - mean_size for size in sizes]
@@ -80,11 +83,11 @@ class _CostLine:
 
     def estimate(self, rows: int, sizes: Sequence[int]) -> list[float]:
         """[M] seconds for M sizes."""
-        intercept, slope = self.line(rows)
         weights = self._weights(rows)
+        intercept, slope = self._fit(weights)
         above = [kind.median_s - intercept - slope * size for (_, size), kind in self.kinds.items()]
         squares, total = sum(map(mul, weights, map(mul, above, above))), sum(weights)
-        # Of the line, in samples: the less the kinds lie off it, the less one of them is believed.
+        # The line counts as this many samples of a kind: more if the residuals of all kinds are small.
         noise_s = _NOISE * (intercept + slope * sum(size for _, size in self.kinds) / len(self.kinds))
         line_weight = noise_s**2 * total / max(squares, _TINY)
         weighted = list(map(mul, weights, above))
@@ -118,8 +121,8 @@ class CostModel:
 
     A round is K draft steps and a verification. Single rounds are too noisy to compare. The seconds of a verification
     grow about linearly with its B * (K + 1) query rows, those of a draft with K, so a line is fitted to the medians of
-    all kinds of rounds. A kind that lies off the line, because some sizes suit the hardware better, is believed as far
-    as it was measured. Plain steps take another path through the model and are kept apart.
+    all kinds of rounds. Some sizes suit the hardware better, so the residuals of measured kinds are added, weighted by
+    their samples. Plain steps take another path through the model and are kept apart.
 
     Args:
         draft_cost_ratio: seconds of a draft step over those of a plain step, until they are measured.
