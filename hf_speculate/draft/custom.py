@@ -19,7 +19,12 @@ _LAYERS = Check(
 
 
 class CustomDrafter(Drafter):
-    """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked."""
+    """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
+
+    Raises:
+        ConfigError: the factory made no drafter, or one with an attribute that is out of range.
+        ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a `DraftOut`.
+    """
 
     drafts_fewer = True
 

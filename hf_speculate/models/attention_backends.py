@@ -98,14 +98,14 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scali
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention [B, H, Q, D'], in memory [B, Q, H, D'], under a mask [B or 1, H or 1, Q or 1, T] from `additive`."""
+    """Attention [B, H, Q, D'], in memory [B, Q, H, D'], under an `additive_mask` [B or 1, H or 1, Q or 1, T]."""
     shape = (*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     outputs: Sequence[Tensor] = efficient(query, key, value, mask.expand(shape), False, 0.0, False, scale=scaling)
     return outputs[0]
 
 
-def additive(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """A mask [B or 1, H or 1, g*Q, T] as memory-efficient attention takes it: added to the scores, of aligned rows.
 
     The given one is [B or 1, H or 1, Q, T], bool (True: seen) or floating (added); it is returned if it is such a mask.

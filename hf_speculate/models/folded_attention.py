@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.models.attention_backends import (
-    additive,
+    additive_mask,
     attend_all,
     attend_masked,
     chooses_backend,
@@ -143,7 +143,7 @@ def _attend(
         key, value, groups = repeated(key, groups), repeated(value, groups), 1
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
     if mask is not None:
-        make = partial(additive, dtype=query.dtype) if is_ours else _repeat_rows
+        make = partial(additive_mask, dtype=query.dtype) if is_ours else _repeat_rows
         num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
         mask = _made_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
     if not is_ours:

@@ -26,6 +26,9 @@ class LayerCapture:
 
     Layer i is the input of decoder layer i, the number of layers is the output of the last one before the final norm,
     and `FINAL_STATE` is the state after that norm.
+
+    Raises:
+        UnsupportedModelError: the model's decoder layers or its final norm are not found.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]):

@@ -85,7 +85,7 @@ def chain_steps(
         drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
-            placed = Placed(buffers, 0, row_ids, columns, width, network.masks, inputs.outputs.dtype)
+            placed = Placed(buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype)
             pairs = Pairs(chosen.token_ids, states[:, None], columns, placed)
             logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
     return joined(drafted)
@@ -140,7 +140,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
         """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
         num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
-        if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.masks):
+        if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.layer_masks):
             return None
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)

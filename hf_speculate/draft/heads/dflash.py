@@ -56,8 +56,8 @@ class DFlashNetwork(FusingNetwork):
         self.options: DFlashOptions = plan.options
         layers, shapes = plan.options.layers, plan.shapes
         width = layers.hidden_size
-        masks = zip(self.masks, self.options.is_causal, strict=True)
-        self.masks = [mask._replace(is_causal=is_causal) for mask, is_causal in masks]
+        masks = zip(self.layer_masks, self.options.is_causal, strict=True)
+        self.layer_masks = [mask._replace(is_causal=is_causal) for mask, is_causal in masks]
         self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers))

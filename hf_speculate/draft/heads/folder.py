@@ -125,7 +125,12 @@ _WEIGHT_FILES = (  # the first that exists is read
 
 
 class HeadFolder:
-    """A draft head in a folder or a Hub repository. Weights are downloaded only when they are needed."""
+    """A draft head in a folder or a Hub repository. Weights are downloaded only when they are needed.
+
+    Raises:
+        ConfigError: there is no config.json.
+        UnsupportedModelError: from `weights`, if there are none, or if they are quantised.
+    """
 
     def __init__(self, source: str | Path):
         self.source = str(source)

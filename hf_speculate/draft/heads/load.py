@@ -127,7 +127,13 @@ def load_drafter(
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
-    """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself."""
+    """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself.
+
+    Raises:
+        ConfigError: the head has no config.json.
+        UnsupportedModelError: the head is of a kind, or has an option, that is not served.
+        OSError: the target has no config.
+    """
     config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):

@@ -34,7 +34,7 @@ class CheckpointMtpNetwork(ChainNetwork):
         self.num_depths = len(model.layers)
         windows = windows_of(model.config) or (None,) * self.num_depths
         super().__init__(DraftVocabulary(vocab_size), windows)
-        self.masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
+        self.layer_masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
         self.layers = model.layers
         self.shared_post_norm: Any = getattr(model, "shared_post_norm", None)  # which transformers makes if it is used
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours

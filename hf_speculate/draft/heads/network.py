@@ -46,7 +46,7 @@ class HeadNetwork(nn.Module, ABC):
     def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
         super().__init__()
         self.vocabulary = vocabulary
-        self.masks = [LayerMask(window) for window in windows]  # by layer that writes to the cache
+        self.layer_masks = [LayerMask(window) for window in windows]  # by layer that writes to the cache
 
     def project(self, states: Tensor) -> Tensor:
         """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""

@@ -57,7 +57,7 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
         self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary)
-        self.cache = RowCache(network.masks, setup.batch_size, weight)
+        self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
         self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token

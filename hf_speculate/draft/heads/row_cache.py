@@ -36,10 +36,10 @@ class Placed:
     row_ids: Tensor  # [B, 1] int64
     columns: Tensor  # [B or 1, N] int64, the columns that they are written to
     width: int  # columns that attention reads
-    layers: Sequence[LayerMask]
+    layer_masks: Sequence[LayerMask]
     dtype: torch.dtype  # of the masks
     is_bare: bool = False  # whether each token sees all `width` columns, so that layers without a window need no mask
-    masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # those made so far
+    made: dict[LayerMask, Tensor] = field(default_factory=dict)  # additive masks, see `mask`
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
@@ -52,12 +52,12 @@ class Placed:
 
     def mask(self, layer: int) -> Tensor | None:
         """[B or 1, 1, N, width] additive; None if the layer's tokens see every column."""
-        key = self.layers[layer]
+        key = self.layer_masks[layer]
         if self.is_bare and key.first == 0 and (key.window is None or key.window >= self.width):
             return None
-        if key not in self.masks:
-            self.masks[key] = additive(self._hidden(*key), self.dtype)
-        return self.masks[key]
+        if key not in self.made:
+            self.made[key] = additive(self._hidden(*key), self.dtype)
+        return self.made[key]
 
     def _hidden(self, window: int | None, first: int, is_causal: bool) -> Tensor:
         seen = torch.arange(self.width, device=self.columns.device)  # [T]
@@ -78,11 +78,11 @@ class Placed:
 class RowCache:
     """Keys and values of B rows by layer; a row's next token goes where it ends, and masks hide what lies behind."""
 
-    def __init__(self, layers: Sequence[LayerMask], batch_size: int, weight: Tensor):
+    def __init__(self, layer_masks: Sequence[LayerMask], batch_size: int, weight: Tensor):
         self.row_lens = RowLens([0] * batch_size, Ruler(weight.device))
         self.buffers: Buffers = {}
         self.capacity = 0
-        self._layers, self._dtype = layers, weight.dtype
+        self._layer_masks, self._dtype = layer_masks, weight.dtype
         self._row_ids = torch.arange(batch_size, device=weight.device)[:, None]  # [B, 1]
 
     def place(self, num_tokens: int, offset: int = 0) -> Placed:
@@ -92,7 +92,8 @@ class RowCache:
         is_bare = num_tokens == 1 and self.row_lens.is_even
         self.reserve(aligned)
         columns, width = self.row_lens.positions(num_tokens, offset), longest if is_bare else aligned
-        return Placed(self.buffers, self.capacity, self._row_ids, columns, width, self._layers, self._dtype, is_bare)
+        layer_masks, dtype = self._layer_masks, self._dtype
+        return Placed(self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare)
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""

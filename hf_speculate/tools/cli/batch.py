@@ -11,9 +11,10 @@ from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, note, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Batch, Models, Ray
-from hf_speculate.tools.dataset.decode import DatasetReport, decode_job, find_ranks
+from hf_speculate.tools.dataset.decode import DatasetReport, decode_job
 from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray
+from hf_speculate.tools.dataset.ranks import find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of
 

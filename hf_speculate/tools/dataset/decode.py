@@ -2,28 +2,22 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.engine.distributed import synced_ranks
-from hf_speculate.errors import UnsupportedModelError, import_extra
 from hf_speculate.field_checks import integer
 from hf_speculate.tools.dataset.files import Job, append_json, ids_in
+from hf_speculate.tools.dataset.ranks import Ranks, check_model, find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of, read_rows
 
-# Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
-_TIMEOUT = timedelta(days=30)
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # decodes batches with a seed
 
@@ -64,42 +58,6 @@ class DatasetReport:
         """Lines of the output, in its order."""
         with self.path.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those of a launcher."""
-
-    index: int = 0  # of this process; the main one, 0, does what is done once for all
-    num: int = 1  # number of processes
-    state: Any = None  # accelerate's `PartialState`; None for a single process
-
-    @property
-    def is_main(self) -> bool:
-        return self.index == 0
-
-    def wait(self) -> None:
-        if self.state is not None:
-            self.state.wait_for_everyone()
-
-    def sums(self, numbers: list[int]) -> list[int]:
-        if self.state is None:
-            return numbers
-        gathered = import_extra("accelerate.utils", "ranks").gather_object([numbers])
-        return [sum(column) for column in zip(*gathered, strict=True)]
-
-    def close(self) -> None:
-        if self.state is not None:
-            self.state.destroy_process_group()
-
-
-def find_ranks(is_cpu: bool = False) -> Ranks:
-    """The ranks that `accelerate launch` or `torchrun` started, or a single one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return Ranks()
-    partial_state = import_extra("accelerate", "ranks").PartialState
-    state = partial_state(cpu=is_cpu or not torch.accelerator.is_available(), timeout=_TIMEOUT)
-    return Ranks(state.process_index, state.num_processes, state)
 
 
 def decode_job(
@@ -205,17 +163,6 @@ def decode_dataset(
     make_batches = partial(batches_of, batch_size=batch_size, tokenizer=tokenizer, is_chat=is_chat)
     engine = partial(decoder.decode_all, num_refilled=0 if static_batches else batch_size)
     return decode_job(job, make_batches, engine, ranks, on_batch)
-
-
-def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Raise `UnsupportedModelError` if there are several ranks and the model is distributed over them."""
-    if ranks.num == 1:
-        return
-    if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
-        raise UnsupportedModelError(
-            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call "
-            "generate() on all ranks instead"
-        )
 
 
 def _described(value: Any) -> Any:

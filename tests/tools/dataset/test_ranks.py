@@ -13,8 +13,9 @@ import pytest
 
 from hf_speculate.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.dataset.decode import Ranks, check_model, decode_job, find_ranks
+from hf_speculate.tools.dataset.decode import decode_job
 from hf_speculate.tools.dataset.files import Job, cut_torn_line
+from hf_speculate.tools.dataset.ranks import Ranks, check_model, find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded
 from hf_speculate.tools.dataset.rows import read_rows
 from tests.tools.dataset.common import batch_words, begun_in, prompts, texts_in, write_prompts

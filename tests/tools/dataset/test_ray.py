@@ -7,9 +7,10 @@ import pytest
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.dataset.decode import Ranks, decode_job
+from hf_speculate.tools.dataset.decode import decode_job
 from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray, resources_of
+from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.rows import batches_of, read_rows
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.dataset.common import (

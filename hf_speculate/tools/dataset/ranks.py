@@ -1,0 +1,62 @@
+"""Ranks of a launcher: processes that share the rows of a data set, each with a whole model."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_speculate.engine.distributed import synced_ranks
+from hf_speculate.errors import UnsupportedModelError, import_extra
+
+# Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
+_TIMEOUT = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a launcher."""
+
+    index: int = 0  # of this process; the main one, 0, does what is done once for all
+    num: int = 1  # number of processes
+    state: Any = None  # accelerate's `PartialState`; None for a single process
+
+    @property
+    def is_main(self) -> bool:
+        return self.index == 0
+
+    def wait(self) -> None:
+        if self.state is not None:
+            self.state.wait_for_everyone()
+
+    def sums(self, numbers: list[int]) -> list[int]:
+        if self.state is None:
+            return numbers
+        gathered = import_extra("accelerate.utils", "ranks").gather_object([numbers])
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.destroy_process_group()
+
+
+def find_ranks(is_cpu: bool = False) -> Ranks:
+    """The ranks that `accelerate launch` or `torchrun` started, or a single one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return Ranks()
+    partial_state = import_extra("accelerate", "ranks").PartialState
+    state = partial_state(cpu=is_cpu or not torch.accelerator.is_available(), timeout=_TIMEOUT)
+    return Ranks(state.process_index, state.num_processes, state)
+
+
+def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Raise `UnsupportedModelError` if there are several ranks and the model is distributed over them."""
+    if ranks.num == 1:
+        return
+    if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
+        raise UnsupportedModelError(
+            f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call "
+            "generate() on all ranks instead"
+        )
