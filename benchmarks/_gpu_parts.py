@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_speculate
-from hf_speculate.models.attention_backends import additive, attend_masked, chooses_backend
+from hf_speculate.models.attention_backends import additive_mask, attend_masked, chooses_backend
 from hf_speculate.models.folded_attention import folded_attention, folding, register_folded_attention
 from hf_speculate.triton_kernels import (
     NoiseKeys,
@@ -137,7 +137,7 @@ def attention_times(report: Any, device: Device) -> None:
                 return
             query, key, value, mask = _attention_inputs(batch_size, K + 1, num_keys)
             folded = query.reshape(batch_size, NUM_KV_HEADS, -1, WIDTH)
-            rows = additive(mask, groups, query.dtype)
+            rows = additive_mask(mask, groups, query.dtype)
             runs: dict[str, Callable[[], Tensor]] = {
                 "memory-efficient": lambda: attend_masked(folded, key, value, rows, None),  # noqa: B023
                 "split keys": lambda: split_key_attention(query, key, value, mask),  # noqa: B023

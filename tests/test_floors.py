@@ -1,6 +1,7 @@
 """The rules between the packages that ruff does not know: imports go to a lower layer, and files stay short."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,6 +140,26 @@ def test_every_module_keeps_the_rules() -> None:
         problem for module, path in library_files().items() for problem in problems_of(path.read_text(), module)
     ]
     assert not problems, "\n".join(problems)
+
+
+def test_benchmarks_and_examples_import_what_exists() -> None:
+    """The benchmarks for GPUs and those run by hand are otherwise imported by no test."""
+    names = {
+        name
+        for folder in ("benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "hf_speculate"
+        for name in ((str(node.module), alias.name) for alias in node.names)
+    }
+    modules = library_files()
+    missing = [
+        f"{module}.{name}"
+        for module, name in sorted(names)
+        if f"{module}.{name}" not in modules and not hasattr(importlib.import_module(module), name)
+    ]
+    assert names
+    assert not missing
 
 
 @pytest.mark.parametrize(
