@@ -82,6 +82,11 @@ class Verified(NamedTuple):
     num_user_host_syncs: int = 0  # calls of user code that may have waited for it
     device_num_accepted: Tensor | None = None  # [B] int32 on the target's device; None if it is not there
 
+    def of_equal_lengths(self) -> "Verified":
+        """The same with only as many new tokens in every row as the shortest has."""
+        shortest = min(map(len, self.new_ids))
+        return self._replace(new_ids=[ids[:shortest] for ids in self.new_ids])
+
 
 class Trimmed(NamedTuple):
     """The part of a verdict that token-by-token decoding would have emitted."""

@@ -59,6 +59,8 @@ class SpeculativeDecoder:
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
         verified = self.verification.verify(batch, scored.logits, draft, keys)  # reads, writes nothing
+        if self.draft_length.keeps_rows_even(batch):
+            verified = verified.of_equal_lengths()
         enter(Stage.TRIM)
         trimmed = self.stops.trim(batch, verified)
         enter(Stage.COMMIT)

@@ -44,6 +44,10 @@ class DraftLength(Observer):
             num = max(min(num_wanted, most), 0)
         return num if self.ranks is None else self.ranks.max(num)
 
+    def keeps_rows_even(self, batch: Batch) -> bool:
+        """Whether all rows must emit the same number of tokens in the round that `next` was asked for."""
+        return self.schedule.is_probe and self.group is None and batch.tokens.row_lens.is_even
+
     def on_round(self, record: RoundRecord) -> None:
         live = record.live_rows
         if not record.num_round or not live:

@@ -100,7 +100,7 @@ class AdaptiveSchedule(Schedule):
         self._waiting = (0, 0)  # rows, and their plain steps in a row before K is chosen again
         self._ratio = draft_cost_ratio
         self._last = _FIRST_DRAFT_TOKENS  # K of the last drafted round
-        self._is_probe = False
+        self.is_probe = False
         self._probe_s = 0.0  # seconds of the last probe, in which the draft first read the tokens of the plain steps
         self._start_s = 0.0  # seconds of the draft's prefill of a long prompt, while it is still to come
         self.num_draft_tokens = 0
@@ -129,9 +129,9 @@ class AdaptiveSchedule(Schedule):
             self._num_drafted_rounds += 1
             self._last = outcome.num_draft_tokens
             self._start_s = 0.0
-            if self._is_probe:
+            if self.is_probe:
                 self._probe_s = outcome.draft_s + outcome.score_s + outcome.other_s
-            self._is_probe = False
+            self.is_probe = False
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
         elif outcome.num_rows == self._waiting[0] and self._num_plain_rounds < self._waiting[1]:
             self._num_plain_rounds += 1  # without the estimates: they take 2 % of a small model's plain step
@@ -187,7 +187,7 @@ class AdaptiveSchedule(Schedule):
         self._num_plain_rounds = 0
         self._wait = max(min(2 * self._rarer * self._wait, longest), _FIRST_WAIT)
         self._acceptance.soften(_PROBE_MEMORY)
-        self._is_probe = True
+        self.is_probe = True
         return likeliest
 
     def _longest_wait(self, num_draft_tokens: int, num_rows: int) -> int:

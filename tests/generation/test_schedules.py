@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.errors import ConfigError
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
-from tests.schedule.simulator import LENS
+from tests.schedule.simulator import LENS, ScriptedSchedule
 from tests.tiny import noisy_copy, ragged_prompts
 
 NUM_NEW = 40
@@ -31,6 +31,23 @@ def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, kind, b
     assert stats.num_accepted or stats.lock_step
     if stats.lock_step:  # its rows count as one
         assert all(len(one.row_ids) == 1 and one.num_rows == batch_size for one in scripted[0].outcomes)
+
+
+@pytest.mark.parametrize("scripted", [(0, 3)], indirect=True)
+@each_value(
+    kind=["llama", "gpt2", "falcon_h1"],
+    own=[{}, {"prompt_lookup_num_tokens": 4}],
+    options=[{}, {"do_sample": True, "verifier": "coupled", "seed": 3}, {"repetition_penalty": 1.3}],
+)
+def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, kind, own, options):
+    monkeypatch.setattr(ScriptedSchedule, "is_probe", True)
+    target, draft = pair(kind)
+    inputs, reports = ragged_prompts(3, seed=5), []
+    draft = None if own else draft
+    options |= {"max_new_tokens": NUM_NEW, "speculation_callback": reports.append, **own}
+    assert_decodes_as_plain(target, draft, inputs, **options)
+    assert all(len(set(report.num_emitted)) == 1 for report in reports)
+    assert any(max(report.num_accepted) > min(report.num_accepted) for report in reports)
 
 
 def test_the_schedule_is_told_what_a_round_was(scripted):

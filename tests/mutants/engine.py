@@ -141,6 +141,9 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/engine/draft_length.py", "engine/test_batch.py"): {
             "drafts past the last row's end": Fault("max(min(left - 1, limit)", "max(min(left + 3, limit)"),
+            "a probe lets rows move apart": Fault(
+                "self.schedule.is_probe and self.group is None", "False", "generation/test_schedules.py"
+            ),
         },
         ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(

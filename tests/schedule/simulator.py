@@ -42,13 +42,14 @@ class Run(NamedTuple):
     seconds: float
     num_tokens: int
     draft_lens: list[int]
+    probes: list[int]  # rounds that were probes
 
 
 def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_tokens: int = NUM_TOKENS) -> Run:
     """Decode `num_tokens` tokens of each row; rows that have them leave."""
     rng = random.Random(1)
     rows = dict.fromkeys(range(len(traces)), 0)
-    seconds, draft_lens, num_unseen, sizes = 0.0, [], 0, set()
+    seconds, draft_lens, probes, num_unseen, sizes = 0.0, [], [], 0, set()
     is_drafted = False
     while rows:
         num = min(schedule.num_draft_tokens, num_tokens - min(rows.values()) - 1)
@@ -73,13 +74,15 @@ def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_token
         left = [max(num_tokens - rows[row_id], 0) for row_id in row_ids]
         seconds += draft_s + score_s + machine.other_s
         draft_lens.append(num)
+        if schedule.is_probe:
+            probes.append(len(draft_lens) - 1)
         schedule.update(
             RoundOutcome(
                 row_ids, [num] * num_rows, accepted, num, num_rows, left, num_fed, draft_s, score_s, machine.other_s
             )
         )
         rows = {row_id: count for row_id, count in rows.items() if count < num_tokens}
-    return Run(seconds, num_tokens * len(traces), draft_lens)
+    return Run(seconds, num_tokens * len(traces), draft_lens, probes)
 
 
 LENS = (0, 3, 0, 0, 5, 1, 0, 2, 0, 0, 0, 4)
