@@ -140,7 +140,7 @@ class RoundReport(NamedTuple):
     row_ids: tuple[int, ...]  # [N] output rows that were live
     num_drafted: tuple[int, ...]  # [N] drafted tokens of each row that counted; 0 in a plain step
     num_accepted: tuple[int, ...]  # [N] drafted tokens that the verifier accepted
-    num_emitted: tuple[int, ...]  # [N] tokens added to the output, after stopping
+    num_emitted: tuple[int, ...]  # [N] tokens added to the output; in a probe, accepted ones may be left out
     draft_s: float = 0.0
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, rolling back and recording

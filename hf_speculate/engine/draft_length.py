@@ -45,7 +45,10 @@ class DraftLength(Observer):
         return num if self.ranks is None else self.ranks.max(num)
 
     def keeps_rows_even(self, batch: Batch) -> bool:
-        """Whether all rows must emit the same number of tokens in the round that `next` was asked for."""
+        """Whether all rows must emit the same number of tokens in the round that `next` was asked for.
+
+        Never in a tensor-parallel group: the schedules of its ranks may differ, and only their K is synchronised.
+        """
         return self.schedule.is_probe and self.group is None and batch.tokens.row_lens.is_even
 
     def on_round(self, record: RoundRecord) -> None:

@@ -26,10 +26,10 @@ class Schedule(Protocol):
     """Tokens to draft in the next round, >= 0; 0 is a plain step."""
 
     is_probe: bool = False
-    """Whether the next round is drafted among plain steps, to measure acceptance.
+    """Whether the next round is a single drafted round among plain steps, to measure acceptance.
 
-    Rows of equal length stay so in it: all emit as many tokens as the row with the fewest, because plain steps are
-    slower once rows end at different columns (by 2.5 % for 8 rows of a small model on a CPU).
+    If all rows have the same length, each then emits only as many tokens as the row with the fewest, because plain
+    steps are slower for rows of different lengths (by 2.5 % for 8 rows of a small model on a CPU).
     """
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:

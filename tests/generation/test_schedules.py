@@ -44,8 +44,8 @@ def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, kind, ow
     target, draft = pair(kind)
     inputs, reports = ragged_prompts(3, seed=5), []
     draft = None if own else draft
-    options |= {"max_new_tokens": NUM_NEW, "speculation_callback": reports.append, **own}
-    assert_decodes_as_plain(target, draft, inputs, **options)
+    own = {"speculation_callback": reports.append, **own}
+    assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own, **options)
     assert all(len(set(report.num_emitted)) == 1 for report in reports)
     assert any(max(report.num_accepted) > min(report.num_accepted) for report in reports)
 
