@@ -43,13 +43,14 @@ class States(NamedTuple):
 class PlacedLayer(CacheLayerMixin):
     """A layer of a transformers `Cache` for one forward over buffers [B, H, capacity, D].
 
-    The coming tokens are written to the columns `places` [B, Q] int64; attention reads the first `width` columns.
+    The coming tokens of the rows 0..B-1, `rows` [B, 1] int64, are written to the columns `places` [B, Q] int64;
+    attention reads the first `width` columns.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, places: Tensor, width: int):
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, places: Tensor, width: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
-        self.places = places
+        self.rows, self.places = rows, places
         self.width = width
         self.is_initialized = True
 
@@ -57,11 +58,10 @@ class PlacedLayer(CacheLayerMixin):
         """Does nothing: the buffers are there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(self.places.shape[0], device=self.places.device)[:, None]
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             # Not through a flat view: of one, the compiler would copy the whole buffer.
-            buffer[rows, :, self.places] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
+            buffer[self.rows, :, self.places] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
             seen.append(buffer[:, :, : self.width])  # type: ignore[index]
         return seen[0], seen[1]
 
@@ -97,7 +97,8 @@ def forward_rows(
         lambda window: additive(hidden(rows.seen, places[:, :, None], window) | is_padding, kinds.mask_dtype)
     )
     width = rows.seen.shape[0]
-    placed: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
+    indices = torch.arange(places.shape[0], device=places.device)[:, None]  # [B, 1]
+    placed: list[Any] = [PlacedLayer(*buffers, indices, places, width) for buffers in zip(*states, strict=True)]
     options = {"output_hidden_states": True} if layers else {}
     output: Any = model(
         input_ids=query,
