@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import acceptance
+import compilation
 import drafters
 import end_to_end
 import hybrids
@@ -51,11 +52,13 @@ SECTIONS = (
     Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
     Section("Recurrent layers", hybrids.NAME, hybrids.table),
+    Section("Compilation", compilation.NAME, compilation.table),
     Section("Before and after a change", revisions.NAME, revisions.table),
 )
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
 BOUNDS = {
+    "several rows and for one": "a single row is a case of its own for torch.compile: each model has two graphs",
     "refilled rows": "each prompt is read by itself, target and draft, and prepared on the host",
     "never_slower": "trials of the draft, noise of our own for sampling, and masks for rows that are uneven",
     "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
@@ -238,6 +241,19 @@ def drafters_targets(rows: list[Row], where: str) -> list[Target]:
     ]
 
 
+def compilation_targets(rows: list[Row], where: str) -> list[Target]:
+    ours = [row for row in rows if row["method"] != compilation.METHODS["plain"].name]
+    cold = [row for row in ours if row["caches"] == compilation.EMPTY]
+    warm = [row for row in ours if row["caches"] == compilation.FILLED]
+    figure, totals = "first compiled call, seconds to compile", [row["compile_s"]["median"] for row in cold]
+    return [
+        line(f"{figure}{where}", 60.0, [row["first_s"] for row in cold], True, "{:.1f}"),
+        line(f"seconds to compile for several rows and for one{where}", 60.0, totals, True, "{:.1f}"),
+        line(f"{figure}, with caches on disk{where}", 15.0, [row["first_s"] for row in warm], True, "{:.1f}"),
+        line(f"graphs of all compiled calls{where}", 4, [row["graphs_after"] for row in ours], True, "{:.0f}"),
+    ]
+
+
 def revisions_targets(rows: list[Row], where: str) -> list[Target]:
     figure = f"greedy call with K = 5, median over that of {rows[0]['old']}" if rows else "greedy call, new over old"
     return [line(f"{figure}{where}", 1.02, [row["new_over_old"] for row in rows], True, "{:.3f}")]
@@ -268,6 +284,7 @@ TARGETS = {
     suffix.NAME: suffix_targets,
     drafters.NAME: drafters_targets,
     heads.NAME: heads_targets,
+    compilation.NAME: compilation_targets,
     revisions.NAME: revisions_targets,
 }
 TARGET_COLUMNS = {

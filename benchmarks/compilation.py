@@ -1,0 +1,128 @@
+"""Seconds that the first compiled calls of a process take, with and without torch's caches on disk.
+
+    python benchmarks/compilation.py
+
+A method decodes the bundled prompts with one row, with several, with another number of rows, and longer texts. Each
+method runs in processes of its own: the first ones with empty cache folders, the others with those that they left.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _engines import DEFAULT, PLAIN_COMPILED, Runner, compiled
+from _harness import ROOT, Results, add_common_arguments, markdown, parse_common
+from _subjects import DTYPES, load_pair
+from torch._dynamo.utils import counters
+from tqdm import tqdm
+
+NAME = "compilation"
+METHODS = {"plain": PLAIN_COMPILED, "ours": compiled(DEFAULT)}
+# Rows and new tokens of the calls, in their order. The first two compile, the others must find their graphs.
+CALLS = ((8, 64), (1, 64), (4, 64), (8, 256), (1, 256))
+NUM_COMPILING = 2
+NUM_AFTER = 3  # calls of each kind once everything is compiled
+EMPTY, FILLED = "empty", "filled"  # torch's caches on disk
+Row = dict[str, Any]
+
+
+def decode(name: str, dtype: str) -> Row:
+    """The calls of one process: their seconds, those of the same calls when all is compiled, and graphs so far."""
+    runner = Runner(load_pair(dtype, "cpu"), "greedy", CALLS[0][1])
+    batches = {batch_size: runner.subject.batches(batch_size, batch_size, prompt_len=64)[0] for batch_size, _ in CALLS}
+    method, calls = METHODS[name], []
+    for batch_size, num_new in CALLS:
+        begin = time.perf_counter()
+        run = runner(method, batches[batch_size], max_new_tokens=num_new)
+        seconds, num_graphs = time.perf_counter() - begin, counters["stats"]["unique_graphs"]
+        if not runner.ran_compiled(method, run):
+            raise SystemExit(f"{method.name} did not run compiled: {run.stats and run.stats.fallbacks}")
+        calls.append({"batch_size": batch_size, "max_new_tokens": num_new, "seconds": seconds, "graphs": num_graphs})
+    for call in calls:
+        batch, num_new = batches[call["batch_size"]], call["max_new_tokens"]
+        after = [runner(method, batch, max_new_tokens=num_new).seconds for _ in range(NUM_AFTER)]
+        call["compiled_s"] = median(after)
+    return {"calls": calls}
+
+
+def start(name: str, dtype: str, folder: Path) -> Row:
+    """Decode in a new process with the caches in a folder."""
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    command = [sys.executable, __file__, "--worker", name, "--dtype", dtype]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True)
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def row_of(name: str, caches: str, runs: list[Row], dtype: str) -> Row:
+    """What several processes took: all that the compiling calls took beyond compiled ones, and what the others did."""
+    extra = [[call["seconds"] - call["compiled_s"] for call in run["calls"]] for run in runs]
+    compile_s = sorted(sum(seconds[:NUM_COMPILING]) for seconds in extra)
+    return {
+        "method": METHODS[name].name,
+        "caches": caches,
+        "dtype": dtype,
+        "processes": len(runs),
+        "compile_s": {"min": compile_s[0], "median": median(compile_s), "max": compile_s[-1]},
+        "first_s": median(seconds[0] for seconds in extra),
+        "later_s": median(sum(seconds[NUM_COMPILING:]) for seconds in extra),
+        "graphs": max(run["calls"][NUM_COMPILING - 1]["graphs"] for run in runs),
+        "graphs_after": max(run["calls"][-1]["graphs"] for run in runs),
+        "calls": [run["calls"] for run in runs],
+    }
+
+
+COLUMNS = {
+    "method": lambda row: row["method"],
+    "caches on disk": lambda row: row["caches"],
+    "dtype": lambda row: row["dtype"],
+    "processes": lambda row: row["processes"],
+    "to compile, s (min to max)": lambda row: "{median:.1f} ({min:.1f} to {max:.1f})".format(**row["compile_s"]),
+    "of it the first call": lambda row: f"{row['first_s']:.1f}",
+    "graphs": lambda row: row["graphs"],
+    "other rows and lengths, s": lambda row: f"{row['later_s']:.1f}",
+    "graphs then": lambda row: row["graphs_after"],
+}
+NOTES = f"""\
+Greedy decoding with the bundled pair and the default schedule. To compile: what the first call of {CALLS[0][0]} rows
+and the first call of one row take beyond the same calls when all is compiled. Then come calls of other numbers of rows
+and of longer texts, which should find their graphs.
+"""
+
+
+def table(content: dict[str, Any]) -> str:
+    """All cells, with the meaning of the columns."""
+    return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=2, limit_s=600.0)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--worker", choices=list(METHODS), help=argparse.SUPPRESS)
+    args = parse_common(parser)
+    if args.worker:
+        print(json.dumps(decode(args.worker, args.dtype)))
+        return
+    results = Results(NAME, args)
+    for name in args.methods:
+        runs: dict[str, list[Row]] = {EMPTY: [], FILLED: []}
+        for _ in tqdm(range(args.repeats), desc=METHODS[name].name, disable=None):
+            with tempfile.TemporaryDirectory() as folder:
+                for found in runs.values():
+                    found.append(start(name, args.dtype, Path(folder)))
+        results.add(row_of(name, caches, found, args.dtype) for caches, found in runs.items())
+    print(table({"rows": results.rows}))
+    print(f"written to {results.write()}")
+
+
+if __name__ == "__main__":
+    main()
