@@ -21,6 +21,7 @@ import round_counts
 import scaling
 import suffix
 import throughput
+import warpers
 from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
 
@@ -46,6 +47,7 @@ SECTIONS = (
     Section("Counts of a round on a GPU", round_counts.NAME, round_counts.table),
     Section("Memory", memory.NAME, memory.table),
     Section("Verifiers", "verifiers", as_table),
+    Section("Top-k and top-p on a CPU", warpers.NAME, warpers.table),
     Section("Acceptance", "acceptance", acceptance.table),
     Section("Throughput of a data set", throughput.NAME, throughput.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),

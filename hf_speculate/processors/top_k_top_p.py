@@ -4,6 +4,10 @@ transformers sorts scores together with their indices. numpy sorts the scores al
 (V = 4,096 and 32,000, 2 cores of an AMD EPYC), and the sums over sorted rows are the same, bit for bit: the indices
 only matter where scores tie at the border and top-p drops some of them. Such rows go through transformers' own class.
 numpy also does the small operations, in a third of torch's time.
+
+After top-k, rows are nearly empty, and top-p sorts only what is left: in a half to a ninth of the time (48 rows of
+V = 4,096 to 151,936, k = 50). Shorter sums are rounded differently, so rows in which that may matter go through
+transformers' own class too.
 """
 
 from collections.abc import Callable
@@ -15,12 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+# In more scores than this, torch finds the k-th largest faster, with several threads.
+_MANY_SCORES = 1 << 21
+# Rows of scores are nearly empty if at most one of so many is above -inf. In fewer scores it is not worth looking.
+_NEARLY_EMPTY, _FEW_SCORES = 16, 1 << 13
+
 
 class Cutoffs(NamedTuple):
     """The smallest score that each row keeps."""
 
     lowest: NDArray[np.float32]  # [N], the smallest score kept
-    is_split: NDArray[np.bool_] | None  # [N], scores equal to it are dropped too; None if none is
+    is_unsure: NDArray[np.bool_] | None  # [N], equal scores may be dropped too, or rounding matters; None if nowhere
     scratch: Tensor  # [N, V] float32, memory for the result: new memory is not in the CPU's caches
 
 
@@ -29,11 +38,13 @@ def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
     find = _FIND.get(type(processor))
     if find is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
         return None
+    if find is _find_top_k and scores.numel() > _MANY_SCORES:
+        return None
     scores = scores.detach()
-    lowest, is_split, processed = find(processor, scores.numpy())
+    lowest, is_unsure, processed = find(processor, scores.numpy())
     _drop_below(scores, torch.from_numpy(lowest)[:, None], processor.filter_value, out=processed)
-    if is_split is not None and is_split.any():
-        rows = torch.from_numpy(is_split)
+    if is_unsure is not None and is_unsure.any():
+        rows = torch.from_numpy(is_unsure)
         processed[rows] = processor(None, scores[rows])
     return processed
 
@@ -58,14 +69,36 @@ def _find_top_k(processor: Any, scores: NDArray[np.float32]) -> Cutoffs:
 
 
 def _find_top_p(processor: Any, scores: NDArray[np.float32]) -> Cutoffs:
-    ascending = np.sort(scores, axis=-1)
-    sums = torch.from_numpy(ascending).softmax(-1).cumsum_(-1)  # [N, V], these two as transformers calls them
-    is_dropped = sums.numpy() <= np.float32(1 - processor.top_p)  # a prefix of the row, because sums never fall
-    is_dropped[:, max(scores.shape[-1] - processor.min_tokens_to_keep, 0) :] = False
+    compact = _without_empty(scores) if processor.filter_value == -np.inf else None
+    ascending = np.sort(scores if compact is None else compact, axis=-1)  # [N, M]
+    sums = torch.from_numpy(ascending).softmax(-1).cumsum_(-1)  # [N, M], these two as transformers calls them
+    most_dropped = np.float32(1 - processor.top_p)
+    is_dropped = sums.numpy() <= most_dropped  # a prefix of the row, because sums never fall
+    is_dropped[:, max(ascending.shape[-1] - processor.min_tokens_to_keep, 0) :] = False
     num_dropped, rows = is_dropped.argmin(-1), np.arange(len(scores))  # [N]
     lowest = ascending[rows, num_dropped]
-    is_split = (num_dropped > 0) & (ascending[rows, num_dropped - 1] == lowest)
-    return Cutoffs(lowest, is_split, sums)
+    is_unsure = (num_dropped > 0) & (ascending[rows, num_dropped - 1] == lowest)
+    if compact is None:
+        return Cutoffs(lowest, is_unsure, sums)
+    # Two sums of M positive numbers up to 1 differ by less than this, whatever their order.
+    rounding = (ascending.shape[-1] + 8) * np.finfo(np.float32).eps
+    is_unsure |= (np.abs(sums.numpy() - most_dropped) <= rounding).any(-1)
+    return Cutoffs(lowest, is_unsure, torch.empty(scores.shape, dtype=torch.float32, device="cpu"))
+
+
+def _without_empty(scores: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    """[N, M] each row's scores that are not -inf, then -inf in rows with fewer; None if rows are not nearly empty."""
+    if scores.size < _FEW_SCORES:
+        return None
+    is_kept = scores != -np.inf
+    if np.count_nonzero(is_kept) * _NEARLY_EMPTY > scores.size:
+        return None
+    places = np.flatnonzero(is_kept)
+    nums = np.bincount(places // scores.shape[-1], minlength=len(scores))  # [N]
+    most = max(int(nums.max()), 1)
+    compact = np.full((len(scores), most), -np.inf, dtype=np.float32)
+    compact[np.arange(most) < nums[:, None]] = scores.reshape(-1)[places]
+    return compact
 
 
 _FIND: dict[type, Callable[[Any, NDArray[np.float32]], Cutoffs]] = {

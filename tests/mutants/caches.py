@@ -96,7 +96,10 @@ MUTANTS = mutants_of(
             "top-p drops one token too few": Fault(
                 "np.float32(1 - processor.top_p)", "np.float32(1 - processor.top_p - 1e-3)"
             ),
-            "top-p drops all that tie at the border": Fault("if is_split is not None and is_split.any():", "if False:"),
+            "top-p drops all that tie at the border": Fault(
+                "if is_unsure is not None and is_unsure.any():", "if False:"
+            ),
+            "top-p of few scores rounds as it will": Fault("rounding = (ascending.shape[-1] + 8)", "rounding = 0"),
             "top-k keeps one token more": Fault(
                 "scores.shape[-1] - min(processor.top_k, scores.shape[-1])",
                 "max(scores.shape[-1] - processor.top_k - 1, 0)",

@@ -16,6 +16,7 @@ from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.registry import NOT_ROW_WISE, READS
+from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.triton_kernels import warp_logits
 
 VOCAB_SIZE = 41
@@ -171,6 +172,16 @@ def test_cutoffs_of_hostile_rows_are_those_of_transformers(cuts: list[Any], voca
     block.scores[2, 0, 3] = block.scores[2, 1] = torch.nan
     block.scores[3, 0, 5] = block.scores[3, 1, 4:] = torch.inf
     assert_same_bits(run_block(cuts, block), run_by_position(lambda: cuts, block))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_top_p_after_top_k_is_that_of_transformers_where_rounding_decides(seed: int) -> None:
+    scores = torch.randn(1, 9001, generator=torch.Generator().manual_seed(seed))
+    scores = transformers.TopKLogitsWarper(5)(None, scores)
+    for num_dropped in range(1, 5):  # their probabilities add up to what top-p may drop, exactly
+        dropped = scores.sort().values.softmax(-1).cumsum(-1)[0, num_dropped - 6].item()
+        top_p = transformers.TopPLogitsWarper(1 - dropped)
+        assert_same_bits(apply_cutoff(top_p, scores), top_p(None, scores))
 
 
 @pytest.mark.skipif(not IGNORES_BY_ROW, reason="this version takes one number for all rows")
