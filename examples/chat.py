@@ -58,7 +58,7 @@ class Chat:
         output = self.target.generate(
             torch.tensor([ids], device=self.target.device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=self.target.device),
-            past_key_values=self.cache,
+            cache=self.cache,
             speculation_stats=self.stats,
             streamer=streamer,
             **self.options,

@@ -1,6 +1,7 @@
 """Uses of transformers' private names, with the versions that they were tested with."""
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,14 @@ from transformers import (
 
 from hf_speculate.errors import UnsupportedModelError
 
-_OLDEST, _NEWEST = "5.17.0", "5.23.0"
+_OLDEST, _NEWEST = "5.17.0", "5.24.0"
+TAKES_CACHE = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+OLD_CACHE_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("cache", *OLD_CACHE_NAMES) if TAKES_CACHE else OLD_CACHE_NAMES
+"""Names under which models and `generate` take a cache, the usual one first: `cache` since transformers 5.24."""
+CACHE_NAME = CACHE_NAMES[0]
+
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
@@ -121,7 +129,7 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
     probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1)
     is_valid: Any = model._valid_auto_compile_criteria
     default: Any = model._default_compile_config
-    if not is_valid({"past_key_values": probe}, config):
+    if not is_valid({CACHE_NAME: probe}, config):
         return None
     found: CompileConfig = config.compile_config or default()
     return found

@@ -159,11 +159,12 @@ ARGUMENTS = (
     ),
     refused("inputs_embeds", "with `prefill_chunk_size`", torch.zeros(1, 3, 32).double(), prefill_chunk_size=2, rows=0),
     supported(
-        "past_key_values",
+        "cache",
         "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end early hold their "
         "padding, as in plain",
     ),
-    supported("cache_params", "the name of `past_key_values` in models with recurrent layers alone"),
+    supported("past_key_values", "another name of `cache`, with a warning since transformers 5.24"),
+    supported("cache_params", "the same, in models with recurrent layers alone before transformers 5.24"),
     ignored("logits_to_keep", "only the last position of a prompt is used", 3, rows=3, in_configs=False),
     supported("encoder_outputs", "for drafts without an encoder"),
     *_each(supported, "decoder_input_ids decoder_attention_mask"),

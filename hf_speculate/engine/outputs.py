@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.types import RoundRecord
@@ -98,7 +99,7 @@ class OutputRecorder(Observer):
             "sequences": self.sequences(input_ids, pad_token_id),
             "scores": _by_position(self._scores, pad_token_id) if wants.scores else None,
             "logits": _by_position(self._logits, pad_token_id) if wants.logits else None,
-            "past_key_values": cache,
+            CACHE_NAME: cache,
         }
         states: Any = tuple(self.hidden_states) if wants.hidden_states else None
         if isinstance(cache, EncoderDecoderCache):

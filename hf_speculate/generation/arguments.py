@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +11,10 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
+from hf_speculate.compat import OLD_CACHE_NAMES, TAKES_CACHE
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import setting
+from hf_speculate.models.language_model import cache_name
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 
@@ -95,6 +98,17 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
         call["prompt_lookup_num_tokens"] = None
 
 
+def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Rename, in place, a cache passed under a name that other versions of transformers have, in a call of a call."""
+    if not TAKES_CACHE and "cache" in arguments:
+        arguments[cache_name(model)] = arguments.pop("cache")
+    for name in OLD_CACHE_NAMES if TAKES_CACHE else ():
+        if name in arguments:
+            cache = arguments.pop(name)
+            arguments.setdefault("cache", cache)
+            warnings.warn(f"`{name}` is deprecated since transformers 5.24; use `cache`", FutureWarning, stacklevel=4)
+
+
 def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None) -> Tensor:
     """[B, Q] int64, the tokens of ids [B, T], whole or new, that the cache lacks; zeros for embeddings [B, P, D]."""
     num_before, num_prompt = num_held(cache), input_ids.shape[1]
@@ -114,7 +128,7 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(
-            f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
+            f"the cache must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
             f"got {num_before} of {num_prompt} tokens for {rows[0] if rows else None} rows; "
             "pass the whole text and the cache of its beginning"
         )

@@ -11,7 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
-from hf_speculate.compat import pad_token_id
+from hf_speculate.compat import CACHE_NAMES, pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.assistant import ResolvedAssistant
 from hf_speculate.draft.from_candidate_generator import make_generator
@@ -28,7 +28,7 @@ from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.folded_attention import folded_attention_for
-from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
+from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.stats import SpeculationStats
@@ -86,7 +86,7 @@ class SpeculativeDecoding:
         cache, static_cache = model_kwargs[cache_name(model)], None
         if is_static(cache):
             static_cache = cache
-            model_kwargs["past_key_values"] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
+            model_kwargs[cache_name(model)] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
         inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
         call = self._call(inputs, config, BlockLogitsProcessorList(logits_processor), stopping_criteria)
         call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.compat import check_private_names, comes_from_model_config
+from hf_speculate.compat import CACHE_NAMES, check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
 from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
@@ -24,6 +24,7 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
+    name_cache,
     own_prompt_lookup,
     own_stop_strings,
     samples,
@@ -125,6 +126,7 @@ def _plain_generate(model: PreTrainedModel) -> Any:
 def _generate(
     model: PreTrainedModel, plain: Generate, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Mapping[str, Any]
 ) -> GenerateOutput | Tensor:
+    name_cache(model, kwargs)
     bound = bind(plain, args, kwargs)
     if isinstance(bound.call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
@@ -180,7 +182,9 @@ def _find_decoding(
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     # a static cache cannot roll back by row
-    is_static = setting(model, call, "cache_implementation") == "static" and call.get("past_key_values") is None
+    is_static = setting(model, call, "cache_implementation") == "static" and all(
+        call.get(name) is None for name in CACHE_NAMES
+    )
     if is_static:
         call["cache_implementation"] = "dynamic"
     passed = {name: value for name, value in call.items() if value is not None}

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
 
 _OWN_NAMES = """
-attention_mask cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
+attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
 past_key_values return_dict use_cache
 """
 _OWN = set(_OWN_NAMES.split())  # arguments that our own loop gives itself, or to nobody
@@ -112,7 +113,7 @@ def _decoder_positions(
 
 def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device) -> Tensor:
     """[1, Q] int64: position ids that count the columns of the KV cache, as models do without `position_ids`."""
-    start = model_kwargs["past_key_values"].get_seq_length()
+    start = model_kwargs[CACHE_NAME].get_seq_length()
     return torch.arange(start, start + num_query, device=device)[None]
 
 

@@ -8,16 +8,19 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_speculate.cache.static import described, is_static
+from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import CACHE_NAMES, vocab_size_of
+from hf_speculate.models.language_model import vocab_size_of
 
 # Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
-_COMMON = "attention_mask cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache"
+_COMMON = (
+    "attention_mask cache cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache"
+)
 _ENCODER_DECODER_KWARGS = set(
     f"{_COMMON} decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds pixel_values".split()
 )
@@ -178,7 +181,7 @@ def _check_cache(cache: Any, source: DraftSource) -> None:
     if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
         raise UnsupportedGenerationError(
             "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
-            f"{source.cause}, got {described(cache)}; pass a DynamicCache, or leave past_key_values and "
+            f"{source.cause}, got {described(cache)}; pass a DynamicCache, or leave the cache and "
             "cache_implementation out"
         )
 
@@ -187,6 +190,6 @@ def check_room(room: int | None, num_columns: int) -> None:
     """Check that a static cache has room for `num_columns` tokens; None is room for any number."""
     if room is not None and room < num_columns:
         raise UnsupportedGenerationError(
-            f"past_key_values must have room for {num_columns} tokens, got a StaticCache for {room}; make it with "
+            f"the cache must have room for {num_columns} tokens, got a StaticCache for {room}; make it with "
             f"max_cache_len={num_columns}, or lower max_new_tokens"
         )

@@ -45,7 +45,7 @@ def check_models(models: Sequence[Any], source: DraftSource) -> None:
         unserved = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - served)
         obstacles = {
             f"models must be able to roll back, got {name} with recurrent state {recurrent}; ": bool(recurrent),
-            f"models must take past_key_values, got {name} without; ": not cache_name(model),
+            f"models must take a cache, got {name} without; ": not cache_name(model),
             f"models must read several tokens after a cached text, got {name}, whose layers {quirk}; ": bool(quirk),
             f"models must keep their states, got {name} in training mode with gradient checkpointing, which drops "
             "them; call eval() or gradient_checkpointing_disable(), or ": drops_states,

@@ -81,7 +81,7 @@ class CachePlan:
         if quirk and _windows(layers) != {None}:
             raise UnsupportedModelError(
                 f"states of {type(model).__name__} must be preallocated, for {quirk}, got "
-                f"{reason or 'a dynamic cache'}; leave past_key_values and speculation_cache out, or decode plainly"
+                f"{reason or 'a dynamic cache'}; leave the cache and speculation_cache out, or decode plainly"
             )
         return replace(self, kind="dynamic", reason=reason)
 

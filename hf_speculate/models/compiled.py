@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.columns import additive, hidden
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.compilation import Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
@@ -99,12 +100,13 @@ def forward_rows(
     width = rows.seen.shape[0]
     indices = torch.arange(places.shape[0], device=places.device)[:, None]  # [B, 1]
     placed: list[Any] = [PlacedLayer(*buffers, indices, places, width) for buffers in zip(*states, strict=True)]
-    options = {"output_hidden_states": True} if layers else {}
+    options: dict[str, Any] = {CACHE_NAME: Cache(layers=placed)}
+    if layers:
+        options["output_hidden_states"] = True
     output: Any = model(
         input_ids=query,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=Cache(layers=placed),
         use_cache=True,
         return_dict=True,
         **options,

@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.types import Scored
-
-CACHE_NAMES = ("past_key_values", "cache_params")  # under which models take their cache
 
 
 class LanguageModel:
@@ -106,8 +105,21 @@ class LanguageModel:
 
 def cache_name(module: nn.Module) -> str:
     """The name under which a module's forward takes its cache; empty if it takes none."""
-    names = inspect.signature(type(module).forward).parameters
-    return next((name for name in CACHE_NAMES if name in names), "")
+    parameters = inspect.signature(type(module).forward).parameters
+    name = next((name for name in CACHE_NAMES if name in parameters), "")
+    if name in OLD_CACHE_NAMES and CACHE_NAME not in OLD_CACHE_NAMES and isinstance(module, PreTrainedModel):
+        hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        return CACHE_NAME if hands_on else ""  # `generate` passes it under the new name in any case
+    return name
+
+
+def has_attention(model: PreTrainedModel) -> bool:
+    """Whether a model has attention layers, with or without recurrent ones."""
+    name = cache_name(model)
+    if name in OLD_CACHE_NAMES:  # of which one was for models without attention layers
+        return name != "cache_params"
+    kinds = DynamicCache(config=model.config.get_text_config(decoder=True)).is_linear
+    return not kinds or not all(kinds)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -132,7 +144,7 @@ def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
 def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     """Whether a model places tokens by their column in the cache, so that no row may be moved."""
     config = model.config.get_text_config(decoder=True)
-    if cache_name(model) == "cache_params":  # models without attention layers have no positions
+    if not has_attention(model):  # nor positions
         return False
     if config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
         return True  # its temperature grows with the column, whatever the position

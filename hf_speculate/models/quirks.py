@@ -88,16 +88,17 @@ SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_NE
 
 # The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.
 _MASK_BY_KIND_NAMES = """
-afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dots1 exaone4
-exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss granite_swa
-granitemoe_swa granitemoehybrid hy_v4 inkling inkling2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4
-mellum mimo_v2_flash minimax ministral modernbert_decoder muse_glimmer muse_spark nemotron_h olmo3 olmo_hybrid qwen2
-qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7
-unlimited_ocr vaultgemma zamba zamba2 zaya
+afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dory dots1
+exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss
+granite_swa granitemoe_swa granitemoehybrid hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_linear kolibri1
+laguna lara_mini lfm2 lfm2_moe lfm3 llama4 mellum mimo_v2_flash minimax ministral modernbert_decoder muse_glimmer
+muse_spark nemotron_h olmo3 olmo_hybrid qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
+qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7 unlimited_ocr vaultgemma zamba zamba2 zaya
 """
 # Those that compare the name of the attention implementation with "sdpa", and take another mask or path if it differs.
 _COMPARES_ATTENTION_NAMES = """
-axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 minimax_m3_vl mistral_large4
+axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 hy_v4_vl minimax_m3_vl
+mistral_large4
 """
 
 _MASK_BY_KIND = frozenset(_MASK_BY_KIND_NAMES.split())

@@ -101,7 +101,7 @@ def without_a_cache(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_a_cache, "must take past_key_values, got Cacheless"),
+        (without_a_cache, "must take a cache, got Cacheless"),
         (with_gradient_checkpointing, "in training mode with gradient checkpoint"),
         (with_indexed_attention, "got indexed_attention in LlamaForCausalLM"),
         (in_stages, "must lie whole in every process or be split by tensor parallel"),

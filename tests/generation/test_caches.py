@@ -1,6 +1,7 @@
 """KV caches of calls: passed and returned ones hold what plain `generate` leaves, and buffers give its text."""
 
 import copy
+import warnings
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticSlidingWi
 
 import hf_speculate
 from hf_speculate.cache.ragged_layer import MIN_STEP, WINDOW_SLACK
+from hf_speculate.compat import TAKES_CACHE
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import (
     ACCEPTED_ALL,
@@ -195,6 +197,21 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_si
     for text, contents in results[1:]:
         assert_equal_ids(results[0][0], text)
         assert_same_contents(results[0][1], contents, STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_passed_under_the_name_of_any_version(name):
+    target, draft = pair("llama")
+    texts = []
+    for own in ({}, {"assistant_model": draft}):
+        kv_cache = prefilled(target, ONE_ROW["input_ids"][:, :-1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FutureWarning)
+            texts.append(target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW))
+        assert kv_cache.get_seq_length() == ONE_ROW["input_ids"].shape[1] + NUM_NEW - 1
+        warned = [one.filename for one in caught if "use `cache`" in str(one.message)]
+        assert warned == ([__file__] if TAKES_CACHE and name != "cache" else [])
+    assert_equal_ids(*texts)
 
 
 def test_the_static_caches_of_an_encoder_decoder():

@@ -14,7 +14,7 @@ import hf_speculate
 from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.models.language_model import cache_name
+from hf_speculate.models.language_model import cache_name, has_attention
 from hf_speculate.types import DraftOut
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states
@@ -126,7 +126,7 @@ def test_a_passed_cache_goes_on_from_call_to_call(kind, batch_size):
         more = torch.cat([first, torch.full((batch_size, 3), 7)], dim=1)
         mask = torch.ones_like(more)
         mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-        if cache_name(target) == "cache_params":  # which does not tell how much it holds
+        if not has_attention(target):  # which does not tell how much it holds
             more, mask = more[:, -4:], mask[:, -4:]
         texts += [first, target.generate(more, attention_mask=mask, **options)]
     assert_equal_ids(texts[0], texts[2])
@@ -188,7 +188,7 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, er
     for kv_cache in caches:
         text = target.generate(**prompt, max_new_tokens=8, **{cache_name(target): kv_cache})
     before = recurrent_states(caches[0])
-    ids = text[:, -1:] if cache_name(target) == "cache_params" else text
+    ids = text[:, -1:] if not has_attention(target) else text
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
     mixer = next(module for module in reversed(list(target.modules())) if hasattr(module, "conv1d"))
     drafts = {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}

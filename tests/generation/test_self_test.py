@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
@@ -37,10 +38,11 @@ class Strides(LlamaForCausalLM):
 class Counts(LlamaForCausalLM):
     """Counts the tokens that it has read, beside the cache, so that a rollback leaves it with too many."""
 
-    def forward(self, input_ids, past_key_values=None, **kwargs):
-        held = 0 if past_key_values.get_seq_length() == 0 else self.num_read
+    def forward(self, input_ids, past_key_values=None, **kwargs):  # older versions look for the cache's name
+        cache = kwargs.get(CACHE_NAME, past_key_values)
+        held = 0 if cache.get_seq_length() == 0 else self.num_read
         self.num_read = held + input_ids.shape[1]
-        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        output = super().forward(input_ids=input_ids, **kwargs | {CACHE_NAME: cache})
         places = torch.arange(self.num_read - output.logits.shape[1], self.num_read)
         output.logits[..., ::2] += (places % 7)[:, None]
         return output
@@ -107,7 +109,7 @@ def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round
 
 def test_a_forward_that_fails_is_refused_with_its_error():
     def one_by_one(module, args, kwargs):
-        if kwargs["past_key_values"].get_seq_length() and kwargs["input_ids"].shape[1] > 1:
+        if kwargs[CACHE_NAME].get_seq_length() and kwargs["input_ids"].shape[1] > 1:
             raise ValueError("one at a time")
 
     model = own_model()

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import SampleStrategy
@@ -48,9 +49,10 @@ def only_counts(self, input_ids=None, logits_to_keep: int = 0, **options):
     return LlamaForCausalLM.forward(self, input_ids, logits_to_keep=logits_to_keep, **options)
 
 
-def keeps_all(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+def keeps_all(self, input_ids=None, position_ids=None, past_key_values=None, **options):
     assert "logits_to_keep" not in options
-    return LlamaForCausalLM.forward(self, input_ids, attention_mask, position_ids, past_key_values, **options)
+    options = {CACHE_NAME: past_key_values, **options}  # older versions look for the cache's name
+    return LlamaForCausalLM.forward(self, input_ids, position_ids=position_ids, **options)
 
 
 @pytest.mark.parametrize("forward", [only_counts, keeps_all])

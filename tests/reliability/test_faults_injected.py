@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ShapeError
 from hf_speculate.models import folded_attention
 from tests.cases import assert_equal_ids, pair
@@ -145,7 +146,7 @@ def test_an_error_in_the_second_run_of_a_call_is_placed_in_its_run():
     target, fault = hf_speculate.enable(make_whisper()), Fault(2, Mistake("on purpose"))
 
     def fail(module, args, kwargs):
-        if kwargs["past_key_values"].get_seq_length() == 0:
+        if kwargs[CACHE_NAME].get_seq_length() == 0:
             fault.tick()
 
     num_frames = 3 * NUM_FRAMES  # three windows

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.modeling_layers import MtpLayer, MtpModel
 
-from hf_speculate.compat import attention_name, set_attention_name
+from hf_speculate.compat import CACHE_NAME, attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
 from hf_speculate.draft.heads.folder import text_fields, unserved
 from hf_speculate.draft.heads.head import HeadSpec
@@ -56,7 +56,7 @@ class CheckpointMtpNetwork(ChainNetwork):
             position_embeddings=rotation,
             attention_mask=pairs.placed.mask(depth),
             position_ids=pairs.positions,
-            past_key_values=PlacedCache(pairs.placed),
+            **{CACHE_NAME: PlacedCache(pairs.placed)},
         )
         return states if self.shared_post_norm is None else self.shared_post_norm(states)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.heads.folder import unserved
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
@@ -39,8 +40,8 @@ class PardNetwork(SlotNetwork):
             input_ids=token_ids,
             attention_mask=mask,
             position_ids=inputs.placed.columns,
-            past_key_values=PlacedCache(inputs.placed),
             use_cache=True,
+            **{CACHE_NAME: PlacedCache(inputs.placed)},
         )
         return output.last_hidden_state  # type: ignore[no-any-return]
 

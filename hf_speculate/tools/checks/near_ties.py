@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.generation.mixin import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
@@ -142,7 +143,7 @@ def logits_after_text(model: PreTrainedModel, *, token_ids: Tensor, block_len: i
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
     """[V] float64, the first row's last logits of `token_ids` [B, T], whose last `block_len` are one cached forward."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    options = {"past_key_values": cache, "use_cache": True} | keep_logits(model, 1)
+    options = {CACHE_NAME: cache, "use_cache": True} | keep_logits(model, 1)
     num_before = max(token_ids.shape[1] - block_len, 0)
     if num_before:
         model(input_ids=token_ids[:, :num_before], **options)

@@ -28,6 +28,7 @@ Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[
 _SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments that plain decoding does not take
 _REFUSED = [
     "assistant_model",
+    "cache",
     "do_sample",
     "num_return_sequences",
     "past_key_values",

@@ -79,6 +79,7 @@ OnBegin = Callable[[Sequence[Row]], None]  # is called with rows before they are
 # Arguments that the data set sets, or that would make a row's text depend on its batch.
 RESERVED_ARGUMENTS = [
     "attention_mask",
+    "cache",
     "generator",
     "input_ids",
     "inputs",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from tests.cases import KeepsAll, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import START_TOKEN_ID, make_llava, make_t5, picture_prompts, text_draft
@@ -31,7 +32,7 @@ def _verifiers(registry):
 
 def _read_wrong_states(module, args, kwargs):
     """Put cached values in another order before a forward over several tokens."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE_NAME)
     if cache is not None and cache.get_seq_length() and kwargs["input_ids"].shape[1] > 1:
         cache.layers[0].values = cache.layers[0].values.flip(2)
 
