@@ -53,7 +53,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
     it then draws, token by token, the text that every assistant gives with the same seed.
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:  # type: ignore[override]  # takes the same
+    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
 
         Raises:
@@ -118,7 +118,7 @@ def _provide_tokenizer(tokenizer: Any) -> Iterator[None]:
 
 def _plain_generate(model: PreTrainedModel) -> Any:
     if isinstance(model, SpeculativeGenerationMixin):
-        return super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
+        return super(SpeculativeGenerationMixin, model).generate
     plain_class: Any = type(model)
     return plain_class.generate.__get__(model)
 
