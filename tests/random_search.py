@@ -37,7 +37,8 @@ from tests.random_calls import (
 )
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}  # some families take softmax in float32 whatever the dtype
-_OF_TRANSFORMERS = "prefill chunking without a cache"  # raised for models that name their cache `cache_params`
+# Raised for models with recurrent layers alone, whose prompts transformers cannot read in chunks.
+_OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on Attention layers")
 
 
 class Result(NamedTuple):
@@ -95,7 +96,8 @@ def _both_fail(ours: Callable[[], Any], error: Exception) -> Result:
         ours()
     except Exception:  # noqa: BLE001  # as plain decoding
         return Result("both fail", f"{type(error).__name__}: {error}")
-    is_check = isinstance(error, SpeculateError | ValueError) and _OF_TRANSFORMERS not in str(error)
+    is_theirs = any(words in str(error) for words in _OF_TRANSFORMERS)
+    is_check = isinstance(error, SpeculateError | ValueError) and not is_theirs
     return Result("different" if is_check else "plain fails", f"{type(error).__name__}: {error}")
 
 
