@@ -106,6 +106,12 @@ def speedups(theirs: list[float], ours: list[float]) -> dict[str, float]:
     return spread([one / other for one, other in zip(theirs, ours, strict=True)])
 
 
+def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
+    """Median, minimum and maximum of what `spread` gives, in milliseconds."""
+    shown = (f"{1e3 * seconds[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return "{} ({} to {})".format(*shown)
+
+
 def provenance() -> dict[str, Any]:
     """Versions, device, date and commit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)

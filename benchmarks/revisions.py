@@ -20,7 +20,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from _harness import RESULTS, ROOT, Results, add_argument_of_adding, markdown, parse_common, speedups, spread
+from _harness import (
+    RESULTS,
+    ROOT,
+    Results,
+    add_argument_of_adding,
+    markdown,
+    milliseconds,
+    parse_common,
+    speedups,
+    spread,
+)
 from _subjects import DTYPES, read_batches
 from tqdm import tqdm
 
@@ -107,10 +117,6 @@ def measure(folders: dict[str, Path], batch_size: int, args: argparse.Namespace)
         "old_over_new": speedups(seconds["old"], seconds["new"]),
         "checked": "sequences are equal",
     }
-
-
-def milliseconds(spread_s: dict[str, float]) -> str:
-    return "{:.1f} ({:.1f} to {:.1f})".format(*(1e3 * spread_s[name] for name in ("median", "min", "max")))
 
 
 COLUMNS = {

@@ -15,6 +15,7 @@ from _harness import (
     add_common_arguments,
     alternate,
     markdown,
+    milliseconds,
     parse_common,
     settle_allocator,
     speedups,
@@ -62,17 +63,13 @@ def measure(batch_size: int, vocab_size: int, name: str, repeats: int) -> Row:
     }
 
 
-def milliseconds(seconds: dict[str, float]) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*(1e3 * seconds[name] for name in ("median", "min", "max")))
-
-
 COLUMNS = {
     "rows": lambda row: row["batch_size"],
     "positions": lambda row: row["num_positions"],
     "V": lambda row: row["vocab_size"],
     "warpers": lambda row: row["warpers"],
-    "transformers, ms (min to max)": lambda row: milliseconds(row["transformers_s"]),
-    "ours, ms (min to max)": lambda row: milliseconds(row["ours_s"]),
+    "transformers, ms (min to max)": lambda row: milliseconds(row["transformers_s"], 2),
+    "ours, ms (min to max)": lambda row: milliseconds(row["ours_s"], 2),
     "times faster": lambda row: f"{row['median_ratio']:.1f}",
     "checked": lambda row: row["checked"],
 }
