@@ -38,10 +38,11 @@ def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
     find = _FIND.get(type(processor))
     if find is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
         return None
-    if find is _find_top_k and scores.numel() > _MANY_SCORES:
-        return None
     scores = scores.detach()
-    lowest, is_unsure, processed = find(processor, scores.numpy())
+    cutoffs = find(processor, scores.numpy())
+    if cutoffs is None:
+        return None
+    lowest, is_unsure, processed = cutoffs
     _drop_below(scores, torch.from_numpy(lowest)[:, None], processor.filter_value, out=processed)
     if is_unsure is not None and is_unsure.any():
         rows = torch.from_numpy(is_unsure)
@@ -62,7 +63,9 @@ def _drop_below(scores: Tensor, lowest: Tensor, filter_value: float, out: Tensor
     np.fmin(scores.numpy(), bounds, out=bounds)
 
 
-def _find_top_k(processor: Any, scores: NDArray[np.float32]) -> Cutoffs:
+def _find_top_k(processor: Any, scores: NDArray[np.float32]) -> Cutoffs | None:
+    if scores.size > _MANY_SCORES:
+        return None
     rank = scores.shape[-1] - min(processor.top_k, scores.shape[-1])
     partitioned = np.partition(scores, rank, axis=-1)
     return Cutoffs(partitioned[:, rank].copy(), None, torch.from_numpy(partitioned))
@@ -101,7 +104,7 @@ def _without_empty(scores: NDArray[np.float32]) -> NDArray[np.float32] | None:
     return compact
 
 
-_FIND: dict[type, Callable[[Any, NDArray[np.float32]], Cutoffs]] = {
+_FIND: dict[type, Callable[[Any, NDArray[np.float32]], Cutoffs | None]] = {
     TopKLogitsWarper: _find_top_k,
     TopPLogitsWarper: _find_top_p,
 }
