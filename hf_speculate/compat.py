@@ -1,4 +1,4 @@
-"""Uses of transformers' private names, with the versions that they were tested with."""
+"""Names that differ between versions of transformers, and uses of its private names, with the tested versions."""
 
 import copy
 import inspect
@@ -23,6 +23,7 @@ from transformers import (
 from hf_speculate.errors import UnsupportedModelError
 
 _OLDEST, _NEWEST = "5.17.0", "5.24.0"
+# Whether models and `generate` take their cache as `cache`.
 TAKES_CACHE = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 OLD_CACHE_NAMES = ("past_key_values", "cache_params")

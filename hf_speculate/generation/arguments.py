@@ -11,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
-from hf_speculate.compat import OLD_CACHE_NAMES, TAKES_CACHE
+from hf_speculate.compat import CACHE_NAME, OLD_CACHE_NAMES, TAKES_CACHE
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.models.language_model import cache_name
@@ -99,9 +99,12 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 
 def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Rename, in place, a cache passed under a name that other versions of transformers have, in a call of a call."""
+    """Rename a passed cache, in place, as this version of transformers names it.
+
+    The warning about an old name is attributed to the line that calls `generate`, two functions above the caller.
+    """
     if not TAKES_CACHE and "cache" in arguments:
-        arguments[cache_name(model)] = arguments.pop("cache")
+        arguments[cache_name(model) or CACHE_NAME] = arguments.pop("cache")
     for name in OLD_CACHE_NAMES if TAKES_CACHE else ():
         if name in arguments:
             cache = arguments.pop(name)
