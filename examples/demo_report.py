@@ -93,7 +93,9 @@ def print_table(tallies: dict[Method, Tally]) -> None:
 def print_summary(tallies: dict[Method, Tally]) -> None:
     """A bar for each greedy method that was measured, and a sentence for each number of rows."""
     greedy = {method: median(ratios) for method, ratios in compared_speeds(tallies).items() if not method.is_sampled}
-    scale = 30 / max(greedy.values(), default=1.0)
+    if not greedy:
+        return
+    scale = 30 / max(greedy.values())
     print()
     for method, speedup in greedy.items():
         rows = f"{method.batch_size} row{'s' * (method.batch_size > 1)}"
