@@ -107,7 +107,7 @@ mutants: $(DEV_STAMP)
 
 # Made anew each time, as the pages say. torch by its exact version, as in $(VENV).
 test-plain: $(DEV_STAMP)
-	@echo "make test-plain: commands and code of the pages after pip install . alone, about 4 minutes on two cores"
+	@echo "make test-plain: commands and code of the pages after pip install . alone, about 5 minutes on two cores"
 	rm -rf $(PLAIN) build/lib
 	"$(PYTHON)" -m venv $(PLAIN)
 	$(PLAIN)/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS)
