@@ -16,6 +16,8 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, Sto
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
 
+_URGENT = 1 << 32  # what ranks exchange from here on takes precedence over all draft lengths
+
 
 @dataclass(frozen=True)
 class SyncedRanks:
@@ -24,10 +26,16 @@ class SyncedRanks:
     device: torch.device
 
     def max(self, num: int | None) -> int | None:
-        """The largest number of any rank; None if every rank passes None."""
-        wish = torch.tensor(0 if num is None else num + 1, device=self.device)
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
-        agreed = int(wish)
+        """The largest number of any rank, the smallest if one is negative; None if every rank passes None.
+
+        A rank that must run n forwards before the others may go on passes -n, where these pass their next draft length.
+        """
+        wish = 0 if num is None else num + 1 if num >= 0 else _URGENT - num
+        wishes = torch.tensor(wish, device=self.device)
+        dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
+        agreed = int(wishes)
+        if agreed > _URGENT:
+            return _URGENT - agreed
         return agreed - 1 if agreed else None
 
 

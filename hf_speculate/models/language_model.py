@@ -21,6 +21,9 @@ from hf_speculate.types import Scored
 class LanguageModel:
     """Calls a transformers model with the mask and position ids that its cache's rows need."""
 
+    pads_queries: bool = False
+    """Whether `run` may feed further tokens after the query, which nothing reads but which may be NaN."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -96,6 +99,10 @@ class LanguageModel:
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
         return Scored(logits, hidden_states, output.get("attentions"), captured)
+
+    def run_unpadded(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
+        """As `run`, eagerly, in a forward that holds the query's tokens and no others."""
+        return LanguageModel.run(self, query_token_ids, kv_cache, **options)
 
     def join(self, other: "LanguageModel") -> None:
         """Serve the rows of `other` too; neither reads anything besides its tokens."""

@@ -115,6 +115,12 @@ _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.WatermarkLogitsProcessor: lambda p, n: min(n, p.context_width),
 }
 
+# Those that may give scores without NaN for logits of NaN. Of classes that are not in `READS` nothing is known.
+_HIDES_NAN = (
+    *(logits_process.ForcedBOSTokenLogitsProcessor, logits_process.ForcedEOSTokenLogitsProcessor),
+    *(logits_process.InfNanRemoveLogitsProcessor, logits_process.WhisperTimeStampLogitsProcessor),
+)
+
 # why they must be called as plain `generate()` calls them
 NOT_ROW_WISE: dict[type, str] = {
     logits_process.ClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
@@ -172,6 +178,11 @@ def find_reads(processor: object) -> Reads | None:
     """What a processor reads besides the scores; None for one that is not known to fit into a block."""
     reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
     return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
+
+
+def keeps_nan(processor: object) -> bool:
+    """Whether the scores of a position are NaN where the logits that a processor is given are."""
+    return type(processor) in READS and type(processor) not in _HIDES_NAN
 
 
 def find_context_len(processor: object, prefix_len: int) -> int:
