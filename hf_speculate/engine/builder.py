@@ -29,7 +29,7 @@ from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
-from hf_speculate.models.language_model import LanguageModel, device_of
+from hf_speculate.models.language_model import LanguageModel, device_of, max_columns
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
@@ -101,7 +101,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(stopping, call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
-    padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
+    padding = EndPadding(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
     wanted = {
         "output_hidden_states": (hidden_states is not None and hidden_states.wanted) or call.recorded.hidden_states,
         "output_attentions": call.recorded.attentions,

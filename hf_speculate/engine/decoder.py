@@ -52,10 +52,10 @@ class SpeculativeDecoder:
     def decode_round(self, batch: Batch) -> bool:
         """Decode one round; False if all rows are finished."""
         enter = self.clock.enter
-        num_draft_tokens = self.draft_length.next(batch)
+        num_draft_tokens = self.draft_length.next(batch, self.target.room)
         while num_draft_tokens is not None and num_draft_tokens < 0:  # another rank scores its round again
             self.target.run_dummy(batch, -num_draft_tokens)
-            num_draft_tokens = self.draft_length.next(batch)
+            num_draft_tokens = self.draft_length.next(batch, self.target.room)
         if num_draft_tokens is None:
             return False
         keys = batch.begin_round()

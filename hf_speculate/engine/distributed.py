@@ -16,7 +16,7 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, Sto
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
 
-_URGENT = 1 << 32  # what ranks exchange from here on takes precedence over all draft lengths
+_URGENT = 1 << 32  # added to what takes precedence over every draft length
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,31 @@ class SyncedRanks:
     device: torch.device
 
     def max(self, num: int | None) -> int | None:
-        """The largest number of any rank, the smallest if one is negative; None if every rank passes None.
+        """The largest number of any rank; None if every rank passes None."""
+        (agreed,) = self._reduced(0 if num is None else num + 1)
+        return agreed - 1 if agreed else None
 
-        A rank that must run n forwards before the others may go on passes -n, where these pass their next draft length.
+    def next_draft_length(self, num: int | None, room: int) -> int | None:
+        """The largest K of any rank, but no more than any rank has room for; None if every rank passes None.
+
+        Negative if a rank has called `more_forwards` instead: its number of forwards, which all ranks run first.
         """
-        wish = 0 if num is None else num + 1 if num >= 0 else _URGENT - num
-        wishes = torch.tensor(wish, device=self.device)
-        dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
-        agreed = int(wishes)
+        agreed, less_room = self._reduced(0 if num is None else num + 1, -room)
         if agreed > _URGENT:
             return _URGENT - agreed
-        return agreed - 1 if agreed else None
+        return max(min(agreed - 1, -less_room), 0) if agreed else None
+
+    def more_forwards(self, num: int) -> int:
+        """How many forwards all ranks run before the next round: the largest number that a rank needs."""
+        agreed, _ = self._reduced(_URGENT + num, -_URGENT)
+        return agreed - _URGENT
+
+    def _reduced(self, *numbers: int) -> list[int]:
+        """The largest of each number over all ranks."""
+        largest = torch.tensor(numbers, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found: list[int] = largest.tolist()
+        return found
 
 
 def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch.device) -> SyncedRanks | None:

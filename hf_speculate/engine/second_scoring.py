@@ -44,8 +44,7 @@ class SecondScoring:
         self.verification.undo(draft)
         self.target.roll_back(draft)
         if self.ranks is not None:
-            num_agreed = -(self.ranks.max(-num_forwards) or 0)
-            self.target.run_dummy(batch, num_agreed - num_forwards)
+            self.target.run_dummy(batch, self.ranks.more_forwards(num_forwards) - num_forwards)
         scored = self.target.score_again(batch, draft, num_forwards)
         verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
         num_host_syncs = first.num_host_syncs + verified.num_host_syncs

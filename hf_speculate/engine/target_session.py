@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks
 from hf_speculate.models.language_model import LanguageModel
@@ -30,6 +31,7 @@ class EndPadding:
 
     pad_token_id: int | None  # None if nothing is fed
     max_query: int  # tokens per row in a forward that reads padding alone
+    max_columns: int | None  # of the KV cache that the model can read; None for any number
     num_rows: InitVar[int]
     ranks: SyncedRanks | None
 
@@ -63,13 +65,16 @@ class EndPadding:
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
         """Feed what rows lack after the last round, in forwards from which rows that lack less are rolled back."""
-        num_forwards = -(-max(self._num_lacking(batch)) // self.max_query)
+        max_query = self.max_query
+        if self.max_columns is not None:  # the longest row stays as long as it is
+            max_query = max(min(max_query, self.max_columns - kv_cache.num_columns), 1)
+        num_forwards = -(-max(self._num_lacking(batch)) // max_query)
         if self.ranks is not None:
             num_forwards = self.ranks.max(num_forwards or None) or 0
         if num_forwards and kv_cache.holds_rejected:
             kv_cache.clear_rejected()
         for _ in range(num_forwards):
-            num_query = max(min(max(self._num_lacking(batch)), self.max_query), 1)
+            num_query = max(min(max(self._num_lacking(batch)), max_query), 1)
             query = batch.tokens.last(1).expand(-1, num_query)  # [B, Q]
             model.run(self.fill(batch, query), kv_cache, logits_to_keep=1)
             kv_cache.crop(self.num_dropped(batch, [0] * batch.num_rows, num_query))
@@ -92,6 +97,13 @@ class TargetSession:
     chunk_size: int | None  # prompt tokens per forward; None for all at once
     options: Mapping[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
     padding: EndPadding  # fills the cache after finished rows
+
+    @property
+    def room(self) -> int:
+        """Drafted tokens of each row that the model can read after the newest one."""
+        if self.padding.max_columns is None:
+            return MAX_ASSISTANT_TOKENS
+        return self.padding.max_columns - self.kv_cache.num_columns - 1
 
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
         """Read the prompt in chunks, each passed to `on_chunk` with the columns from its first one on."""
@@ -116,7 +128,9 @@ class TargetSession:
         """Score the first `num` tokens of the last query in forwards of one token, none of which sees a later one."""
         query = self._query(batch, draft)
         tokens = query[:, :num].split(1, dim=1)
-        return _joined([self.model.run_unpadded(ids, self.kv_cache, logits_to_keep=1, **self.options) for ids in tokens])
+        return _joined(
+            [self.model.run_unpadded(ids, self.kv_cache, logits_to_keep=1, **self.options) for ids in tokens]
+        )
 
     def roll_back(self, draft: DraftOut) -> None:
         """Drop the tokens of the last query."""
