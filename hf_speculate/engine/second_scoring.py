@@ -41,12 +41,14 @@ class SecondScoring:
         """The round anew, from the draft that led to the verdict `first`."""
         scored_draft = draft if self.depends_on_draft else batch.no_draft()
         num_forwards = scored_draft.token_ids.shape[1] + 1
-        self.verification.undo(draft)
         self.target.roll_back(draft)
         if self.ranks is not None:
             self.target.run_dummy(batch, self.ranks.more_forwards(num_forwards) - num_forwards)
         scored = self.target.score_again(batch, draft, num_forwards)
-        verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
+        verified = self.verification.verify(batch, scored.logits, scored_draft, keys, checks_logits=True)
         num_host_syncs = first.num_host_syncs + verified.num_host_syncs
+        if verified.has_bad_logits:  # of the text itself, as in plain decoding
+            verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
+            num_host_syncs += verified.num_host_syncs
         verified = verified._replace(num_drafted=first.num_drafted, num_host_syncs=num_host_syncs, is_rescored=True)
         return Rescored(scored_draft, scored, verified)

@@ -44,9 +44,6 @@ class Verification:
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
         raise NotImplementedError
 
-    def undo(self, draft: DraftOut) -> None:
-        """Forget all positions of the round, which is verified again."""
-
     def _agreed(self, has_bad_logits: bool) -> bool:
         """What rank 0 of the tensor-parallel group says."""
         if self.group is None:
@@ -78,35 +75,39 @@ class RowWiseVerification(Verification):
     keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
-        tokens, scores = batch.tokens, logits
+        tokens, scores, num_positions = batch.tokens, logits, logits.shape[1]
+        loses_nan = checks_logits and not self.processors.keep_nan
+        if loses_nan:  # plain `generate` shows processors no NaN of a rejected token
+            scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
         verdict = self._verifier_at(0, batch, draft).verify(scores, draft, keys)
-        counts = [verdict.num_accepted, verdict.status, draft.lens.to(torch.int32)]
-        may_hide_nan = checks_logits and self.processors.may_hide_nan
-        if may_hide_nan:  # a drafted NaN spreads over all positions of its row
-            counts.append(logits[:, 0].amax(-1).isnan().to(torch.int32))
-        ids, num_accepted, flags, num_drafted, *hidden = download(verdict.token_ids, *counts)  # the one wait
+        ids, draft_lens = verdict.token_ids, draft.lens.to(torch.int32)
+        if loses_nan:
+            ids = torch.cat([ids, logits.amax(-1).isnan().to(ids.dtype)], dim=1)  # [B, 2 (K+1)]
+        rows, num_accepted, flags, num_drafted = download(  # the one wait
+            ids, verdict.num_accepted, verdict.status, draft_lens
+        )
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
         counted = range(batch.num_rows) if self.keeps_padding else live
         flagged = [row for row in counted if flags[row] & BAD_LOGITS] if checks_logits else []
         has_bad_logits = False
-        if flagged or may_hide_nan:
-            is_bad = any(is_nan[row] for is_nan in hidden for row in counted)
-            has_bad_logits = self._agreed(is_bad or _are_bad(logits, flagged, num_accepted))
+        if loses_nan or flagged:
+            is_nan = any(any(rows[row][num_positions:][: num_accepted[row] + 1]) for row in counted)
+            has_bad_logits = self._agreed(is_nan or _are_bad(logits, flagged, num_accepted))
+        if has_bad_logits:
+            self.processors.rollback([num_positions] * batch.num_rows)
         return Verified(
             verdict.token_ids,
-            [row[: num + 1] for row, num in zip(ids, num_accepted, strict=True)],
+            [row[: num + 1] for row, num in zip(rows, num_accepted, strict=True)],
             num_drafted,
             num_accepted,
             reduce(or_, (flags[row] for row in live), 0),
             scores,
+            num_host_syncs=1 + bool(flagged),
             device_num_accepted=verdict.num_accepted,
             has_bad_logits=has_bad_logits,
         )
-
-    def undo(self, draft: DraftOut) -> None:
-        self.processors.rollback([draft.token_ids.shape[1] + 1] * len(draft.token_ids))
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         if any(trimmed.num_emitted):
@@ -136,11 +137,10 @@ class LockStepVerification(Verification):
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
-        # before the processors: these are shown only what plain `generate` shows them
+        # before the processors, which are shown what plain `generate` shows them
         if checks_logits and self._agreed(self._begins_with_nan(batch, logits)):
-            return _no_verdict(batch, logits, draft)._replace(
-                num_drafted=draft.lens.tolist(), num_host_syncs=1, has_bad_logits=True
-            )
+            nothing = _no_verdict(batch, logits, draft)
+            return nothing._replace(num_drafted=draft.lens.tolist(), num_host_syncs=2, has_bad_logits=True)
         input_ids: Any = batch.tokens.token_ids[:, : batch.tokens.lens[0]]  # [B, T]; typed as a LongTensor elsewhere
         was_finished = self._is_finished
         if was_finished is None:
@@ -185,10 +185,10 @@ class LockStepVerification(Verification):
         )
 
     def _begins_with_nan(self, batch: Batch, logits: Tensor) -> bool:
-        """Whether a row that is not padded is NaN at its first position, as all positions of a spoilt row are."""
+        """Whether a row is NaN at its first position of logits [B, K+1, V]: a drafted NaN spreads over all of them."""
         tops = logits[:, 0].amax(-1).tolist()
         rows = zip(batch.is_finished, tops, strict=True)
-        return any(isnan(top) for has_ended, top in rows if not has_ended or self.pad_token_id is None)
+        return any(isnan(top) for is_finished, top in rows if not is_finished or self.pad_token_id is None)
 
 
 def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:

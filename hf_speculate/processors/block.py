@@ -107,9 +107,9 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return any(find_reads(processor) is not Reads.NOTHING for processor in self)
 
     @property
-    def may_hide_nan(self) -> bool:
-        """Whether scores may be without NaN where logits are NaN."""
-        return not all(keeps_nan(processor) for processor in self)
+    def keep_nan(self) -> bool:
+        """Whether the scores of a position are NaN where its logits are."""
+        return all(keeps_nan(processor) for processor in self)
 
     @property
     def foreign_names(self) -> list[str]:

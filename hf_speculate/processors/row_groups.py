@@ -48,8 +48,8 @@ class ProcessorGroups:
         return any(processors.reads_token_ids for processors, _ in self._groups)
 
     @property
-    def may_hide_nan(self) -> bool:
-        return any(processors.may_hide_nan for processors, _ in self._groups)
+    def keep_nan(self) -> bool:
+        return all(processors.keep_nan for processors, _ in self._groups)
 
     def forked(self) -> "ProcessorGroups":
         """The groups themselves: rows of different calls join only if no processor has state."""
