@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
-from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, pair
+from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
 from tests.draft.test_custom import Watcher
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_compiled import compile_config, compiled_and_eager, small_pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_graphs import backend as backend
 from tests.generation.test_graphs import decode
+from tests.grammars import Brackets, Grammar, WatchedGrammar
 from tests.nan_drafts import NAN_ID, drafts_of_nan, embedding_is_nan, without_nan, written_states_are_nan
 from tests.recurrent_cases import assert_equal_caches
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -48,7 +49,7 @@ def assert_equal_outputs(plain: Any, ours: Any, kind: str) -> None:
         assert_same_contents(*map(cache_contents, caches), FLOAT32_TOLERANCE)
 
 
-STATES = {"output_hidden_states": True, "output_attentions": True, "output_logits": True}
+STATES = {"output_hidden_states": True, "output_logits": True}
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 9}
 PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cache": "dynamic"}
 Call = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, rows, options of the call, those of ours
@@ -70,6 +71,12 @@ CALLS: list[Call] = [
 ]
 
 
+def assert_equal_states(one: Any, other: Any) -> None:
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        found = getattr(one, name, None), getattr(other, name, None)
+        torch.testing.assert_close(*found, atol=FLOAT32_TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 @pytest.mark.parametrize(
     ("spoil", "kind", "batch_size", "options", "own"),
@@ -87,9 +94,7 @@ def test_text_scores_and_caches_are_those_of_plain(spoil, kind, batch_size, opti
     assert NAN_ID not in new
     assert_equal_outputs(plain, ours, kind)
     assert_equal_outputs(ended, ours_ended, kind)
-    for name in ("scores", "logits", "hidden_states", "attentions"):
-        found = getattr(plain, name, None), getattr(ours, name, None)
-        torch.testing.assert_close(*found, atol=FLOAT32_TOLERANCE, rtol=0)
+    assert_equal_states(plain, ours)
     stats = ours.speculation
     assert (stats.num_rescored > 0) == (kind != "mamba2")  # whose states after a token do not depend on later ones
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
@@ -112,6 +117,33 @@ def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
     if verifier not in ("greedy", "coupled"):  # whose rounds become plain steps
         assert nan.accepted_per_position == finite.accepted_per_position
         assert nan.drafted_per_position == finite.drafted_per_position
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(kind):
+    (target, draft), inputs, outputs = new_pair(kind, attn_implementation="eager"), call_of("llama", 1)[2], []
+    options = {**VERIFIERS["rejection"], "seed": 5, **STATES, "output_attentions": True, "output_scores": True}
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 24, "draft_sampling": "sample"}
+    for spoil in (embedding_is_nan, lambda target: nullcontext()):
+        with drafts_of_nan(target, draft, spoil, likely=0.0, every=1):
+            outputs.append(target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4))
+    assert_equal_ids(*(output.sequences for output in outputs))
+    assert_equal_states(*outputs)
+    assert 0 < outputs[0].speculation.num_rescored < outputs[0].speculation.num_batch_rounds
+
+
+def test_a_processor_with_state_follows_the_text_alone():
+    target, draft, inputs = call_of("llama", 3)
+    watched, options = WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]), {"max_new_tokens": NUM_NEW}
+    stats = hf_speculate.SpeculationStats()
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
+        assert_equal_ids(plain, target.generate(**inputs, **options, **own, logits_processor=[watched]))
+    texts = plain[:, -NUM_NEW:].tolist()
+    assert all(texts[row][: len(followed)] == followed for row, followed in watched.log)
+    assert stats.num_rescored > 0
+    assert not stats.lock_step
 
 
 class DraftsNan(Watcher):
