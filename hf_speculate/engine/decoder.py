@@ -54,7 +54,7 @@ class SpeculativeDecoder:
         enter = self.clock.enter
         num_draft_tokens = self.draft_length.next(batch, self.target.room)
         while num_draft_tokens is not None and num_draft_tokens < 0:  # another rank scores its round again
-            self.target.run_dummy(batch, -num_draft_tokens)
+            self.second_scoring.run_dummies(batch, -num_draft_tokens)
             num_draft_tokens = self.draft_length.next(batch, self.target.room)
         if num_draft_tokens is None:
             return False

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
@@ -117,33 +115,14 @@ class TargetSession:
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""
-        query = self._query(batch, draft)
+        query = self.query(batch, draft)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
 
     def reads_other_tokens(self, draft: DraftOut) -> bool:
         """Whether logits of `score` may be NaN because of a token that is not part of the text."""
         return bool(draft.token_ids.shape[1]) or self.kv_cache.holds_rejected or self.model.pads_queries
 
-    def score_again(self, batch: Batch, draft: DraftOut, num: int) -> Scored:
-        """Score the first `num` tokens of the last query in forwards of one token, none of which sees a later one."""
-        query = self._query(batch, draft)
-        tokens = query[:, :num].split(1, dim=1)
-        return _joined(
-            [self.model.run_unpadded(ids, self.kv_cache, logits_to_keep=1, **self.options) for ids in tokens]
-        )
-
-    def roll_back(self, draft: DraftOut) -> None:
-        """Drop the tokens of the last query."""
-        self.kv_cache.crop(draft.token_ids.shape[1] + 1)
-        self.kv_cache.clear_rejected()
-
-    def run_dummy(self, batch: Batch, num_forwards: int) -> None:
-        """Take part in forwards that other ranks need; nothing is kept of them."""
-        for _ in range(num_forwards):
-            self.model.run_unpadded(batch.tokens.last(1).contiguous(), self.kv_cache, logits_to_keep=1)
-            self.kv_cache.crop(1)
-
-    def _query(self, batch: Batch, draft: DraftOut) -> Tensor:
+    def query(self, batch: Batch, draft: DraftOut) -> Tensor:
         """[B, K+1] int64: the newest token of each row and the drafted ones."""
         newest = batch.tokens.last(1)
         if draft.token_ids.shape[1]:
@@ -171,32 +150,3 @@ class TargetSession:
     def join(self, other: "TargetSession") -> None:
         self.kv_cache.join(other.kv_cache)
         self.model.join(other.model)
-
-
-def _joined(parts: Sequence[Scored]) -> Scored:
-    """Outputs of forwards of one token each, as the output of one forward."""
-    if len(parts) == 1:
-        return parts[0]
-    captured = [part.captured for part in parts if part.captured is not None]
-    return Scored(
-        torch.cat([part.logits for part in parts], dim=1),
-        _by_layer([part.hidden_states for part in parts], lambda states: torch.cat(states, dim=-2)),
-        _by_layer([part.attentions for part in parts], _joined_attentions),
-        torch.cat(captured, dim=1) if captured else None,
-    )
-
-
-def _by_layer(parts: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """The states of each layer joined; None for layers without states, or if there are none at all."""
-    if parts[0] is None:
-        return None
-    return tuple(None if layers[0] is None else join(list(layers)) for layers in zip(*parts, strict=True))
-
-
-def _joined_attentions(rows: list[Tensor]) -> Tensor:
-    """[B, H, Q, T] of Q rows [B, H, 1, T'] that each end in the column of their own token."""
-    gaps = range(len(rows) - 1, -1, -1)  # columns after each token
-    width = max(row.shape[-1] + gap for row, gap in zip(rows, gaps, strict=True))
-    return torch.cat(
-        [pad(row, (width - gap - row.shape[-1], gap)) for row, gap in zip(rows, gaps, strict=True)], dim=-2
-    )

@@ -63,18 +63,10 @@ MUTANTS = mutants_of(
                 "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_caches.py"
             ),
             "chunks are placed wrongly": Fault("num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"),
-            "rejected columns stay NaN": Fault(
-                "self.kv_cache.crop(draft.token_ids.shape[1] + 1)\n        self.kv_cache.clear_rejected()",
-                "self.kv_cache.crop(draft.token_ids.shape[1] + 1)",
-                NAN,
-            ),
             "padding at the end reads rejected columns": Fault(
                 "if num_forwards and kv_cache.holds_rejected:", "if False:", NAN
             ),
             "plain steps are never spoilt": Fault(" or self.kv_cache.holds_rejected or", " or", NAN),
-            "columns of single tokens are shifted": Fault(
-                "(width - gap - row.shape[-1], gap)", "(gap, width - gap - row.shape[-1])", NAN
-            ),
             "drafts end one column past a table": Fault(
                 "self.kv_cache.num_columns - 1\n", "self.kv_cache.num_columns\n", COLUMNS
             ),
@@ -165,6 +157,10 @@ MUTANTS = mutants_of(
         ("hf_speculate/engine/second_scoring.py", NAN): {
             "the draft is dropped for what the target computes for it": Fault(
                 "draft if self.depends_on_draft else batch.no_draft()", "batch.no_draft()"
+            ),
+            "rejected columns stay NaN": Fault("+ 1)\n        self.target.kv_cache.clear_rejected()", "+ 1)", NAN),
+            "columns of single tokens are shifted": Fault(
+                "(width - gap - row.shape[-1], gap)", "(gap, width - gap - row.shape[-1])", NAN
             ),
             "the target's own NaN is scored as if it were the draft's": Fault(
                 "if verified.has_bad_logits:", "if False:", f"reliability/test_bad_logits.py {NAN}"

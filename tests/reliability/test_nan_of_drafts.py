@@ -101,12 +101,15 @@ def test_text_scores_and_caches_are_those_of_plain(spoil, kind, batch_size, opti
     assert stats.status == 0
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
+
+
+@pytest.mark.parametrize("verifier", [*VERIFIERS, "spans"])
 def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
     """So what is sampled keeps its distribution: a draft is not dropped for what the target computes for it."""
     (target, draft), texts = pair("llama"), []
     options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
-    options |= {**VERIFIERS[verifier], "draft_sampling": "sample", "return_dict_in_generate": True}
+    options |= {**VERIFIERS.get(verifier, INSIDE), "draft_sampling": "sample", "return_dict_in_generate": True}
     for spoil in (embedding_is_nan, lambda target: nullcontext()):
         with drafts_of_nan(target, draft, spoil, likely=0.0, every=1):
             output = target.generate(**call_of("llama", 3)[2], **options)
