@@ -14,7 +14,7 @@ from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.layer_capture import LayerCapture
-from hf_speculate.models.quirks import Limit, growing_rope, limit_reason, placeless_id
+from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.types import Scored
 
 
@@ -171,7 +171,8 @@ def last_position(model: PreTrainedModel, default: int) -> int:
 def max_columns(model: PreTrainedModel) -> int | None:
     """Columns of the KV cache, padding included, for which a model has a table; None if it does not count columns."""
     config = model.config.get_text_config(decoder=True)
-    has_positions = config.is_encoder_decoder and counts_columns(model) and not placeless_id(model)
+    grows = limit_reason(model, Limit.PADS_TAKE_NO_PLACE)  # its table of positions does
+    has_positions = config.is_encoder_decoder and counts_columns(model) and not grows
     if not has_positions and not limit_reason(model, Limit.TABLE_BY_COLUMNS):
         return None
     return getattr(config, "max_seq_len", None) or last_position(model, default=-1) + 1 or None
