@@ -41,6 +41,8 @@ CAPABILITIES = {
     "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "server": ("tools/server", "tools/cli/serve.py"),
     "self-test": ("generation/self_test.py",),
+    "drafted tokens for which the target computes NaN": ("engine/second_scoring.py",),
+    "calls of several processes": ("engine/distributed.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",
         "models/attention_backends.py",
