@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def scripts() -> Iterator[SimpleNamespace]:
     """The modules beside `on_gpu.py`, which import one another by name."""
     sys.path.insert(0, str(BENCHMARKS))
-    names = ("first_light", "findings", "gpu_report", "gpu_parts", "gpu_speed", "gpu_tests")
+    names = ("first_light", "findings", "gpu_report", "gpu_parts", "gpu_speed", "gpu_tests", "instant_failures")
     yield SimpleNamespace(**{name: importlib.import_module(f"_{name}") for name in names})
     sys.path.remove(str(BENCHMARKS))
 
@@ -346,6 +346,17 @@ def test_outcomes_of_tests_are_read_from_what_pytest_prints(scripts: Any) -> Non
         "[gw0] [ 67%] PASSED tests/b.py::test_c\nFAILED tests/a.py::test_b - assert PASSED\n"
     )
     assert scripts.gpu_tests.outcomes_in(output) == ({"PASSED": 2, "FAILED": 1}, 67)
+
+
+def test_a_failed_test_is_printed_before_the_run_ends(scripts: Any) -> None:
+    lines = []
+    terminal = SimpleNamespace(write_line=lines.append)
+    plugins = SimpleNamespace(get_plugin=lambda name: {"terminalreporter": terminal}[name])
+    printer = scripts.instant_failures.InstantFailures(SimpleNamespace(pluginmanager=plugins))
+    for is_failed in (False, True):
+        report = SimpleNamespace(failed=is_failed, nodeid="test_a", longreprtext="E assert 1 == 2")
+        printer.pytest_runtest_logreport(report)
+    assert len(lines) == 1 and "test_a" in lines[0] and "assert 1 == 2" in lines[0]
 
 
 def test_the_tests_marked_gpu_are_found_in_few_files(scripts: Any) -> None:
