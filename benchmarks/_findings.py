@@ -55,7 +55,7 @@ def _checked(question: str, content: Content, chooses: Choice, decides: tuple[st
         return Finding(question, _why_unknown(content), UNKNOWN)
     wrong = [check["name"] for check in checks if not check["is_right"]]
     found = f"{len(checks) - len(wrong)} of {len(checks)} right" + (f"; wrong: {_named(wrong)}" if wrong else "")
-    return Finding(question, found, decides[bool(wrong)])
+    return Finding(question, found + _end_of(content), decides[bool(wrong)])
 
 
 def _tests(contents: Contents) -> Finding:
@@ -111,7 +111,8 @@ def _rounds(content: Content) -> Finding:
     launches, *rest = (median(values) for values in zip(*greedy["rounds"], strict=True))
     found = f"{greedy['name']}: {launches:g}, {rest[0]:g}, {rest[1]:g}"
     wrong = [check["name"] for check in content["checks"] if not check["is_right"]]
-    return Finding(question, found + (f"; wrong: {_named(wrong)}" if wrong else ""), "mend" if wrong else "as designed")
+    found += (f"; wrong: {_named(wrong)}" if wrong else "") + _end_of(content)
+    return Finding(question, found, "mend" if wrong else "as designed")
 
 
 def _times(content: Content) -> Finding:
@@ -130,7 +131,7 @@ def _times(content: Content) -> Finding:
         if cell["eager_us"] > cell["reference_eager_us"]  # decoding launches them from the host
     ]
     failed = [check["name"] for check in content["checks"] if not check["is_right"]]
-    found += f"; failed: {_named(failed)}" if failed else ""
+    found += (f"; failed: {_named(failed)}" if failed else "") + _end_of(content)
     decides = f"reference becomes the default of: {_named(slower)}" if slower else "kernels stay the default"
     return Finding(question, found, decides)
 
@@ -164,6 +165,11 @@ def _why_unknown(content: Content) -> str:
     if not content["is_finished"] and content["attempted"]:
         return f"ended in {content['attempted'][-1]}"
     return f"left out: {_named(left_out)}" if left_out else "not measured"
+
+
+def _end_of(content: Content) -> str:
+    """That a part did not come to its end, where it did not."""
+    return "" if content["is_finished"] else f"; the part ended in {content['attempted'][-1]}"
 
 
 def _named(names: Sequence[str]) -> str:

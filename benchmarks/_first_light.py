@@ -193,7 +193,9 @@ def first_light(folder: Path, parts: Sequence[Part], options: Sequence[str], env
         finally:
             for path in folder.glob("*.tmp"):  # of a process that was killed while it wrote
                 path.unlink()
-            log.say("summary\n" + _summary(folder))
+            text = _summary(folder)
+            (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+            log.say("summary\n" + text)
     contents = [read_part(folder, part.name) for part in parts]
     is_right = all(one.get("is_finished") and all(check["is_right"] for check in one["checks"]) for one in contents)
     return 0 if is_right else 1

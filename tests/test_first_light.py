@@ -340,6 +340,14 @@ def test_what_a_part_has_not_answered_is_said_with_the_reason(scripts: Any, part
     assert any("wrote nothing" in line.found and "no answer" in line.decides for line in lines)
 
 
+def test_answers_of_a_part_that_was_ended_say_so(scripts: Any) -> None:
+    found = contents()
+    for part in found.values():
+        part["is_finished"] = False
+    ended = ["the part ended in last" in line.found for line in scripts.findings.findings(found)]
+    assert ended == [True] * 4 + [False] * 4 + [True] * 2
+
+
 def test_outcomes_of_tests_are_read_from_what_pytest_prints(scripts: Any) -> None:
     output = (
         "[gw0] [  1%] PASSED tests/a.py::test_a \n[gw1] [ 34%] FAILED tests/a.py::test_b[PASSED]\n"
