@@ -15,9 +15,11 @@ WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
 TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py tests/test_mutants.py
+TOOL_TESTS += tests/test_first_light.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
+GPU_PARTS ?= 1 2 3 4 5 6
 RESULTS_PAGE := benchmarks/results_page.py
 
 # One process a core: tiny models keep no second core busy. Beyond eight, loading torch takes longer than the tests.
@@ -29,7 +31,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest mutants check fix kernels kernel-repo docs bench gpu-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest mutants check fix kernels kernel-repo docs bench first-light gpu-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -46,6 +48,7 @@ help:
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
 	@echo "make bench       every benchmark, two to three hours; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
+	@echo "make first-light the checks and measurements on a CUDA device that decide most, in six minutes; into build/first-light"
 	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
 	@echo "make install     create $(VENV) with what users need; make test and the other targets add what they need"
@@ -56,7 +59,8 @@ help:
 	@echo '  TORCH="torch==2.13.0 --index-url <your index>" another torch build, given to pip as it stands;'
 	@echo "                                                 run make clean first where $(VENV) exists"
 	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py; --tiny needs no download'
-	@echo '  GPU_CHECK_ARGS=--dry-run                       make gpu-check on a simulated device'
+	@echo '  GPU_CHECK_ARGS=--dry-run                       make first-light or gpu-check on a simulated device'
+	@echo '  GPU_PARTS="2 5"                                the parts of make gpu-check'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
 	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
 
@@ -147,9 +151,13 @@ bench: $(DEV_STAMP)
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 
+# On a machine with a GPU and torch, transformers and Triton, nothing need be installed: CONTRIBUTING.md has the command.
+first-light: $(DEV_STAMP)
+	$(BIN)/python benchmarks/on_gpu.py --first-light --out build/first-light $(GPU_CHECK_ARGS)
+
 # Every part runs, also after one whose checks failed.
 gpu-check: $(DEV_STAMP)
-	@status=0; for part in 1 2 3 4 5 6; do \
+	@status=0; for part in $(GPU_PARTS); do \
 	  HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/on_gpu.py --part $$part --out build/gpu $(GPU_CHECK_ARGS) || status=1; \
 	done; exit $$status
 
