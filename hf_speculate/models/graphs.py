@@ -41,9 +41,22 @@ class CudaGraphs:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
+            _drop_workspaces()
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 outputs = function()
+            _drop_workspaces()
         return Graph(outputs, graph.replay)
+
+
+def _drop_workspaces() -> None:
+    """Let matrix products allocate new workspaces, in the memory of the graph while one is captured.
+
+    torch frees them all whenever `torch.compile` records graphs of its own: one from outside of the graph, such as the
+    run before the capture made, would then be gone from under it.
+    """
+    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds for CPUs have none
+    if drop is not None:
+        drop()
 
 
 GRAPH_BACKENDS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}

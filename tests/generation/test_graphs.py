@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models.graphs import GRAPH_BACKENDS
+from hf_speculate.models.graphs import GRAPH_BACKENDS, CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.draft.heads.kinds import KINDS
+from tests.fake_cuda import FakeCuda
 from tests.recorded_graphs import RecordedGraphs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -125,6 +126,26 @@ def test_on_a_cpu_rounds_are_eager() -> None:
         stats = decode(target, ragged_prompts(2), assistant_model=draft, speculation_graphs=graphs)[1]
         assert stats.graphed == []
         assert ["graphs need a CUDA device" in reason for reason in stats.fallbacks] == [True] * num_reasons
+
+
+def test_a_graph_has_workspaces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("dropped"), raising=False)
+    with FakeCuda():
+        CudaGraphs(torch.device("cuda", 0)).capture(lambda: seen.append("run"))
+    assert seen == ["run", "dropped", "run", "dropped"]
+
+
+@pytest.mark.gpu
+def test_graphs_outlive_the_workspaces_that_others_drop() -> None:
+    target, draft = (model.to("cuda", torch.bfloat16) for model in new_pair("llama", 0.1))
+    inputs = {name: value.cuda() for name, value in ragged_prompts(1, seed=4, min_len=8).items()}
+    ids, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    again, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40)
+    assert stats.graphed == ["target", "draft"]
+    assert_equal_ids(ids, again)
 
 
 @pytest.mark.gpu
