@@ -45,6 +45,7 @@ CAPABILITIES = {
     "calls of several processes": ("engine/distributed.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",
+        "engine/graph_plan.py",
         "models/attention_backends.py",
         "cache/row_lens.py",
         "processors/fused_warpers.py",

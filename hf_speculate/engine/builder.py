@@ -12,7 +12,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
+from hf_speculate.engine.compile_plan import make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
@@ -20,6 +20,7 @@ from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.hidden_states import HiddenStates
+from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder

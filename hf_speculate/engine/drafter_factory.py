@@ -12,7 +12,8 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, draft_lens, make_compiled_model
+from hf_speculate.engine.compile_plan import draft_lens, make_compiled_model
+from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
+from hf_speculate.engine import graph_plan
 from hf_speculate.models.graphs import GRAPH_BACKENDS, CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.draft.heads.kinds import KINDS
@@ -120,6 +121,43 @@ def test_what_cannot_be_captured_says_why(backend: Any, options: dict[str, Any],
     assert f"no graphs of the target LlamaForCausalLM: {reason}" in stats.fallbacks
 
 
+READS: dict[str, Any] = {
+    "a number": lambda ids: ids.sum().item(),
+    "a mask of unknown size": lambda ids: ids[ids > 3],
+    "a copy to the host": lambda ids: ids.cpu(),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_what_reads_the_host_is_found_before_a_capture(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeCuda():
+        ids = torch.arange(8).to("cuda:0")
+        monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: pytest.fail("captured"))
+        with pytest.raises(RuntimeError, match="the host was read in a forward"):
+            CudaGraphs(ids.device).capture(lambda: READS[what](ids))
+
+
+def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = new_pair("llama", 0.1)
+    for module in (*target.modules(), *draft.modules()):
+        module._forward_pre_hooks.clear()  # those of the tests
+    options = {"assistant_model": draft, "speculation_graphs": "auto"}
+    inputs, seen = ragged_prompts(2), []
+    stats = decode(target, inputs, **options)[1]
+    assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
+    draft.register_forward_hook(lambda *_: seen.append(1))
+    stats = decode(target, inputs, **options)[1]
+    assert stats.graphed == ["target"] and len(seen) > stats.num_batch_rounds
+    assert stats.fallbacks == ['no graphs of the draft: its hooks would run in a capture only; "on" allows that']
+    assert decode(target, inputs, **{**options, "speculation_graphs": "on"})[1].graphed == ["target", "draft"]
+    monkeypatch.setattr(graph_plan, "memory_bytes", lambda device: 1 << 16)
+    stats = decode(target, inputs, **options)[1]
+    assert stats.graphed == []
+    assert "of full length may take" in stats.fallbacks[0]
+
+
 def test_on_a_cpu_rounds_are_eager() -> None:
     target, draft = pair("llama")
     for graphs, num_reasons in (("auto", 0), ("on", 2)):
@@ -133,7 +171,7 @@ def test_a_graph_has_workspaces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("dropped"), raising=False)
     with FakeCuda():
         CudaGraphs(torch.device("cuda", 0)).capture(lambda: seen.append("run"))
-    assert seen == ["run", "dropped", "run", "dropped"]
+    assert seen == ["run", "run", "dropped", "run", "dropped"]  # the first one looks for reads of the host
 
 
 @pytest.mark.gpu
