@@ -171,6 +171,24 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> Pr
     return draft
 
 
+_CONTEXTS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len")
+
+
+def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreTrainedModel:
+    """A copy of the model whose tables of positions end after `num_tokens`; `fields` are others of its text config."""
+    config = copy.deepcopy(model.config)
+    for part in (config, config.get_text_config(decoder=True)):  # which is a copy in encoder-decoders
+        for name, value in ({name: num_tokens for name in _CONTEXTS if hasattr(part, name)} | fields).items():
+            setattr(part, name, value)
+    shorter = type(model)(config).to(model.dtype).eval().requires_grad_(False)
+    weights = dict(model.named_parameters())
+    for name, weight in shorter.named_parameters():
+        weight.copy_(weights[name][tuple(slice(size) for size in weight.shape)])
+    shorter.generation_config = copy.deepcopy(model.generation_config)
+    clamp_masks(shorter)
+    return shorter
+
+
 def ragged_prompts(
     batch_size: int,
     *,

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
+from hf_speculate.engine.draft_faults import DraftFaults
+from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
@@ -76,7 +79,9 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     language_model = compiled or LanguageModel(
         call.target, call.max_position, keeps_states, call.target_inputs, capture=capture
     )
-    drafter = custom or make_drafter(plan, forget_compiled)
+    faults = _make_faults(plan, stats)
+    drafter = custom or make_drafter(plan, forget_compiled, partial(faults.meet, is_last=False))
+    faults.is_callers = drafter.is_callers
     hidden_states = None
     if plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
@@ -110,7 +115,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache))
     decoder = SpeculativeDecoder(
         target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
-        drafts=_make_draft_session(plan, drafter, hidden_states),
+        drafts=_make_drafts(plan, drafter, hidden_states, faults),
         verification=_make_verification(plan, criteria),
         stops=stops,
         draft_length=draft_length,
@@ -174,12 +179,17 @@ def _make_capture(plan: Plan) -> LayerCapture | None:
     return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
 
-def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None) -> DraftSession:
-    kv_cache, reuse = None, None
+def _make_faults(plan: Plan, stats: SpeculationStats) -> DraftFaults:
+    call, device = plan.call, (plan.target if plan.draft is None else plan.draft).device
+    return DraftFaults(stats, f"the drafter ({plan.drafter})", device, lambda error: True, call.ranks or call.group)
+
+
+def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None, faults: DraftFaults) -> DraftGuard:
+    call, kv_cache, reuse = plan.call, None, None
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)
         reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
-    return DraftSession(
+    session = DraftSession(
         drafter,
         kv_cache,
         plan.draft_strategy,
@@ -187,8 +197,11 @@ def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenState
         reuse,
         placeless_id(plan.target.model),
         hidden_states,
-        plan.call.group,
+        call.group,
     )
+    is_fixed = plan.is_lock_step or "draft" in (*plan.compile.settings, *plan.compile.graphed)
+    rows_may_leave = not is_fixed and reuse is None and call.ranks is None
+    return DraftGuard(session, faults, call.num_pads, rows_may_leave, call.ranks)
 
 
 def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:

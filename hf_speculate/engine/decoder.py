@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -22,7 +22,7 @@ class SpeculativeDecoder:
     """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix."""
 
     target: TargetSession
-    drafts: DraftSession
+    drafts: DraftGuard
     verification: Verification
     stops: StopTracker
     draft_length: DraftLength
@@ -49,12 +49,13 @@ class SpeculativeDecoder:
     def decode_round(self, batch: Batch) -> bool:
         """Decode one round; False if all rows are finished."""
         enter = self.clock.enter
-        num_draft_tokens = self.draft_length.next(batch)
+        room = self.drafts.room(batch)
+        num_draft_tokens = self.draft_length.next(batch, room)
         if num_draft_tokens is None:
             return False
         keys = batch.begin_round()
         enter(Stage.DRAFT, batch.num_rounds)
-        draft = self.drafts.propose(batch, num_draft_tokens, keys)  # [B, K]
+        draft = self.drafts.propose(batch, num_draft_tokens, keys, room)  # [B, K]
         enter(Stage.SCORE)
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
@@ -112,6 +113,7 @@ class SpeculativeDecoder:
             num_round=batch.num_rounds,
             row_ids=batch.row_ids,
             was_live=batch.was_live,
+            is_served=self.drafts.is_served,
             num_draft_tokens=num_draft_tokens,
             num_fed=self.drafts.num_fed,
             num_left=batch.num_left,

@@ -30,6 +30,16 @@ class SyncedRanks:
         agreed = int(wish)
         return agreed - 1 if agreed else None
 
+    def min(self, num: int) -> int:
+        """The smallest number of any rank."""
+        wish = torch.tensor(num, device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MIN)
+        return int(wish)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any rank is set."""
+        return self.min(int(not flag)) == 0
+
 
 def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch.device) -> SyncedRanks | None:
     """The ranks that must run equally many forwards: as `synced_gpus` says, else by ZeRO-3 and FSDP; or None."""
@@ -52,6 +62,12 @@ class TensorParallelGroup:
         shared = numbers.to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
         return shared.to(numbers.device)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set."""
+        wish = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(wish)
 
 
 def tensor_parallel_size(model: PreTrainedModel) -> int:

@@ -1,5 +1,6 @@
 """Draft length: how many tokens the next round drafts, from the schedule and the room that rows have left."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,13 @@ class DraftLength(Observer):
         num_unread = min(num_unread, num_read)
         self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self.max_new_tokens - 1)
 
-    def next(self, batch: Batch) -> int | None:
-        """What the schedule asks for, within the rows' limits and the room that they have left; None at the end."""
-        rows = zip(batch.num_left, batch.draft_limits, batch.is_finished, strict=True)
-        live = [(left, limit) for left, limit, is_finished in rows if not is_finished]
+    def next(self, batch: Batch, room: Sequence[int]) -> int | None:
+        """What the schedule asks for, within the rows' limits and the room that they have left; None at the end.
+
+        `room` [B] is what the drafter can draft in each row.
+        """
+        rows = zip(batch.num_left, batch.draft_limits, room, batch.is_finished, strict=True)
+        live = [(left, min(limit, most)) for left, limit, most, is_finished in rows if not is_finished]
         num = None
         if live:
             most = max(min(left - 1, limit) for left, limit in live)
@@ -52,7 +56,7 @@ class DraftLength(Observer):
         return self.schedule.is_probe and self.group is None and batch.tokens.row_lens.is_even
 
     def on_round(self, record: RoundRecord) -> None:
-        live = record.live_rows
+        live = [row for row in record.live_rows if record.is_served[row]]  # the others say nothing of the drafter
         if not record.num_round or not live:
             return
         verified, seconds = record.verified, record.seconds

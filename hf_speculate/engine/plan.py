@@ -48,10 +48,15 @@ class Plan:
             return None
         return pad if pad < vocab_size_of(call.target) else 0  # plain generate() fails at ids without an embedding
 
+    @property
+    def drafter(self) -> str:
+        """The drafter in words."""
+        return _drafter_text(self.call)
+
     def __repr__(self) -> str:
         config = self.call.config
         parts = {
-            "drafter": _drafter_text(self.call),
+            "drafter": self.drafter,
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
@@ -146,12 +151,13 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
     """The call, without a draft model if prompt lookup gains more alone."""
     config, draft = call.config, call.draft
-    if config.prompt_lookup_num_tokens is None:
+    is_useless = draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1
+    if is_useless:
+        does = "plain decoding" if config.prompt_lookup_num_tokens is None else "prompt lookup alone"
+        fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
+    if config.prompt_lookup_num_tokens is None or (draft is not None and not is_useless):
         return call
-    if draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1:
-        fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
-        draft = None
-    return replace(call, draft=draft, config=config.for_lookup_alone() if draft is None else config)
+    return replace(call, draft=None, config=config.for_lookup_alone())
 
 
 def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]) -> Call:

@@ -152,15 +152,6 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     return not takes_positions(model, is_draft) and not has_biases
 
 
-def last_position(model: PreTrainedModel, default: int) -> int:
-    """The last position that the model's config has room for; the default if it names no bound."""
-    config = model.config.get_text_config(decoder=True)
-    for name in ("max_target_positions", "max_position_embeddings"):
-        if getattr(config, name, None):
-            return int(getattr(config, name)) - 1
-    return default
-
-
 def vocab_size_of(model: PreTrainedModel) -> int:
     """V of a model's text."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
