@@ -41,6 +41,13 @@ CAPABILITIES = {
     "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "server": ("tools/server", "tools/cli/serve.py"),
     "self-test": ("generation/self_test.py",),
+    "drafts that fail or end before the text": (
+        "engine/draft_guard.py",
+        "engine/draft_faults.py",
+        "generation/draft_encoder.py",
+        "models/context.py",
+    ),
+    "calls of several processes": ("engine/distributed.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",
         "models/attention_backends.py",

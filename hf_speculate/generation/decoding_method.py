@@ -22,8 +22,9 @@ from hf_speculate.engine.distributed import synced_ranks, tensor_parallel_group
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
+from hf_speculate.generation.draft_encoder import try_draft_inputs
 from hf_speculate.generation.draft_source import DraftSource
-from hf_speculate.generation.model_inputs import target_inputs, try_draft_inputs
+from hf_speculate.generation.model_inputs import target_inputs
 from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
@@ -140,10 +141,8 @@ class SpeculativeDecoding:
         check_context(extra, input_ids, generation_config, draft, vocabulary)
         is_fixed = self.is_static or static_cache is not None
         models = [model] if draft is None else [model, draft]
-        ranks, group = (
-            synced_ranks(self.passed.get("synced_gpus"), models, device),
-            tensor_parallel_group(models, device),
-        )
+        ranks = synced_ranks(self.passed.get("synced_gpus"), models, device)
+        group = tensor_parallel_group(models, device)
         if ranks is not None:
             has_compiled = generation_config.compile_config is not None
             check_synced(config, generation_config, is_fixed or has_compiled, self.source)

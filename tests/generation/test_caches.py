@@ -101,6 +101,7 @@ def ends(kind: str) -> list[int]:
     return [int(text[row, 3 + 5 * row]) for row in range(BATCH_SIZE - 1)]
 
 
+@pytest.mark.fallback("lock step", "prompt lookup alone")
 @each_value(
     drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
 )
@@ -228,6 +229,7 @@ def test_the_static_caches_of_an_encoder_decoder():
     assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_at_end", [False, True])
 def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     (target, draft), fault = pair("mistral_window"), Fault(1 if is_at_end else 5, Mistake())

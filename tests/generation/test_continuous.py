@@ -64,6 +64,7 @@ def sources(draft):
     }
 
 
+@pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize(
     ("kind", "source", "verifier"),
     [
@@ -137,6 +138,7 @@ def test_a_failing_row_ends_alone(raises, message):
         assert key in fails or result.token_ids == texts[key]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [

@@ -193,6 +193,7 @@ def test_a_wrong_verifier_fails_the_same_test(models, registry):
     assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
 
 
+@pytest.mark.fallback("rejection in place of block")
 def test_block_gives_way_to_rejection_where_it_gains_nothing(models):
     stats, ids, (target, draft) = [], [], models
     options = {"draft_sampling": "argmax", "assistant_model": draft, "do_sample": True, "seed": 3}

@@ -68,6 +68,7 @@ def decode(model, inputs, **options):
     return model.generate(**inputs, **options)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
 def test_a_reader_decodes_as_in_plain(name):
     target, inputs, other = (READERS | READINGS)[name]()
@@ -85,6 +86,7 @@ def test_a_reader_decodes_as_in_plain(name):
         assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_an_encoder_reads_beside_its_text(name):
     target, inputs, other = ENCODERS[name]()
@@ -131,6 +133,7 @@ def test_threads_do_not_read_each_others_positions():
         assert_equal_ids(plain, ours)
 
 
+@pytest.mark.fallback("lock step")
 def test_a_failed_run_leaves_the_model_as_plain_generate_would():
     target, draft = picture_pair("qwen2_vl")
     left = []

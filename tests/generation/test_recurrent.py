@@ -144,6 +144,7 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
         target_of("mamba").generate(**inputs, **options, prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_KINDS, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_where_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""

@@ -14,6 +14,7 @@ NUM_NEW = 40
 PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     kind=["llama", "mistral_window", "gpt2", "qwen2"],
     batch_size=[1, 3, 4, 4, 3],
@@ -97,6 +98,7 @@ def decoded(kind, lens, inputs, **options):
     return output[:, inputs["input_ids"].shape[1] :], stats
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     ("kind", "own", "options"),
     [

@@ -56,6 +56,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     assert types == since
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
@@ -70,6 +71,7 @@ def test_rows_without_padding_get_a_mask_each():
     assert "self-test" not in stats.plan
 
 
+@pytest.mark.fallback("lock step")
 def test_tokens_behind_a_padding_token_are_read_at_their_places():
     target, draft = pair_of("m2m_100", seed=5)
     for model in (target, draft):

@@ -93,6 +93,7 @@ def configs(*models):
     return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(("number", "case"), enumerate(CASES))
 def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
@@ -130,6 +131,7 @@ def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
         assert getattr(caught.value, "__notes__", []) == notes
 
 
+@pytest.mark.fallback("lock step")
 def test_an_error_of_a_call_inside_a_call_gets_one_note_even_if_it_is_ours():
     target, draft = pair("llama")
     processors = [RowWiseProcessor(Fault(1, ShapeError("on purpose")))]

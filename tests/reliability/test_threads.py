@@ -77,6 +77,7 @@ def alone() -> dict[str, list[list[int]]]:
     return {name: call(name, is_plain=name == "compiled") for name in NAMES}  # the threads are the first to compile
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     "shift", [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))]
 )
@@ -91,6 +92,7 @@ def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
     assert (settings(), folded_attention._HOLDERS) == (before, {})
 
 
+@pytest.mark.fallback("lock step")
 def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     target, draft = models()
 
