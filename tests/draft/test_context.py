@@ -22,6 +22,7 @@ from tests.tiny_encoders import make_bart
 from tests.tiny_families import make_family
 
 C, K = 16, 3
+pytestmark = pytest.mark.filterwarnings("ignore:.* past the context of", "ignore:.* tokens at most")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 TARGETS: dict[str, Any] = {

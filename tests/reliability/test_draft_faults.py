@@ -21,6 +21,7 @@ from tests.draft.heads.designs import VOCAB_SIZE
 from tests.draft.heads.kinds import KINDS as HEADS
 from tests.draft.heads.rounds import target_of
 from tests.generation.test_compiled import compile_config
+from tests.reliability.bad_drafts import with_fault
 from tests.reliability.faults import ERRORS, Fault, Halt, Mistake, hook
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -210,6 +211,16 @@ def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(m
         found.append(is_of_device(Mistake("on the host"), torch.device("cuda")))
         waits.pop(0)
     assert found == [False, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
+@pytest.mark.parametrize("at", [1, 2])
+def test_ids_that_a_model_does_not_have_reach_neither(at, options):
+    """The draft scores ids past the vocabulary, or has fewer embeddings than its config says."""
+    target, draft = pair("llama", 0.0)
+    own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
+    stats = assert_decodes_as_plain(target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **own)
+    assert stats.num_drafted > 0
 
 
 @pytest.mark.fallback("computes NaN or infinity")
