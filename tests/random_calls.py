@@ -147,7 +147,10 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, f
     )
     if is_head:
         case = replace(case, drafter="head", embeds=False)
-    if faults:
+    if faults:  # in calls that draft: few models are refused "auto", and "adaptive" calls no draft of its target's size
+        cache_kind = "auto" if case.cache == "preallocated" else case.cache
+        schedule = "heuristic" if case.schedule == "adaptive" and case.drafter != "other model" else case.schedule
+        case = replace(case, cache=cache_kind, schedule=schedule)
         case = replace(case, fault=draw.choice(faults), fault_at=draw.choice((1, 1, 2, 3, 4, 6, 9)))
     return case
 

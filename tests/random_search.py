@@ -208,8 +208,9 @@ def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[s
                 print(f'{seed}:{index} {result.kind}: {result.detail[:300]}\n  --case "{small}"', flush=True)
             elif result.kind != "equal":
                 counts[f"{result.kind}: {result.detail[:110]}"] += 1
-            for reason in result.fallbacks if faults else ():
-                counts[f"fell back with {case.fault}: {reason.partition(' (')[0][:60]}"] += 1
+            if faults:
+                counts[f"with {case.fault}: drafts ended"] += any("drafter" in one for one in result.fallbacks)
+                counts[f"with {case.fault}: tokens accepted"] += result.num_accepted
     return counts
 
 

@@ -194,6 +194,8 @@ class DraftGuard:
         if len(kept) < len(self._served):
             self._select([number for number, _ in kept])
             self._served = [row for _, row in kept if self._session is not None]
+            places = {row.place for row in self._served}
+            self.is_served = [place in places for place in range(batch.num_rows)]
 
     def _select(self, numbers: Sequence[int]) -> None:
         """Keep these of the served rows in the session, which has no more to do without any."""
@@ -219,13 +221,12 @@ class DraftGuard:
     def _report_context(self) -> None:
         if self._session is None:
             return
-        drafter, how, whose = self._session.drafter, "plain decoding", "rows that are"
+        drafter, what = self._session.drafter, "plain decoding of rows"
         if drafter.drafts_past_context:
-            how = "drafts without the model"
+            what = "prompt lookup alone for rows"
         elif self._is_joint:
-            whose = "all rows, one of which is"
-        name = self._faults.name
-        self._faults.report(f"{how} of {whose} past the context of {name}, {drafter.context_len} tokens")
+            what = "plain decoding of all rows, for one is"
+        self._faults.report(f"{what} past the context of {self._faults.name}, {drafter.context_len} tokens")
 
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
         """Let rows go on without drafts if these are chosen from NaN or infinity: now and then, as it waits."""
@@ -236,6 +237,8 @@ class DraftGuard:
         if self._session is None or not is_due:
             return
         are_numbers = self._call(lambda session: session.drafter.has_numbers())
+        if are_numbers is not None and self._session.group is not None:  # whose drafts are those of rank 0
+            are_numbers = self._session.group.broadcast(are_numbers.to(torch.uint8)).bool()
         for row, is_number in zip(self._served, [] if are_numbers is None else are_numbers.tolist(), strict=False):
             if not is_number and row.num_missed >= _FIRST_LOOK:
                 row.is_lost = True
