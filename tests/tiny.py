@@ -175,18 +175,29 @@ _CONTEXTS = ("max_position_embeddings", "max_target_positions", "max_decoder_pos
 
 
 def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreTrainedModel:
-    """A copy of the model whose tables of positions end after `num_tokens`; `fields` are others of its text config."""
+    """A `cut_copy` whose tables of positions end after `num_tokens`."""
+    return cut_copy(model, **dict.fromkeys(_CONTEXTS, num_tokens), **fields)
+
+
+def cheaper_copy(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
+    """A noisy copy of a Llama that lacks two units of each feed-forward layer, so that "adaptive" does call it."""
+    return noisy_copy(cut_copy(model, intermediate_size=model.config.intermediate_size - 2), scale)
+
+
+def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
+    """A copy whose text config has other `fields`, as far as it knows them, with the leading part of each weight."""
     config = copy.deepcopy(model.config)
     for part in (config, config.get_text_config(decoder=True)):  # which is a copy in encoder-decoders
-        for name, value in ({name: num_tokens for name in _CONTEXTS if hasattr(part, name)} | fields).items():
-            setattr(part, name, value)
-    shorter = type(model)(config).to(model.dtype).eval().requires_grad_(False)
+        for name, value in fields.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    smaller = type(model)(config).to(model.dtype).eval().requires_grad_(False)
     weights = dict(model.named_parameters())
-    for name, weight in shorter.named_parameters():
+    for name, weight in smaller.named_parameters():
         weight.copy_(weights[name][tuple(slice(size) for size in weight.shape)])
-    shorter.generation_config = copy.deepcopy(model.generation_config)
-    clamp_masks(shorter)
-    return shorter
+    smaller.generation_config = copy.deepcopy(model.generation_config)
+    clamp_masks(smaller)
+    return smaller
 
 
 def ragged_prompts(
