@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.base import Drafter
@@ -18,7 +19,7 @@ from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
 
 T = TypeVar("T")
 _NO_END = 1 << 30  # a column that no row reaches
-_FIRST_LOOK = 4  # rounds without an accepted token after which a row's logits are looked at; again after 8, 16, ...
+_FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits are looked at; again after 16, 32, ...
 
 
 @dataclass
@@ -50,6 +51,7 @@ class DraftGuard:
         self._session: DraftSession | None = session
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
         self._served = [_Row(place, _end(session.drafter, num)) for place, num in enumerate(num_pads)]
+        self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
@@ -134,13 +136,17 @@ class DraftGuard:
         present = {row.place: number for number, row in enumerate(self._served)}
         kept = [(place, present[old]) for place, old in enumerate(indices) if old in present]
         self._select([number for _, number in kept])
-        self._served = [replace(self._served[number], place=place) for place, number in kept if self._served]
+        served, self._served = self._served, []
+        for place, number in kept if served else ():
+            served[number].place = place
+            self._served.append(served[number])
 
     def join(self, other: "DraftGuard", batch: Batch) -> None:
         """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
-        theirs = other._session
-        joining = [replace(row, place=batch.num_rows + row.place) for row in other._served]
+        theirs, joining = other._session, other._served
         self.is_served = self.is_served + other.is_served
+        for row in joining:
+            row.place += batch.num_rows
         if theirs is None:
             return
         if self._session is None:
@@ -229,20 +235,29 @@ class DraftGuard:
         self._faults.report(f"{what} past the context of {self._faults.name}, {drafter.context_len} tokens")
 
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
-        """Let rows go on without drafts if these are chosen from NaN or infinity: now and then, as it waits."""
+        """Let rows go on without drafts if these are chosen from NaN or infinity; the host reads a look a round later.
+
+        The wait of a round's verification comes after the copy, so that no other wait is needed.
+        """
+        if self._look is not None:
+            rows, are_numbers = self._look
+            lost = [row for row, is_number in zip(rows, are_numbers.tolist(), strict=False) if not is_number]
+            self._look = None
+            for row in lost:
+                row.is_lost = row.num_missed >= _FIRST_LOOK
+                if row.is_lost:
+                    self._faults.report(f"plain decoding of rows in which {self._faults.name} computes NaN or infinity")
         is_due = False
         for row, num in zip(self._served, num_emitted, strict=False):
             row.num_missed = row.num_missed + 1 if num == 1 else 0
             is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
         if self._session is None or not is_due:
             return
-        are_numbers = self._call(lambda session: session.drafter.has_numbers())
-        if are_numbers is not None and self._session.group is not None:  # whose drafts are those of rank 0
-            are_numbers = self._session.group.broadcast(are_numbers.to(torch.uint8)).bool()
-        for row, is_number in zip(self._served, [] if are_numbers is None else are_numbers.tolist(), strict=False):
-            if not is_number and row.num_missed >= _FIRST_LOOK:
-                row.is_lost = True
-                self._faults.report(f"plain decoding of rows in which {self._faults.name} computes NaN or infinity")
+        found = self._call(lambda session: session.drafter.has_numbers())
+        if found is not None:
+            if self._session.group is not None:  # whose drafts are those of rank 0
+                found = self._session.group.broadcast(found.to(torch.uint8))
+            self._look = list(self._served), found.to("cpu", non_blocking=True)
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:
@@ -256,7 +271,7 @@ def _spread(draft: DraftOut, places: Sequence[int], num_rows: int) -> DraftOut:
     """A draft of some rows as one of all `num_rows` rows of the batch, of which the others have no tokens."""
     index = upload(places, draft.token_ids.device)
 
-    def spread(part: torch.Tensor | None) -> torch.Tensor | None:
+    def spread(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
 
     ids, lens, logits, logsumexp = map(spread, draft[:4])

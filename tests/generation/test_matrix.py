@@ -98,7 +98,7 @@ FAMILIES = ("llama", "mistral_window", "gpt2")
 READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
 
 
-@pytest.mark.fallback("lock step")
+@pytest.mark.fallback("lock step", "because a draft model as large as its target")
 @pytest.mark.parametrize(
     "numbers", [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)]
 )

@@ -203,6 +203,7 @@ def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
     tokenizer, target, draft = healed
     inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
     options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8, "assistant_model": draft}
+    options["num_assistant_tokens"] = 3
     ids = target.generate(**inputs, **options, streamer=streamed)
     assert streamed.ids == ids[0].tolist()
     with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):

@@ -150,12 +150,16 @@ def test_what_cannot_be_read_is_not_supported():
     target, draft = picture_pair("llava")
     small = make_model("llama", vocab_size=64)
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
-    for own, message in (
-        ({"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
-        ({"assistant_model": small}, "ids of the prompt must be below 60 for assistant_model"),
+    inputs = picture_prompts(target, 1)
+    assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
+    assert assert_decodes_as_plain(target, small, inputs, max_new_tokens=4, num_assistant_tokens=2).num_drafted > 0
+    foreign = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64)}
+    for given, own, message in (
+        (inputs, {"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
+        (foreign, {"assistant_model": draft}, "ids of the prompt must be below 64 for assistant_model"),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**picture_prompts(target, 1), **own, max_new_tokens=4)
+            target.generate(**given, **own, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)

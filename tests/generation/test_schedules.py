@@ -53,7 +53,8 @@ def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, kind, ow
 
 def test_the_schedule_is_told_what_a_round_was(scripted):
     target, draft = pair("llama")
-    target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, assistant_model=draft)
+    own = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
+    target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **own)
     outcomes = scripted[0].outcomes
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
