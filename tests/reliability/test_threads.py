@@ -16,7 +16,7 @@ from hf_speculate.models import folded_attention
 from tests.cases import new_pair
 from tests.generation.test_compiled import compile_config
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
-from tests.tiny import ragged_prompts
+from tests.tiny import cheaper_copy, ragged_prompts
 
 SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
 TIMEOUT_S = 60.0
@@ -27,7 +27,8 @@ ENDS = [17, 3, 40, 9]
 @cache
 def models():
     """A target whose heads share keys and values, so that its config is written to, and its draft."""
-    return new_pair(num_hidden_layers=1)
+    target, _ = new_pair(num_hidden_layers=1)
+    return target, cheaper_copy(target)
 
 
 STORE = hf_speculate.SuffixStore()
@@ -99,7 +100,8 @@ def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     def fail(at):
         processors, inputs = [FaultyProcessor(Fault(at, Mistake("on purpose")))], ragged_prompts(3)
         with pytest.raises(Mistake) as caught:
-            target.generate(**inputs, max_new_tokens=NUM_NEW, assistant_model=draft, logits_processor=processors)
+            own = {"assistant_model": draft, "num_assistant_tokens": 2, "logits_processor": processors}
+            target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
         return caught.value.__notes__
 
     texts, notes = together(

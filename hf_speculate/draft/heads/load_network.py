@@ -54,7 +54,8 @@ class ConfigSource(NamedTuple):
         # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
-        has_length = bool(fields.get("max_position_embeddings"))
+        if fields.get("max_position_embeddings") and "max_position_embeddings" not in others:
+            others["max_position_embeddings"] = context_len(read_layer_config(fields))
         sizes: dict[str, Any] = {
             "kind": self.found.kind,
             "format": self.found.format,
@@ -63,7 +64,6 @@ class ConfigSource(NamedTuple):
             "target_hidden_size": int(config.get("target_hidden_size") or hidden_size),
             "vocab_size": vocab_size,
             "draft_vocab_size": int(draft_vocab_size or vocab_size),
-            "max_position_embeddings": context_len(read_layer_config(fields)) if has_length else None,
             "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
             "target_name": target.rstrip("/").rpartition("/")[2],
         }
