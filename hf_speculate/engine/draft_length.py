@@ -10,7 +10,7 @@ from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.schedule import RoundOutcome, Schedule
-from hf_speculate.types import RoundRecord
+from hf_speculate.types import RoundRecord, StageSeconds
 
 
 @dataclass
@@ -54,6 +54,9 @@ class DraftLength(Observer):
         Never in a tensor-parallel group: the schedules of its ranks may differ, and only their K is synchronised.
         """
         return self.schedule.is_probe and self.group is None and batch.tokens.row_lens.is_even
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        self.schedule.end()
 
     def on_round(self, record: RoundRecord) -> None:
         live = [row for row in record.live_rows if record.is_served[row]]  # the others say nothing of the drafter

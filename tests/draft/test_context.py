@@ -1,6 +1,5 @@
 """A draft whose context is shorter than the text: rows past it decode plainly, the others keep their drafts."""
 
-import warnings
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 import transformers
 
 import hf_speculate
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.models.context import context_len, context_of, encoder_context_len
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
@@ -191,17 +191,20 @@ def test_rows_that_join_a_batch_bring_their_own_room():
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-def test_a_dead_drafter_is_not_learned_from():
-    """The next call of the kind begins as one after a call whose drafts were all right."""
-    target = hf_speculate.enable(make_model("llama"))
-    draft = with_context(target, C)
-    options = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "heuristic"}
-    stats = assert_decodes_as_plain(target, draft, prompts(3), max_new_tokens=40, **options)
-    assert stats.draft_lens[-1] == 0 < stats.draft_lens[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = assert_decodes_as_plain(target, draft, prompts(3), max_new_tokens=8, **options)
-    assert again.num_accepted == again.num_drafted > 0
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_past_the_context_are_not_learned_from(kind):
+    """What the adaptive schedule keeps for the next call is the acceptance within the context, of all tokens."""
+    target = hf_speculate.enable(make_model(kind, max_position_embeddings=64))
+    draft = with_context(target, C)  # with fewer positions it costs less than its target
+    if kind == "llama":
+        draft = with_context(target, C, intermediate_size=47)
+        draft.model.layers[0].mlp.gate_proj.weight[:] = target.model.layers[0].mlp.gate_proj.weight[:47]
+    options = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"}
+    for num in (3, 4, 5):
+        stats = assert_decodes_as_plain(target, draft, prompts(num, 14), max_new_tokens=30, **options)
+        assert stats.draft_lens[-1] == 0
+    (estimates,) = model_state(target).history._by_draft[draft].values()
+    assert estimates.acceptance.expected_tokens([0])[0][1] > 1.7
 
 
 @pytest.mark.parametrize(
