@@ -26,7 +26,7 @@ from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
-from hf_speculate.engine.plan import Plan, cost_ratio, make_plan
+from hf_speculate.engine.plan import Plan, cost_ratio, drafter_text, make_plan
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
@@ -181,7 +181,9 @@ def _make_capture(plan: Plan) -> LayerCapture | None:
 
 def _make_faults(plan: Plan, stats: SpeculationStats) -> DraftFaults:
     call, device = plan.call, (plan.target if plan.draft is None else plan.draft).device
-    return DraftFaults(stats, f"the drafter ({plan.drafter})", device, lambda error: True, call.ranks or call.group)
+    return DraftFaults(
+        stats, f"the drafter ({drafter_text(call)})", device, lambda error: True, call.ranks or call.group
+    )
 
 
 def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None, faults: DraftFaults) -> DraftGuard:

@@ -48,15 +48,10 @@ class Plan:
             return None
         return pad if pad < vocab_size_of(call.target) else 0  # plain generate() fails at ids without an embedding
 
-    @property
-    def drafter(self) -> str:
-        """The drafter in words."""
-        return _drafter_text(self.call)
-
     def __repr__(self) -> str:
         config = self.call.config
         parts = {
-            "drafter": self.drafter,
+            "drafter": drafter_text(self.call),
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
@@ -82,7 +77,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         fallbacks.append(lock_step)
     strategy = _draft_strategy(call)
     call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
-    lens = draft_lens(call.config) if _drafter_text(call) != "none" else ()
+    lens = draft_lens(call.config) if drafter_text(call) != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
@@ -182,7 +177,8 @@ def _draft_strategy(call: Call) -> SampleStrategy:
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def _drafter_text(call: Call) -> str:
+def drafter_text(call: Call) -> str:
+    """What drafts, in words."""
     parts = []
     if call.draft is not None:
         parts.append(f"model {type(call.draft).__name__}")
