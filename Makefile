@@ -10,6 +10,7 @@ OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/models/test_folded_attention.py
 OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
+PLAIN := .plain
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
@@ -28,7 +29,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-oldest mutants check fix kernels kernel-repo docs bench gpu-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest mutants check fix kernels kernel-repo docs bench gpu-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -37,6 +38,7 @@ help:
 	@echo "make test-tools  tests of the command line, benchmarks, reports, data sets, Hub, examples, pages and packages"
 	@echo "make test-slow   long tests of distributions, compilation and processes"
 	@echo "make test-all    all of these"
+	@echo "make test-plain  what the pages show, with only what pip install . brings"
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
 	@echo "make check       ruff, mypy and the rules between the packages"
@@ -103,6 +105,15 @@ mutants: $(DEV_STAMP)
 	@echo "make mutants: faults one by one, each against the tests that it names, about 7 minutes on one quiet core"
 	$(BIN)/python -m tests.mutants --all-tests
 
+# Made anew each time, as the pages say. torch by its exact version, as in $(VENV).
+test-plain: $(DEV_STAMP)
+	@echo "make test-plain: commands and code of the pages after pip install . alone, about 5 minutes on two cores"
+	rm -rf $(PLAIN) build/lib
+	"$(PYTHON)" -m venv $(PLAIN)
+	$(PLAIN)/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS)
+	$(PLAIN)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt .
+	$(PYTEST) --environment $(PLAIN) $(PYTEST_ARGS) tests/plain_environment.py
+
 # The same environment, with a few packages in front of its own.
 $(OLDEST_STAMP): $(DEV_STAMP) constraints-oldest.txt
 	rm -rf $(OLDEST)
@@ -148,5 +159,5 @@ docs: $(DEV_STAMP)
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(PLAIN) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,6 +39,8 @@ NEEDS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "fail the run if a test was skipped for another reason than that this machine cannot serve its marker"
     parser.addoption("--fail-on-skip", action="store_true", help=words)
+    words = "the folder of an environment with what `pip install .` brings, for tests/plain_environment.py"
+    parser.addoption("--environment", help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:
