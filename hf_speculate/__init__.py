@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_speculate.errors import ConfigError as ConfigError
     from hf_speculate.errors import KernelUnavailableError as KernelUnavailableError
     from hf_speculate.errors import MissingExtraError as MissingExtraError
+    from hf_speculate.errors import OtherRankError as OtherRankError
     from hf_speculate.errors import ShapeError as ShapeError
     from hf_speculate.errors import SpeculateError as SpeculateError
     from hf_speculate.errors import UnsupportedGenerationError as UnsupportedGenerationError
@@ -55,6 +56,7 @@ _NAMES = {
         "ConfigError",
         "KernelUnavailableError",
         "MissingExtraError",
+        "OtherRankError",
         "ShapeError",
         "SpeculateError",
         "UnsupportedGenerationError",

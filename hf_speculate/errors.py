@@ -28,6 +28,10 @@ class BadLogitsError(SpeculateError, RuntimeError):
     """Logits define no distribution: they hold a NaN or a +inf, or only -inf."""
 
 
+class OtherRankError(SpeculateError, RuntimeError):
+    """Another process of a distributed call has raised an error, which ends the call in all of them."""
+
+
 def import_extra(name: str, extra: str, package: str | None = None) -> Any:
     """Import a module that an extra of this package installs; `package` is what pip calls it if not by its name."""
     try:

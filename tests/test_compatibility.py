@@ -70,6 +70,7 @@ def plain_ids(number):
     return decode_plainly(ROWS[number].call)
 
 
+@pytest.mark.fallback("eager forwards", "lock step", "no graphs")
 @pytest.mark.parametrize(("row", "where"), with_places("supported", WHERE[:2]))
 def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
     call, stats = row.call, hf_speculate.SpeculationStats()

@@ -39,9 +39,15 @@ CAPABILITIES = {
     "draft heads": ("draft/heads", "models/layer_capture.py"),
     "recurrent layers": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
     "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
-    "server": ("tools/server", "tools/cli/serve.py"),
+    "tools": ("tools",),
     "self-test": ("generation/self_test.py",),
     "drafted tokens for which the target computes NaN": ("engine/second_scoring.py",),
+    "drafts that fail or end before the text": (
+        "engine/draft_guard.py",
+        "engine/draft_faults.py",
+        "generation/draft_encoder.py",
+        "models/context.py",
+    ),
     "calls of several processes": ("engine/distributed.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",

@@ -35,6 +35,7 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
     return tmp_path
 
 
+@pytest.mark.fallback("eager forwards")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
     assert list(run_blocks(page)) == []

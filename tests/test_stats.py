@@ -152,6 +152,7 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
     assert min(stats.seconds_by_stage.values()) > 0
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_lock_step", [False, True])
 def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
     stats, reports = SpeculationStats(), []
@@ -230,6 +231,7 @@ def test_low_acceptance_is_reported_once_also_after_it_rose():
     ]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     "options",
     [

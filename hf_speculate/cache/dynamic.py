@@ -165,6 +165,13 @@ class DynamicKVCache(KVCache):
             self._mask = self._mask[index.to(self._mask.device)]
         self._drop_common_padding()
 
+    def skip_padding(self) -> int:
+        num_columns = self._padding.skip()
+        if self._mask is not None:
+            self._mask = self._mask[:, num_columns:]
+            self._prompt_end = self._mask.shape[1]
+        return num_columns
+
     def snapshot(self) -> Callable[[], None]:
         """Full layers of a single row are cropped back, so only their length is kept."""
         restore_text = layers_snapshot(self._text_cache.layers, only_grows=self.batch_size == 1)

@@ -79,8 +79,11 @@ def map_vocabularies(
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     are_given = tokenizer is not None and assistant_tokenizer is not None
+    num_read, num_scored = table_sizes(draft)
     if num_target == num_draft and not are_given:
-        return None
+        # ids that the draft has no embedding for, or scores past its vocabulary, must not reach either model
+        fits = num_read >= num_draft and num_scored <= num_draft
+        return None if fits else padding_mapping(num_target, min(num_read, num_draft))
     ours = _find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
     theirs = _find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
     if ours is not None and theirs is not None:
@@ -102,6 +105,13 @@ def map_vocabularies(
         f"assistant_model must have the target's vocabulary of {num_target} tokens, or the tokenizers must be given, "
         f"got {num_draft} tokens and {why}; pass tokenizer= and assistant_tokenizer= to generate()"
     )
+
+
+def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
+    size = vocab_size_of(model)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
 
 
 def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -13,7 +13,8 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.models.cache_selection import CachePlan
-from hf_speculate.models.language_model import counts_columns, device_of, max_columns, vocab_size_of
+from hf_speculate.models.context import max_columns
+from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
@@ -51,7 +52,7 @@ class Plan:
     def __repr__(self) -> str:
         config = self.call.config
         parts = {
-            "drafter": _drafter_text(self.call),
+            "drafter": drafter_text(self.call),
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
@@ -77,7 +78,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         fallbacks.append(lock_step)
     strategy = _draft_strategy(call)
     call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
-    lens = draft_lens(call.config) if _drafter_text(call) != "none" else ()
+    lens = draft_lens(call.config) if drafter_text(call) != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
@@ -150,12 +151,13 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
     """The call, without a draft model if prompt lookup gains more alone."""
     config, draft = call.config, call.draft
-    if config.prompt_lookup_num_tokens is None:
+    is_useless = draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1
+    if is_useless:
+        does = "plain decoding" if config.prompt_lookup_num_tokens is None else "prompt lookup alone"
+        fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
+    if config.prompt_lookup_num_tokens is None or (draft is not None and not is_useless):
         return call
-    if draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1:
-        fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
-        draft = None
-    return replace(call, draft=draft, config=config.for_lookup_alone() if draft is None else config)
+    return replace(call, draft=None, config=config.for_lookup_alone())
 
 
 def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]) -> Call:
@@ -180,7 +182,8 @@ def _draft_strategy(call: Call) -> SampleStrategy:
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def _drafter_text(call: Call) -> str:
+def drafter_text(call: Call) -> str:
+    """What drafts, in words."""
     parts = []
     if call.draft is not None:
         parts.append(f"model {type(call.draft).__name__}")

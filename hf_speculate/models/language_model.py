@@ -159,25 +159,6 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     return not takes_positions(model, is_draft) and not has_biases
 
 
-def last_position(model: PreTrainedModel, default: int) -> int:
-    """The last position that the model's config has room for; the default if it names no bound."""
-    config = model.config.get_text_config(decoder=True)
-    for name in ("max_target_positions", "max_position_embeddings"):
-        if getattr(config, name, None):
-            return int(getattr(config, name)) - 1
-    return default
-
-
-def max_columns(model: PreTrainedModel) -> int | None:
-    """Columns of the KV cache, padding included, for which a model has a table; None if it does not count columns."""
-    config = model.config.get_text_config(decoder=True)
-    grows = limit_reason(model, Limit.PADS_TAKE_NO_PLACE)  # its table of positions does
-    has_positions = config.is_encoder_decoder and counts_columns(model) and not grows
-    if not has_positions and not limit_reason(model, Limit.TABLE_BY_COLUMNS):
-        return None
-    return getattr(config, "max_seq_len", None) or last_position(model, default=-1) + 1 or None
-
-
 def vocab_size_of(model: PreTrainedModel) -> int:
     """V of a model's text."""
     return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -108,6 +108,7 @@ def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size,
 LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 
+@pytest.mark.fallback("lock step")
 @each_value(ends=[(), (11, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}, LOCK_STEP])
 def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     (target, _), inputs, eos = pair("llama"), ragged_prompts(3, seed=4), None

@@ -172,6 +172,7 @@ def few_words(batch_size, seed=1):
     return ragged_prompts(batch_size, seed=seed, vocab_size=6, max_len=14)
 
 
+@pytest.mark.fallback("prompt lookup alone")
 def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
     options = {"max_new_tokens": NUM_NEW, "prompt_lookup_num_tokens": 5, "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(*pair("llama"), few_words(3), **options)

@@ -53,7 +53,7 @@ def models():
 def test_wrong_fields(models, fields, message):
     target, draft = models
     with pytest.raises(ConfigError) as error:
-        target.generate(**ragged_prompts(1, seed=1), **{"assistant_model": draft, **fields})
+        target.generate(**ragged_prompts(1, seed=1), **{"assistant_model": draft, "num_assistant_tokens": 3, **fields})
     assert message in str(error.value)
     assert next(iter(fields)) in str(error.value) or "draft head" in message
 

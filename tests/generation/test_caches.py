@@ -42,7 +42,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "model": {"num_assistant_tokens": K},
     "long drafts": {"num_assistant_tokens": 2 * NUM_NEW},
     "adaptive": {"num_assistant_tokens_schedule": "adaptive"},
-    "hybrid": {"prompt_lookup_num_tokens": K},
+    "hybrid": {"prompt_lookup_num_tokens": K, "num_assistant_tokens": K},
     "copying": {"prompt_lookup_num_tokens": K, "assistant_model": None},
     "chunked": {"num_assistant_tokens": K, "prefill_chunk_size": 3},
     "lock step": {"num_assistant_tokens": K, "logits_processor": [Unchanged()]},
@@ -101,11 +101,14 @@ def ends(kind: str) -> list[int]:
     return [int(text[row, 3 + 5 * row]) for row in range(BATCH_SIZE - 1)]
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
 )
 def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, cache_kind, drafts):
     target, draft = pair(kind)
+    if drafts == "adaptive":
+        draft = make_model(kind, num_hidden_layers=1)
     inputs, eos = prompts(), ends(kind)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
@@ -203,7 +206,7 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_si
 def test_a_cache_is_passed_under_the_name_of_any_version(name):
     target, draft = pair("llama")
     texts = []
-    for own in ({}, {"assistant_model": draft}):
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
         kv_cache = prefilled(target, ONE_ROW["input_ids"][:, :-1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FutureWarning)
@@ -218,16 +221,18 @@ def test_the_static_caches_of_an_encoder_decoder():
     target, draft = encoder_pair("t5")
     options = {"cache_implementation": "static", "max_cache_len": ROOM, "max_new_tokens": NUM_NEW, **inputs_of("t5", 2)}
     plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True).past_key_values
-    ours = target.generate(**options, return_dict_in_generate=True, assistant_model=draft)
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    ours = target.generate(**options, return_dict_in_generate=True, **own)
     assert all(type(part) is StaticCache for part in parts_of(ours.past_key_values))
     assert_same_contents(cache_contents(plain), cache_contents(ours.past_key_values), STATE_TOLERANCE)
     del options["cache_implementation"], options["max_cache_len"]
     options["decoder_input_ids"] = ours.sequences
     fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
-    assert_equal_ids(fresh, target.generate(**options, assistant_model=draft, past_key_values=plain))
+    assert_equal_ids(fresh, target.generate(**options, **own, past_key_values=plain))
     assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_at_end", [False, True])
 def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     (target, draft), fault = pair("mistral_window"), Fault(1 if is_at_end else 5, Mistake())
@@ -240,7 +245,7 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     else:
         options["stopping_criteria"] = [FaultyCriterion(fault)]
     with pytest.raises(Mistake):
-        target.generate(ids, assistant_model=draft, **options)
+        target.generate(ids, assistant_model=draft, num_assistant_tokens=K, **options)
     assert_same_contents(before, cache_contents(cache))
 
 
@@ -250,7 +255,11 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     for kind, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
         target, draft = pair(kind)
         options = {**inputs, "max_new_tokens": num_new}
-        own = {"assistant_model": draft, "past_key_values": StaticCache(config=target.config, max_cache_len=room)}
+        own = {
+            "assistant_model": draft,
+            "num_assistant_tokens": K,
+            "past_key_values": StaticCache(config=target.config, max_cache_len=room),
+        }
         assert_equal_ids(target.generate(**options), target.generate(**options, **own))
     target, draft = pair("llama")
     cache = StaticCache(config=target.config, max_cache_len=num_columns - 1)
@@ -312,7 +321,8 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
         ("llama", {**inputs, **passed}, None),  # the user's own cache: no second copy
     ):
         target, draft = pair(kind)
-        own = {"assistant_model": draft, "max_new_tokens": 6, "speculation_stats": hf_speculate.SpeculationStats()}
+        own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
+        own["speculation_stats"] = hf_speculate.SpeculationStats()
         target.generate(**given, **own)
         assert own["speculation_stats"].cache == "dynamic"
         if message:
@@ -323,7 +333,8 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
 def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
-    own = {"assistant_model": draft, "past_key_values": DynamicCache()}  # without its config, all layers are full ones
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    own["past_key_values"] = DynamicCache()  # without its config, all layers are full ones
     target(options["input_ids"][:, :4], past_key_values=own["past_key_values"])
     with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
         target.generate(**options, **own, speculation_cache="preallocated")

@@ -104,6 +104,7 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.fallback("eager forwards")
 def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
     for kind, config, more, cache_kind, reasons in (
         ("llama", CompileConfig(), {}, "preallocated", ["plain generate() would not compile"]),
@@ -121,6 +122,7 @@ def breaks_graphs(module, args):
     torch._dynamo.graph_break()
 
 
+@pytest.mark.fallback("eager forwards")
 def test_a_model_that_cannot_be_compiled_says_so_once_and_decodes_eagerly(caplog):
     target, draft = new_pair(num_hidden_layers=1)
     target.model.register_forward_pre_hook(breaks_graphs)
@@ -156,6 +158,7 @@ def addresses_of(*models):
     return {tensor.data_ptr() for pool in pools for kept in pool._idle.values() for tensor in kept.tensors}
 
 
+@pytest.mark.fallback("lock step")
 def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
     target, draft = new_pair(num_hidden_layers=1)
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}

@@ -150,7 +150,8 @@ def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(model
     """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
-    assert target.generate(**ragged_prompts(2), assistant_model=draft, max_new_tokens=5).shape == (2, 12 + 5)
+    own = {"assistant_model": draft, "num_assistant_tokens": 3}
+    assert target.generate(**ragged_prompts(2), **own, max_new_tokens=5).shape == (2, 12 + 5)
 
 
 def test_a_version_of_transformers_without_a_name_is_refused_on_enable():

@@ -86,6 +86,7 @@ def reads_host(module: Any, args: Any) -> None:
     next(module.parameters()).sum().item()
 
 
+@pytest.mark.fallback("eager forwards")
 def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
     target, draft = new_pair("llama", 0.1)
     inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
@@ -105,6 +106,7 @@ def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_
         assert "LlamaForCausalLM, which cannot be captured: the host was read" in fallback
 
 
+@pytest.mark.fallback("no graphs")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -119,6 +121,7 @@ def test_what_cannot_be_captured_says_why(backend: Any, options: dict[str, Any],
     assert f"no graphs of the target LlamaForCausalLM: {reason}" in stats.fallbacks
 
 
+@pytest.mark.fallback("no graphs")
 def test_on_a_cpu_rounds_are_eager() -> None:
     target, draft = pair("llama")
     for graphs, num_reasons in (("auto", 0), ("on", 2)):

@@ -83,6 +83,7 @@ class StopAtSum(StoppingCriteria):
 PureStop = hf_speculate.register_row_wise(type("PureStop", (StopAtSum,), {}))
 
 
+@pytest.mark.fallback("lock step")
 @each_value(batch_size=[1, 3], eos_token_id=[None, 17])
 def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
@@ -99,6 +100,7 @@ def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_si
     assert stats.num_batch_rounds < len(seen[1][0])
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     batch_size=[1, 3],
     criterion=[StopAtSum, PureStop],
@@ -123,6 +125,7 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
         torch.testing.assert_close(other.keys, one.keys)
 
 
+@pytest.mark.fallback("lock step")
 def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     """In float32, since logits of other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
@@ -167,6 +170,7 @@ def test_speculation_comes_with_the_output_object():
     assert stats.num_rounds == 0
 
 
+@pytest.mark.fallback("lock step")
 def test_a_large_bound_on_the_length_reserves_no_memory():
     target, draft = pair("llama")
     options = {"max_new_tokens": 10**12, "assistant_model": draft, "stopping_criteria": [StopAtSum()]}
@@ -199,6 +203,7 @@ def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
     tokenizer, target, draft = healed
     inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
     options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8, "assistant_model": draft}
+    options["num_assistant_tokens"] = 3
     ids = target.generate(**inputs, **options, streamer=streamed)
     assert streamed.ids == ids[0].tolist()
     with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):

@@ -68,6 +68,7 @@ def decode(model, inputs, **options):
     return model.generate(**inputs, **options)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
 def test_a_reader_decodes_as_in_plain(name):
     target, inputs, other = (READERS | READINGS)[name]()
@@ -85,6 +86,7 @@ def test_a_reader_decodes_as_in_plain(name):
         assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_an_encoder_reads_beside_its_text(name):
     target, inputs, other = ENCODERS[name]()
@@ -131,6 +133,7 @@ def test_threads_do_not_read_each_others_positions():
         assert_equal_ids(plain, ours)
 
 
+@pytest.mark.fallback("lock step")
 def test_a_failed_run_leaves_the_model_as_plain_generate_would():
     target, draft = picture_pair("qwen2_vl")
     left = []
@@ -147,12 +150,16 @@ def test_what_cannot_be_read_is_not_supported():
     target, draft = picture_pair("llava")
     small = make_model("llama", vocab_size=64)
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
-    for own, message in (
-        ({"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
-        ({"assistant_model": small}, "ids of the prompt must be below 60 for assistant_model"),
+    inputs = picture_prompts(target, 1)
+    assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
+    assert assert_decodes_as_plain(target, small, inputs, max_new_tokens=4, num_assistant_tokens=2).num_drafted > 0
+    foreign = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64)}
+    for given, own, message in (
+        (inputs, {"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
+        (foreign, {"assistant_model": draft}, "ids of the prompt must be below 64 for assistant_model"),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**picture_prompts(target, 1), **own, max_new_tokens=4)
+            target.generate(**given, **own, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)

@@ -144,6 +144,7 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
         target_of("mamba").generate(**inputs, **options, prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_KINDS, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_where_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
@@ -218,7 +219,8 @@ def test_states_are_freed_with_the_call():
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
 def test_calls_on_one_model_in_several_threads_give_their_own_texts(kind):
-    target, ways = target_of(kind), ({"assistant_model": draft_of(kind)}, {"prompt_lookup_num_tokens": 4}, {})
+    with_draft = {"assistant_model": draft_of(kind), "num_assistant_tokens": 3}
+    target, ways = target_of(kind), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
 
     def decode(seed, own):
         return [target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **own) for _ in range(3)]

@@ -37,6 +37,7 @@ def decode(processor: Any, inputs: dict, is_assisted: bool = True, kind: str = "
     return target.generate(**inputs, **own, logits_processor=LogitsProcessorList([processor]))
 
 
+@pytest.mark.fallback("lock step")
 @each_value(eos_token_id=[None, EOS], batch_size=[1, 3], kind=["llama", "mistral_window"])
 def test_a_grammar_gives_the_greedy_text_of_plain(kind, batch_size, eos_token_id):
     inputs, options = ragged_prompts(batch_size, seed=3), {"kind": kind, "eos_token_id": eos_token_id}
@@ -77,6 +78,7 @@ def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_stat
     assert not results[0][-1]
 
 
+@pytest.mark.fallback("lock step")
 def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
     inputs, (target, draft) = ragged_prompts(3, seed=9), smallest()
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "pad_token_id": 0}
@@ -100,6 +102,7 @@ class ForbidsAllWhenLost(RollbackGrammar):
         return processed.masked_fill(is_lost[:, None], -torch.inf)
 
 
+@pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     """Matches do not obey the grammar, so forbidden tokens are proposed."""

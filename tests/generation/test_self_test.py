@@ -132,6 +132,7 @@ def test_nothing_is_left_behind():
     assert model.generation_config.to_dict() == config
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     ("make", "is_lock_step"),  # where positions are columns
     [

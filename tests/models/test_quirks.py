@@ -57,6 +57,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     assert types == since
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
@@ -71,6 +72,7 @@ def test_rows_without_padding_get_a_mask_each():
     assert "self-test" not in stats.plan
 
 
+@pytest.mark.fallback("lock step")
 def test_tokens_behind_a_padding_token_are_read_at_their_places():
     target, draft = pair_of("m2m_100", seed=5)
     for model in (target, draft):
@@ -98,6 +100,7 @@ TABLES_BY_COLUMNS = {
 }
 
 
+@pytest.mark.fallback("lock step, because a row that has filled the")
 @pytest.mark.parametrize("kind", TABLES_BY_COLUMNS)
 @pytest.mark.parametrize("keeps_rows", [False, True])
 @pytest.mark.parametrize("num_columns", [NUM_COLUMNS, NUM_COLUMNS + 1])
@@ -172,7 +175,7 @@ def packages_with(pattern):
 
 COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
 TABLES = [(quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set())]
-BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.TABLE_BY_COLUMNS}
+BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
 TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a loop of its own
 TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # not yet in the oldest version

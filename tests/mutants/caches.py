@@ -51,7 +51,7 @@ MUTANTS = mutants_of(
             ),
             "masks of plain steps end too soon": Fault("num_left < num_query", "num_left < 0"),
             "padding stays after rows are dropped": Fault(
-                "surplus = min(pads, default=0) if self.num_held else 0", "surplus = 0"
+                "surplus = self.skip_padding() if self.num_held else 0", "surplus = 0"
             ),
             "longest row's window": Fault("first = max(min(self.lens) - window", "first = max(max(self.lens) - window"),
         },

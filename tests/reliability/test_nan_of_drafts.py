@@ -77,6 +77,7 @@ def assert_equal_states(one: Any, other: Any) -> None:
         torch.testing.assert_close(*found, atol=FLOAT32_TOLERANCE, rtol=0)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 @pytest.mark.parametrize(
     ("spoil", "kind", "batch_size", "options", "own"),
@@ -157,6 +158,7 @@ class DraftsNan(Watcher):
         return [NAN_ID if before % 3 == 0 else token_id for before, token_id in wrong]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("options", [{}, {"logits_processor": [Unchanged()]}, PREALLOCATED])
 def test_drafters_are_told_the_states_of_the_second_scoring(options):
     target, draft, inputs = call_of("llama", 3)
@@ -205,6 +207,7 @@ def test_rounds_from_graphs_are_scored_again_eagerly(backend):
     assert stats.num_rescored > 0
 
 
+@pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scripted):
     (target, draft), inputs, found = pair("llama"), call_of("llama", 4)[2], []

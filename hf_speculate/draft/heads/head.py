@@ -66,7 +66,7 @@ class HeadSpec:
     draft_vocab_size: int  # Vd, how many of these ids it can propose
     max_draft_tokens: int | None = None  # the most that it proposes in a round; None if there is no bound
     default_draft_tokens: int | None = None  # K that its config recommends; None if it names none
-    max_position_embeddings: int | None = None  # length that it was trained for
+    max_position_embeddings: int | None = None  # tokens of a row that it was trained for; longer rows decode plainly
     target_name: str = ""  # last part of the name of the target that it was trained for; empty if its config has none
     num_target_layers: int | None = None  # L of that target; None if its config does not say
     is_vocab_padded: bool = False  # whether a target with a longer or shorter table of the same ids will do
@@ -128,13 +128,6 @@ class DraftHead:
             raise UnsupportedModelError(
                 f"the target of {self.spec.name} must have {wanted}, got {found} in {type(setup.target).__name__}; "
                 "load the head for this target with load_drafter"
-            )
-        longest = self.spec.max_position_embeddings
-        if longest is not None and setup.max_length > longest:
-            warnings.warn(
-                f"{self.spec.name} was trained on texts of up to {longest} tokens, and this call may reach "
-                f"{setup.max_length}; the acceptance rate may be lower beyond that",
-                stacklevel=2,
             )
         if setup.compilation is not None:
             setup = replace(setup, compilation=setup.compilation._replace(units=self._units))

@@ -1,9 +1,10 @@
 """Loads a draft head of any served kind, or says from configs alone whether it fits."""
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,11 @@ from hf_speculate.draft.heads.parallel import ParallelDrafter
 from hf_speculate.draft.heads.pard import load_pard, read_pard
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.field_checks import is_int
+from hf_speculate.field_checks import integer, is_int
+from hf_speculate.models.context import context_len as context_len_of
 from hf_speculate.models.language_model import device_of
+
+_LENGTH = integer("an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for")
 
 
 class HeadFit(NamedTuple):
@@ -87,6 +91,7 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     aux_layers: Sequence[int] | None = None,
+    context_len: int | None = None,
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
@@ -102,12 +107,14 @@ def load_drafter(
         aux_layers: ids of the target's hidden states that the head reads, for configs that name them wrongly: i is the
             input of decoder layer i, and the number of layers is the state before the final norm. If None, those
             of the config. `DraftHead.check_layers` measures whether they are right.
+        context_len: tokens up to which rows are drafted for, >= 1; longer rows decode plainly. If None, the
+            `max_position_embeddings` of the config, beyond which the acceptance rate falls.
 
     Returns:
         The head, whose `repr` says what was loaded.
 
     Raises:
-        ConfigError: there is no config, fields exclude each other, or `aux_layers` cannot be.
+        ConfigError: there is no config, fields exclude each other, or `aux_layers` or `context_len` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     folder, shape = HeadFolder(head), shape_of(target.config)
@@ -120,6 +127,9 @@ def load_drafter(
         )
     for note in fit.notes:
         warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=2)
+    if context_len is not None:
+        _LENGTH("context_len", context_len)
+        spec = replace(spec, max_position_embeddings=context_len)
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
     network = kind.load(LoadRequest(folder, spec, options, target, dtype, device))
@@ -138,7 +148,13 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
-    return _read(HeadFolder(head), shape, name)[0]
+    fit = _read(HeadFolder(head), shape, name)[0]
+    longest, of_target = fit.spec.max_position_embeddings, context_len_of(config)
+    if longest is None or (of_target is not None and of_target <= longest):
+        return fit
+    bound = "has no bound" if of_target is None else f"is {of_target}"
+    note = f"its context is {longest} tokens, and the target's {bound}: longer rows decode plainly"
+    return fit._replace(notes=(*fit.notes, note))
 
 
 def _read(

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from hf_speculate.draft.heads.folder import HeadFolder, HeadKind
 from hf_speculate.draft.heads.head import HeadSpec, TargetShape
-from hf_speculate.draft.heads.layers import max_length_of
+from hf_speculate.draft.heads.layers import read_layer_config
 from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.context import context_len
 from hf_speculate.models.language_model import vocab_size_of
 
 # Names of the same weight in other trainers' files.
@@ -53,6 +54,8 @@ class ConfigSource(NamedTuple):
         # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
+        if fields.get("max_position_embeddings") and "max_position_embeddings" not in others:
+            others["max_position_embeddings"] = context_len(read_layer_config(fields))
         sizes: dict[str, Any] = {
             "kind": self.found.kind,
             "format": self.found.format,
@@ -61,7 +64,6 @@ class ConfigSource(NamedTuple):
             "target_hidden_size": int(config.get("target_hidden_size") or hidden_size),
             "vocab_size": vocab_size,
             "draft_vocab_size": int(draft_vocab_size or vocab_size),
-            "max_position_embeddings": max_length_of(fields),
             "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
             "target_name": target.rstrip("/").rpartition("/")[2],
         }

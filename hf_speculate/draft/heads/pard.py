@@ -61,7 +61,6 @@ def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
         config,
         (),
         draft_vocab_size=min(int(config["vocab_size"]), source.shape.vocab_size),
-        max_position_embeddings=config.get("max_position_embeddings"),
         is_vocab_padded=True,
     )
     return spec, None

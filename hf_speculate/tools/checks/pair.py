@@ -1,5 +1,6 @@
 """Checks whether a draft model fits a target, before weights are loaded."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING, intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
+from hf_speculate.models.context import context_of, encoder_context_len
 from hf_speculate.models.mixers import recurrent_cache, stepped_model
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
@@ -198,12 +200,17 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
         yield _warning(
             f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
         )
-    lens = [getattr(one.config, "max_position_embeddings", None) or 0 for one in (target, draft)]
-    if 0 < lens[1] < lens[0]:
+    contexts = [context_of(target.model), context_of(draft.model, is_draft=True)]
+    lens = [math.inf if context is None else context.num_tokens for context in contexts]
+    if lens[1] < lens[0]:
+        of_target = "has no bound" if contexts[0] is None else f"is {lens[0]}"
+        how = ", padding included" if contexts[1] is not None and contexts[1].counts_padding else ""
         yield _warning(
-            f"the draft's context is {lens[1]} tokens, the target's {lens[0]}: beyond the draft's, few drafted tokens "
-            "are accepted"
+            f"the draft's context is {lens[1]} tokens{how}, and the target's {of_target}: longer rows decode plainly"
         )
+    longest = encoder_context_len(draft.model.config) if draft.model.config.is_encoder_decoder else None
+    if longest is not None and longest < (encoder_context_len(target.model.config) or math.inf):
+        yield _warning(f"the draft's encoder reads {longest} tokens at most: longer texts are decoded plainly")
 
 
 def _unsupported(*models: PreTrainedModel) -> str:

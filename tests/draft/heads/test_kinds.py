@@ -1,5 +1,7 @@
 """What is recognised in a folder, what is refused by name, what its config means, and whether a head fits a target."""
 
+import json
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -52,6 +54,10 @@ def test_what_is_not_served_is_named_with_what_is(config, names, got):
         ({"hidden_size": 32}, "it reads states of width 24, and the target's are 32"),
         ({"vocab_size": 40}, "its vocabulary has 32 tokens, and the target's 40"),
         ({"num_hidden_layers": 4}, "it reads the states of layers [5], and the target has layers 0 to 4"),
+        (
+            {"max_position_embeddings": 600},
+            "its context is 512 tokens, and the target's is 600: longer rows decode plainly",
+        ),
     ],
 )
 def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
@@ -61,7 +67,8 @@ def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
     fields = {"vocab_size": EAGLE3.vocab_size, "hidden_size": 24, "num_hidden_layers": 6, **changes}
     make_config("llama", **fields).save_pretrained(tmp_path / "target")
     fit = check_head(folder, tmp_path / "target")
-    assert (fit.problems, fit.notes) == (() if problem is None else (problem,), ())
+    assert fit.problems == (() if problem is None or "context" in problem else (problem,))
+    assert fit.notes == ((problem,) if "context" in (problem or "") else ())
     assert (fit.spec.kind, fit.spec.hidden_layers) == ("eagle3", EAGLE3.aux_layers)
 
 
@@ -95,6 +102,19 @@ def test_folders_without_config_or_weights_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"):
         load_drafter(tmp_path, target_of())
+
+
+def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_path):
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
+    config = json.loads((folder / "config.json").read_text())
+    for layer_fields, num_tokens in (({}, 512), (scaled, 1024), ({"max_position_embeddings": None}, None)):
+        changed = {**config, "transformer_layer_config": {**config["transformer_layer_config"], **layer_fields}}
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert load_drafter(folder, target_of()).spec.max_position_embeddings == num_tokens
+    assert load_drafter(folder, target_of(), context_len=96).spec.max_position_embeddings == 96
+    with pytest.raises(ConfigError, match="context_len must be an int of at least 1, got 0"):
+        load_drafter(folder, target_of(), context_len=0)
 
 
 def test_a_head_says_what_it_is(tmp_path):

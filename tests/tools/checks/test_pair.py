@@ -14,6 +14,8 @@ from hf_speculate.tools.checks.sources import meta_model
 from hf_speculate.tools.cli.main import main
 from tests.recurrent_cases import recurrent_states
 from tests.tiny import make_config, make_model
+from tests.tiny_encoders import make_bart
+from tests.tiny_families import make_family
 from tests.tiny_tokenizers import letters_tokenizer
 
 LETTERS, OTHERS = ([chr(first + token) for token in range(64)] for first in (ord("0"), 300))
@@ -115,6 +117,27 @@ def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
     assert (report.level, report.ok) == ("warning", True)
     for words in ("EOS token ids differ: 2 in", "chat templates differ", "context is 64 tokens", "has dynamic rotary"):
         assert words in texts_of(report, "warning")
+
+
+SHORT = 64
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": SHORT}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "words"),
+    [
+        ("llama", make_config("gpt2", n_positions=SHORT), "is 64 tokens, and the target's is 512: longer rows decode"),
+        ("bloom", make_config("mpt", max_seq_len=SHORT), "is 64 tokens, and the target's has no bound"),
+        ("llama", make_model("llama", max_position_embeddings=SHORT, rope_parameters=YARN).config, ""),
+        ("llama", make_family("trocr", max_position_embeddings=SHORT).config, "is 64 tokens, padding included, and"),
+        ("bart", make_bart(max_position_embeddings=SHORT), "the draft's encoder reads 64 tokens at most"),
+    ],
+)
+def test_where_a_shorter_context_ends_the_drafts_is_said_before(target, draft, words):
+    report = check(make_bart() if target == "bart" else make_config(target), draft)
+    found = texts_of(report, "warning")
+    assert words in found
+    assert ("context" in found) == bool(words)
 
 
 def test_memory_is_that_of_the_weights_and_of_the_cache():

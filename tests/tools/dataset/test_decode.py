@@ -72,6 +72,7 @@ class EndsAtPair(StoppingCriteria):
         return (input_ids[:, None, -2:] == self.pairs).all(-1).any(-1)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     ("kind", "eos", "options"),
     [
