@@ -217,7 +217,7 @@ FIELDS = (
     same("max_cache_len", "with a static cache or compiled rounds", 64, cache_implementation="static"),
     *(supported(name, value=value, samples=True) for name, value in WARPERS.items()),
     supported("repetition_penalty", value=1.6, rows=3),
-    supported("encoder_repetition_penalty", LOCK_STEP, 3.0, rows=3),
+    supported("encoder_repetition_penalty", value=3.0, rows=3),
     ignored("length_penalty", BEAMS, 2.0),
     supported("no_repeat_ngram_size", value=1, rows=3),
     supported("bad_words_ids", value=lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
@@ -244,7 +244,7 @@ FIELDS = (
     supported("pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, rows=3),
     same("bos_token_id", "the prompt of a call without one", 5, rows=0),
     supported("eos_token_id", value=lambda text: {"eos_token_id": [text[3], text[7]]}),
-    same("encoder_no_repeat_ngram_size", LOCK_STEP, 1, rows=3),
+    supported("encoder_no_repeat_ngram_size", value=1, rows=3),
     supported("decoder_start_token_id"),
     same(
         "is_assistant",

@@ -14,6 +14,7 @@ from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens,
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
+from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
@@ -127,9 +128,9 @@ def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 
 def _lock_step_reason(call: Call, goes_on: bool) -> str:
     """Why all rows must advance together; empty if they need not."""
-    foreign = [*call.processors.foreign_names, *call.criteria.foreign_names]
+    foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
-        return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
+        return f"lock step, {lock_step_reason(foreign)}"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
     is_deep = any(call.cache.is_sliding) or is_recurrent(call.cache)
     if goes_on and ends_apart and call.is_cache_kept and is_deep:

@@ -88,7 +88,8 @@ class SpeculativeDecoding:
             static_cache = cache
             model_kwargs[cache_name(model)] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
         inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
-        call = self._call(inputs, config, BlockLogitsProcessorList(logits_processor), stopping_criteria)
+        processors = BlockLogitsProcessorList(logits_processor).by_row(len(input_ids))
+        call = self._call(inputs, config, processors, stopping_criteria)
         call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
         prepared = build_decoder(call, self.stats, self.clock)
         if self.first_row is not None:

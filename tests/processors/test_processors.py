@@ -195,6 +195,38 @@ def test_ignored_padding_follows_its_row() -> None:
     assert_same_bits(ours, twin[kept])
 
 
+BY_PROMPT = {
+    **{
+        f"n-grams of {num}": lambda ids, num=num: logits_process.EncoderNoRepeatNGramLogitsProcessor(num, ids)
+        for num in (1, 2, 5)
+    },
+    "penalty": lambda ids: logits_process.EncoderRepetitionPenaltyLogitsProcessor(1.7, ids),
+}
+
+
+@pytest.mark.parametrize("num_prompts", [4, 2, 1])
+@pytest.mark.parametrize("name", BY_PROMPT)
+def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts: int) -> None:
+    prompts = torch.randint(0, 7, (num_prompts, 4000), generator=torch.Generator().manual_seed(3))
+    block, kept = Block(RAGGED_LENS), [3, 1]
+    twin = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
+    assert not torch.equal(twin, block.scores), "the example changes nothing"
+    processors = BlockLogitsProcessorList([BY_PROMPT[name](prompts)]).by_row(4)
+    assert_same_bits(run_block(processors, block), twin)
+    assert not processors.row_wise_part()
+    lens, ids = [RAGGED_LENS[row] for row in kept], block.input_ids[kept]
+    ours = processors.rows(kept)(ids, block.scores[kept], block.draft_token_ids[kept], lens)
+    assert_same_bits(ours, twin[kept])
+    fewer = block.scores[kept][:, :1, :5]  # a draft model may have fewer ids than the prompts
+    assert_same_bits(processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5])
+
+
+def test_prompts_that_do_not_go_up_in_rows_leave_transformers_processors_as_they_are() -> None:
+    prompts = torch.ones(2, 3, dtype=torch.int64)
+    given = [BY_PROMPT[name](prompts) for name in ("n-grams of 2", "penalty")]
+    assert BlockLogitsProcessorList(given).by_row(3).foreign == given
+
+
 def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
