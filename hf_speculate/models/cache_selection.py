@@ -22,7 +22,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.hybrid import HybridKVCache
-from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, text_cache, window_of
+from hf_speculate.cache.layers import ATTENTION_LAYERS, fixed_layers, holding, is_recurrent, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.compat import attention_name
@@ -102,8 +102,8 @@ class CachePlan:
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             if cache is None:
                 cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
-            fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-            return DynamicKVCache(cache, batch_size, attention_mask, device, fixed_layers=fixed)
+            fixed = fixed_layers(model.config.get_text_config(decoder=True))
+            return DynamicKVCache(cache, batch_size, attention_mask, device, fixed)
         kept_cache = cache if self.is_cache_kept else None
         windows = tuple(window_of(layer) for layer in holding(_layers_of(model, cache).layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}

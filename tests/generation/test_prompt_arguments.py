@@ -4,9 +4,12 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import DynamicCache
+import transformers
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.reliability.faults import Fault, FaultyCriterion
@@ -83,6 +86,51 @@ def test_a_reader_decodes_as_in_plain(name):
     assert ours.speculation.num_accepted > 0
     if other is not None:  # else the prompt has no other reading
         assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
+
+
+# Older versions make a static cache whose layers of pictures are as long as the text, and fail with it.
+HAS_STATIC = "_prepare_static_cache" in vars(transformers.MllamaForConditionalGeneration)
+
+
+def assert_same_layers(one, other):
+    for layer, expected in zip(one.layers, other.layers, strict=True):
+        assert type(layer) is type(expected)
+        assert int(layer.get_seq_length()) == int(expected.get_seq_length())
+        torch.testing.assert_close(layer.keys, expected.keys)
+        torch.testing.assert_close(layer.values, expected.values)
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
+)
+def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(kind, has_mask):
+    target, inputs, _ = READERS["aspect_ratio_ids"]()
+    if not has_mask:  # then all tokens see all tiles, but for those of the prompt
+        del inputs["cross_attention_mask"]
+    hf_speculate.enable(target)
+    draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        first = decode(target, inputs, cache_implementation=kind, max_cache_len=96, **own)
+        ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1)
+        options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
+        if has_mask:
+            options["cross_attention_mask"] = torch.ones(*ids.shape, 1, 2, dtype=torch.int64)
+        texts.append(target.generate(ids, **options, **own))
+        caches.append(first[CACHE_NAME])
+    assert_equal_ids(*texts)
+    assert_same_layers(*caches)
+    assert caches[0].layers[1].keys.shape[2] == 10  # two tiles of four patches and a class each
+
+
+def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
+    target, inputs, _ = READERS["aspect_ratio_ids"]()
+    cache = StaticCache(config=target.config.get_text_config(), max_cache_len=64)
+    cache.layers[1] = StaticLayer(max_cache_len=6)
+    with pytest.raises(UnsupportedGenerationError, match=r"must have room for its states, got 6 columns for 10; leave"):
+        hf_speculate.generate(target, **inputs, prompt_lookup_num_tokens=3, max_new_tokens=8, **{CACHE_NAME: cache})
+    assert not any(layer.is_initialized for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
