@@ -110,5 +110,5 @@ def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str]
     if compiled is not None:
         return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings)
     make = LanguageModel if call.vocabulary is None else partial(TranslatedLanguageModel, call.vocabulary)
-    eager = make(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
+    eager = make(draft.model, max_position, is_synced, draft.inputs)
     return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)

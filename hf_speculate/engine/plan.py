@@ -1,5 +1,8 @@
 """The plan of a call: what follows from its arguments and models, before anything is built."""
 
+import functools
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
@@ -12,11 +15,15 @@ from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
+from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
+
+_log_once = functools.cache(logging.getLogger("hf_speculate").info)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
     compile_plan = make_compile_plan(call.static, lens, models, call.config.speculation_graphs)
-    fallbacks += compile_plan.reasons
+    fallbacks += [*_cache_fallbacks(models), *compile_plan.reasons]
     reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         call=call,
@@ -112,8 +119,22 @@ def target_cache_plan(call: Call) -> CachePlan:
         call.target_inputs.crosses,
         max_columns=call.max_columns,
         num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
+        handed_on=handed_on(call.target),
     )
     return plan.choose(call.target, call.cache, call.attention_mask, call.input_ids.device)
+
+
+def handed_on(model: PreTrainedModel) -> HandedOn:
+    """What the model's forward hands on to its text decoder, which is found once."""
+    known = model_state(model).handed_on
+    if type(model) not in known:
+        known[type(model)] = find_handed_on(model)
+    return known[type(model)]
+
+
+def places_by_column(model: PreTrainedModel) -> bool:
+    """Whether the model places tokens by their column in the cache, so that all rows must advance together."""
+    return counts_columns(model) or not handed_on(model).positions
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -138,8 +159,8 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
             "lock step, because rows without EOS are cut back to one length, past what window or recurrent layers can "
             "restore"
         )
-    counting = {type(model).__name__ for model in call.models if counts_columns(model, model is call.draft)}
-    if counting and call.batch_size > 1:
+    counting = {type(model).__name__ for model in call.models if call.batch_size > 1 and places_by_column(model)}
+    if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
     return ""
 
@@ -167,6 +188,14 @@ def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: b
         return call
     fallbacks.append(f"rejection in place of block, {reason}")
     return replace(call, config=replace(call.config, verifier="rejection"))
+
+
+def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
+    """Which KV caches are not preallocated though nothing was said against it; the log has each once."""
+    for one in models:
+        if one.cache.kind == "dynamic" and one.cache.reason:
+            _log_once(f"the {one.part} cache of {type(one.model).__name__} is dynamic: {one.cache.reason}")
+            yield f"{one.part} cache: dynamic, because {one.cache.reason}"
 
 
 def _draft_strategy(call: Call) -> SampleStrategy:
@@ -206,17 +235,19 @@ def _plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan
 
 
 def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
-    kind, device = call.config.speculation_cache, device_of(draft)
-    if kind == "auto" and call.config.draft_state is not None and not call.static.is_static:
-        # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
-        layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
-        kind = "dynamic" if any(layers.is_sliding) else kind
+    device = device_of(draft)
     cache = CachePlan(
-        kind,
+        call.config.speculation_cache,
         crosses=call.draft_inputs.crosses,
         max_columns=call.max_length,
         num_recurrent_states=target.cache.num_recurrent_states,
+        handed_on=handed_on(draft),
     ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
+    if cache.kind == "preallocated" and cache.requested == "auto" and call.config.draft_state is not None:
+        layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        if any(layers.is_sliding) and not call.static.is_static:
+            reason = "growing buffers drop what lies behind a window, and draft_state keeps all states"
+            cache = replace(cache, kind="dynamic", reason=reason)
     ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
     return ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed)
 

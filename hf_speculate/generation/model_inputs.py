@@ -36,17 +36,19 @@ def target_inputs(
         return ExtraInputs(every, own_positions, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
+    counts_columns = positions is None and takes_positions(model)  # plain `generate` tells it none
     model_class: Any = type(model)
     embeds = model_kwargs.get("inputs_embeds")
     read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
     is_usual = model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    if is_usual and not extra and not has_positions and (positions is None or positions.ndim == 2):
+    is_counted = not counts_columns and (positions is None or positions.ndim == 2)
+    if is_usual and not extra and not has_positions and is_counted:
         return ExtraInputs(prompt=read)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
     prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
-    if "position_ids" not in prompt and positions is not None:
+    if "position_ids" not in prompt and (positions is not None or counts_columns):
         prompt["position_ids"] = _columns(model_kwargs, num_query, input_ids.device)
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
         del prompt["position_ids"]

@@ -77,7 +77,7 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
 def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(kind, max_kept_bytes):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
     prompt, text = ragged_prompts(3, seed=3), torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2))
-    model, passed = LanguageModel(model_of(kind), is_draft=True), DynamicCache(config=model_of(kind).config)
+    model, passed = LanguageModel(model_of(kind)), DynamicCache(config=model_of(kind).config)
     cpu, mask = torch.device("cpu"), prompt["attention_mask"]
     kv_cache = make_hybrid_cache(model.model, passed, 3, mask, cpu, max_kept_bytes)
     model.forward(prompt["input_ids"], kv_cache)

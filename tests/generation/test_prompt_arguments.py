@@ -17,9 +17,12 @@ from tests.reliability.test_threads import together
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
 from tests.tiny_readers import ENCODERS, READERS, READINGS
+from tests.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
 LITTLE_NOISE = 0.01  # the draft has not read what the target has
+# Two masks, positions of three axes, positions that the forward does not name, and neither; the others are slow.
+VARIED = ("cohere2_vision", "glm46v", "moss_transcribe_diarize", "voxtral")
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
 
@@ -83,7 +86,10 @@ def test_a_reader_decodes_as_in_plain(name):
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         assert torch.allclose(layer.keys, expected.keys)
         assert torch.allclose(layer.values, expected.values)
-    assert ours.speculation.num_accepted > 0
+    stats = ours.speculation
+    assert stats.num_accepted > 0
+    assert not stats.lock_step
+    assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")  # pictures in the cache
     if other is not None:  # else the prompt has no other reading
         assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
 
@@ -131,6 +137,25 @@ def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
     with pytest.raises(UnsupportedGenerationError, match=r"must have room for its states, got 6 columns for 10; leave"):
         hf_speculate.generate(target, **inputs, prompt_lookup_num_tokens=3, max_new_tokens=8, **{CACHE_NAME: cache})
     assert not any(layer.is_initialized for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in VARIED else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS]
+)
+def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
+    target, inputs, _ = WRAPPERS[name].make()
+    draft, plain = noisy_copy(target, LITTLE_NOISE), decode(target, inputs)
+    blind = decode(target, {name: inputs[name] for name in ("input_ids", "attention_mask")})
+    assert not torch.equal(plain.logits[0], blind.logits[0])  # the picture or sound was read
+    hf_speculate.enable(target)
+    ours = decode(target, inputs, assistant_model=draft, num_assistant_tokens=3)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert torch.allclose(layer.keys, expected.keys)
+        assert torch.allclose(layer.values, expected.values)
+    stats = ours.speculation
+    assert (stats.cache, stats.lock_step, stats.fallbacks) == ("preallocated", False, [])
+    assert 0 < stats.num_accepted < stats.num_verified
 
 
 @pytest.mark.parametrize("name", ENCODERS)
