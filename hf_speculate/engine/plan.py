@@ -38,7 +38,7 @@ class Plan:
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
     hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
     lock_step: str  # why all rows advance by the same number of tokens; empty if each row advances by its own
-    # fills finished rows; None if rows without an EOS token go on until the last one has stopped
+    # fed to finished rows; None if rows without an EOS token go on until the last one has stopped
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
@@ -51,10 +51,8 @@ class Plan:
     @property
     def end_padding_id(self) -> int | None:
         """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
-        pad, call = self.pad_token_id, self.call
-        if pad is None or self.lock_step or not call.is_cache_kept or call.batch_size < 2:
-            return None
-        return pad if pad < vocab_size_of(call.target) else 0  # plain generate() fails at ids without an embedding
+        is_fed = self.call.is_cache_kept and self.call.batch_size > 1 and not self.lock_step
+        return self.pad_token_id if is_fed else None
 
     def __repr__(self) -> str:
         config = self.call.config
@@ -102,7 +100,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
-        pad_token_id=None if goes_on else (call.pad_token_id or 0),
+        pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
         or adapters_by_row(call.target),
         fallbacks=tuple(fallbacks),
@@ -145,6 +143,12 @@ def attention_of(model: PreTrainedModel) -> str:
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """The draft's parameter bytes in one process over the target's."""
     return _num_bytes(draft) / max(_num_bytes(target), 1)
+
+
+def _fed_pad_token_id(call: Call) -> int:
+    """The padding token of the call, or 0 in place of one without an embedding, at which plain `generate` fails."""
+    pad = call.pad_token_id or 0
+    return pad if 0 <= pad < vocab_size_of(call.target) else 0
 
 
 def _lock_step_reason(call: Call, goes_on: bool) -> str:

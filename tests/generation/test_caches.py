@@ -132,16 +132,22 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     assert_same_contents(before, cache_contents(cache))
 
 
-def test_a_pad_id_without_an_embedding_leaves_every_row_as_long():
-    """Plain `generate` cannot feed it."""
+@pytest.mark.parametrize("pad", [64, -1])
+@pytest.mark.parametrize("drafts", ["model", "long drafts", "lock step"])
+def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
+    """Plain `generate` cannot feed it, and so fails unless all rows end together."""
     target, draft = pair("llama")
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("llama"), "return_dict_in_generate": True}
-    options["output_scores"] = True
-    plain = target.generate(**prompts(), **options, pad_token_id=PAD)
-    ours = target.generate(**prompts(), **options, pad_token_id=64, assistant_model=draft, num_assistant_tokens=K)
-    assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != 64, PAD))
-    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-    assert len(ours.scores) == len(plain.scores)
+    own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
+    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
+    for eos in (ends("llama"), -1):
+        plain = target.generate(**prompts(), **options, eos_token_id=eos, pad_token_id=PAD if eos != -1 else pad)
+        ours = target.generate(**prompts(), **options, eos_token_id=eos, **own)
+        assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != pad, PAD))
+        assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+        assert len(ours.scores) == len(plain.scores)
+        has_ended = ours.sequences[:, -1] == pad
+        assert has_ended.any() == (eos != -1)
+        assert ours.scores[-1][has_ended].isneginf().all()
 
 
 @pytest.mark.parametrize(

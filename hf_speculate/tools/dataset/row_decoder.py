@@ -243,7 +243,7 @@ class RowDecoder:
     @property
     def _pad_token_id(self) -> int:
         candidates = (self._setting("pad_token_id"), self.tokenizer.pad_token_id, *self._eos_token_ids, 0)
-        return int(next(token_id for token_id in candidates if token_id is not None))
+        return int(next(token_id for token_id in candidates if token_id is not None and token_id >= 0))
 
     def _setting(self, name: str) -> Any:
         return setting(self.model, self.arguments, name)
