@@ -31,6 +31,7 @@ from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.encoder_ids import by_row
 from hf_speculate.processors.registry import Reads, RollbackProcessor, any_ids, find_context_len, find_reads, name_of
 from hf_speculate.processors.top_k_top_p import apply_cutoff
+from hf_speculate.processors.used import note_lost_rows
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
@@ -267,6 +268,7 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
 
 def _for_rows(processor: Any, row_indices: Tensor) -> Any:
     if _has_state(processor):
+        note_lost_rows(processor)
         processor.rows(row_indices.tolist())
         return processor
     if find_reads(processor) is Reads.ROW:

@@ -36,6 +36,8 @@ class RollbackProcessor(Protocol):
       than there were since the last `rollback`, so nothing older need be kept;
     - before each draft, `fork` gives the draft model a copy of its own, which is thrown away after it.
 
+    An object serves one call: its rows leave as they finish, and a later call with it is refused.
+
     A round may show a row a token that the processor has just forbidden, and after it, as after a drafted EOS, ids
     without a meaning; what is returned there is never read, and is taken back. So no call may fail for what it is
     shown, and each counts as one.
