@@ -107,6 +107,7 @@ MAPPED = (
 BEAMS = (
     "only beam search, which is not supported, reads it; greedy decoding and sampling ignore it, in transformers too"
 )
+ENDED = "behind the end of a row 0 at the padding id and -inf elsewhere, where plain decoding has what it computed for padding"
 WARPERS = {"temperature": 0.4, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "top_h": 0.2}
 WARPERS |= {"typical_p": 0.3, "epsilon_cutoff": 0.2, "eta_cutoff": 0.5}
 OBJECT = "an object, never in JSON"
@@ -240,7 +241,8 @@ FIELDS = (
     *_each(supported, STATES, "one row, decoder-only"),
     supported("output_hidden_states", "one row, encoder-decoders too"),
     *_each(refused, STATES, "more than one row", True, return_dict_in_generate=True, rows=2),
-    *_each(same, "output_scores output_logits return_dict_in_generate", "", True, return_dict_in_generate=True, rows=3),
+    *_each(same, "output_scores output_logits", ENDED, True, return_dict_in_generate=True, rows=3),
+    same("return_dict_in_generate", value=True, rows=3),
     supported("pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, rows=3),
     same("bos_token_id", "the prompt of a call without one", 5, rows=0),
     supported("eos_token_id", value=lambda text: {"eos_token_id": [text[3], text[7]]}),

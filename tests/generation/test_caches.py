@@ -132,8 +132,9 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     assert_same_contents(before, cache_contents(cache))
 
 
-@pytest.mark.parametrize("pad", [64, -1])
-@pytest.mark.parametrize("drafts", ["model", "long drafts", "lock step"])
+@each_value(
+    pad=[64, -1, PAD, 64, -1, PAD], drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"]
+)
 def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
     """Plain `generate` cannot feed it, and so fails unless all rows end together."""
     target, draft = pair("llama")
@@ -145,9 +146,10 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
         assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != pad, PAD))
         assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
         assert len(ours.scores) == len(plain.scores)
-        has_ended = ours.sequences[:, -1] == pad
+        has_ended = (ours.sequences[:, -2:] == pad).all(1)
         assert has_ended.any() == (eos != -1)
-        assert ours.scores[-1][has_ended].isneginf().all()
+        behind_end = torch.where(torch.arange(64) == pad, 0.0, -torch.inf)
+        assert (ours.scores[-1][has_ended] == behind_end).all()
 
 
 @pytest.mark.parametrize(
