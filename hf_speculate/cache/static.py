@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from hf_speculate.cache.layers import attention_layers, fixed_layers, holding, text_cache, window_of
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import UnsupportedGenerationError, counted
 
 
 def is_static(cache: object) -> bool:
@@ -85,8 +85,9 @@ def write_back(cache: Cache, static: Cache) -> None:
     for source, layer in pairs:
         if not isinstance(layer, StaticSlidingWindowLayer) and _num_tokens(source) > layer.max_cache_len:
             raise UnsupportedGenerationError(
-                f"every layer of a StaticCache must have room for its states, got {layer.max_cache_len} columns for "
-                f"{_num_tokens(source)}; leave the cache out, or make layers of pictures as long as what they hold"
+                "every layer of a StaticCache must have room for its states, got "
+                f"{counted(layer.max_cache_len, 'column')} for {_num_tokens(source)}; leave the cache out, or make "
+                "layers of pictures as long as what they hold"
             )
     initialized = [layer for _, layer in pairs if layer.is_initialized]
     windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]

@@ -25,7 +25,7 @@ from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.plan import attention_of, places_by_column, target_cache_plan
-from hf_speculate.errors import SpeculateError, UnsupportedModelError
+from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.models.cache_selection import has_holes
 from hf_speculate.models.compilation import LOGGER
@@ -69,7 +69,7 @@ def check_decoding(
     has_failed = not difference <= tolerance
     fails_anywhere = has_failed if call.ranks is None else bool(call.ranks.max(int(has_failed)))
     if fails_anywhere:
-        got = f"a difference of {difference:.2g} with {padding} padding and {call.batch_size} rows"
+        got = f"a difference of {difference:.2g} with {padding} padding and {counted(call.batch_size, 'row')}"
         raise UnsupportedModelError(
             f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
             f"{tolerance:g} of their spread in {str(dtype).removeprefix('torch.')}, got "
