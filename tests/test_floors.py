@@ -41,6 +41,9 @@ CAPABILITIES = {
     "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "server": ("tools/server", "tools/cli/serve.py"),
     "self-test": ("generation/self_test.py",),
+    "static caches": ("cache/static.py",),
+    "unknown classes around a text decoder": ("models/wrapper_probe.py",),
+    "processors of the encoder's ids": ("processors/encoder_ids.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",
         "models/attention_backends.py",

@@ -5,7 +5,7 @@ N rows of scores are N / B positions of each of the B rows, one row after the ot
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,15 @@ from transformers.generation.logits_process import (
 from hf_speculate.transfers import upload
 
 
-class RowProcessor(Protocol):
-    """A pure processor that holds something for each row."""
-
-    num_ids_read: int  # last ids of a prefix that it reads
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [N, V] after ids [N, n], n >= `num_ids_read` unless a prefix is shorter."""
-
-    def rows(self, indices: Sequence[int]) -> "RowProcessor":
-        """The processor of the rows `indices`, in that order."""
-
-
-class EncoderNoRepeatNGramByRow(RowProcessor):
+class EncoderNoRepeatNGramByRow:
     """Forbids the tokens that would repeat an n-gram of the row's prompt."""
 
     def __init__(self, ngram_size: int, followers: Sequence[dict[tuple[int, ...], list[int]]]):
-        self.num_ids_read = ngram_size - 1
+        self.num_ids_read = ngram_size - 1  # last ids of a prefix that are read
         self._followers = list(followers)  # by row: the ids that follow each n-1 ids of its prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [N, V] after ids [N, n]."""
         num_ids, vocab_size = min(self.num_ids_read, input_ids.shape[1]), scores.shape[1]
         tails = input_ids[:, input_ids.shape[1] - num_ids :].tolist()
         num_positions = len(scores) // len(self._followers)
@@ -57,7 +46,7 @@ class EncoderNoRepeatNGramByRow(RowProcessor):
         return EncoderNoRepeatNGramByRow(self.num_ids_read + 1, [self._followers[row] for row in indices])
 
 
-class EncoderRepetitionPenaltyByRow(RowProcessor):
+class EncoderRepetitionPenaltyByRow:
     """Makes the ids of the row's prompt more likely, or less."""
 
     num_ids_read = 0
@@ -68,6 +57,7 @@ class EncoderRepetitionPenaltyByRow(RowProcessor):
         self._num_ids = num_ids  # more than the largest id
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [N, V]; the ids are not read."""
         encoder_ids = self._encoder_ids.to(scores.device)
         encoder_ids = encoder_ids.repeat_interleave(len(scores) // len(encoder_ids), dim=0)  # [N, L]
         vocab_size = scores.shape[1]

@@ -1,5 +1,7 @@
 """What a class around a text decoder hands on is found on a copy without weights, and decides how it decodes."""
 
+import logging
+
 import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
@@ -77,7 +79,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
-def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward):
+def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
+    caplog.set_level(logging.INFO, "hf_speculate")
     expected, fallbacks = CASES[forward]
     made = []
     target = own_target(forward, made)
@@ -91,6 +94,7 @@ def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward):
         assert stats.cache == ("dynamic" if fallbacks else "preallocated")
         assert stats.lock_step == (not expected.positions)
     assert len(made) == 2 * num_made  # probed once by the two calls
+    assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
     assert made[0] == 1  # of the two layers
 
 
