@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.cache.recurrent import States
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.cache_selection import make_hybrid_cache, rollback_text
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
@@ -67,7 +68,7 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
     assert all(module._forward_pre_hooks_with_kwargs for module in mixers)
     for module in mixers:
         module._forward_pre_hooks_with_kwargs.clear()
-    logits = model(token, past_key_values=DynamicCache(config=model.config), use_cache=True).logits
+    logits = model(token, **{CACHE_NAME: DynamicCache(config=model.config)}, use_cache=True).logits
     kv_cache.release()
     assert torch.equal(logits, model(token).logits)
 

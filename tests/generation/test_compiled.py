@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import Compilation
 from tests.cases import assert_equal_ids, new_pair, pair
@@ -170,8 +171,8 @@ def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back
     for one in (ours, again):
         assert_equal_ids(plain.sequences, one.sequences)
         torch.testing.assert_close(one.logits, plain.logits)
-        assert type(one.past_key_values) is type(plain.past_key_values)
-        for layer, expected in zip(one.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert type(one[CACHE_NAME]) is type(plain[CACHE_NAME])
+        for layer, expected in zip(one[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
             torch.testing.assert_close(layer.keys, expected.keys)
 
 

@@ -83,7 +83,7 @@ def test_a_reader_decodes_as_in_plain(name):
     options = {"assistant_model": draft, "num_assistant_tokens": 3}
     ours = decode(target, inputs, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
-    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for layer, expected in zip(ours[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
         assert torch.allclose(layer.keys, expected.keys)
         assert torch.allclose(layer.values, expected.values)
     stats = ours.speculation
@@ -150,7 +150,7 @@ def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
     hf_speculate.enable(target)
     ours = decode(target, inputs, assistant_model=draft, num_assistant_tokens=3)
     assert_equal_ids(plain.sequences, ours.sequences)
-    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for layer, expected in zip(ours[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
         assert torch.allclose(layer.keys, expected.keys)
         assert torch.allclose(layer.values, expected.values)
     stats = ours.speculation
@@ -186,7 +186,7 @@ def test_a_second_turn_goes_on_from_the_cache():
     target, draft = picture_pair("qwen2_vl")
     texts = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        own["past_key_values"] = DynamicCache(config=target.config.get_text_config())
+        own[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
         first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
         more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
         texts.append(target.generate(more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW))

@@ -63,7 +63,7 @@ def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
     assert (len(watched.row_ids) < batch_size) == (batch_size > 1 and not keeps_rows)
 
 
-@pytest.mark.parametrize(("drafter", "verifier"), zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False))
+@pytest.mark.parametrize(("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)])
 def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(verifier, drafter):
     """So sampled texts keep their distribution: a pure processor's do."""
     target, draft = smallest()
