@@ -17,7 +17,7 @@ from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens,
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan
-from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
+from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.types import SampleStrategy
@@ -131,8 +131,8 @@ def handed_on(model: PreTrainedModel) -> HandedOn:
 
 
 def places_by_column(model: PreTrainedModel) -> bool:
-    """Whether the model places tokens by their column in the cache, so that all rows must advance together."""
-    return counts_columns(model) or not handed_on(model).positions
+    """Whether the target places tokens by their column in the cache, so that all rows must advance together."""
+    return counts_columns(model) or (takes_positions(model) and not handed_on(model).positions)
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -163,7 +163,10 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
             "lock step, because rows without EOS are cut back to one length, past what window or recurrent layers can "
             "restore"
         )
-    counting = {type(model).__name__ for model in call.models if call.batch_size > 1 and places_by_column(model)}
+    if call.batch_size == 1:
+        return ""
+    counting = {type(call.target).__name__} if places_by_column(call.target) else set()
+    counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
     return ""

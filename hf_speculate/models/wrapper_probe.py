@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.cache.layers import holding, window_of
+from hf_speculate.compat import set_attention_name
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.quirks import is_shown
 from hf_speculate.models.text_decoder import text_decoder
@@ -40,8 +41,11 @@ class _Reached(Exception):  # no error
 
 
 def find_handed_on(model: PreTrainedModel) -> HandedOn:
-    """What the model hands on: everything if nothing wraps its decoder, or if tests have shown its type."""
-    if text_decoder(model) is model.base_model or is_shown(model):
+    """What the model hands on: everything if nothing wraps its decoder, or if tests have shown its type.
+
+    Nothing is asked of encoder-decoders, whose caches are dynamic and whose forwards name the positions that they take.
+    """
+    if text_decoder(model) is model.base_model or model.config.is_encoder_decoder or is_shown(model):
         return EVERYTHING
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     has_kinds = len({window_of(layer) for layer in holding(layers)}) > 1
@@ -86,8 +90,13 @@ def _names_positions(model: PreTrainedModel) -> bool:
 
 
 def _shortened(config: PreTrainedConfig, num_layers: int | None) -> PreTrainedConfig:
-    """A copy of a config in which each part has so many layers, and its lists as many entries; None: all."""
+    """A copy of a config in which each part has so many layers, and its lists as many entries; None: all.
+
+    Its attention is the eager one, which needs neither a package nor a device.
+    """
     config = copy.deepcopy(config)
+    for part in _parts_of(config):
+        set_attention_name(part, "eager")
     for part in _parts_of(config) if num_layers else ():
         num_before = getattr(part, "num_hidden_layers", None)
         for name, value in list(vars(part).items()):
