@@ -5,6 +5,7 @@ N rows of scores are N / B positions of each of the B rows, one row after the ot
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,6 +73,14 @@ class EncoderRepetitionPenaltyByRow:
         return EncoderRepetitionPenaltyByRow(self._penalty, self._encoder_ids[index], self._num_ids)
 
 
+@cache
+def _repeats_prompts() -> bool:
+    """Whether transformers' penalty serves several rows of a prompt; older versions serve the first rows alone."""
+    one_prompt = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
+    scores: Any = torch.ones(2, 1, device="cpu")
+    return bool(one_prompt(scores.long(), scores)[1] != 1)
+
+
 def by_row(processor: Any, num_rows: int) -> Any:
     """One of ours in place of one of transformers' for prompts with equally many rows each; others as they are."""
     if type(processor) is EncoderNoRepeatNGramLogitsProcessor and num_rows % processor.batch_size == 0:
@@ -80,7 +89,8 @@ def by_row(processor: Any, num_rows: int) -> Any:
         return EncoderNoRepeatNGramByRow(processor.ngram_size, followers)
     if type(processor) is EncoderRepetitionPenaltyLogitsProcessor:
         encoder_ids: Tensor = processor.encoder_input_ids
-        if encoder_ids.dim() == 2 and encoder_ids.numel() and num_rows % len(encoder_ids) == 0:
+        is_filled = encoder_ids.dim() == 2 and encoder_ids.numel() > 0
+        if is_filled and (num_rows == len(encoder_ids) or (_repeats_prompts() and num_rows % len(encoder_ids) == 0)):
             encoder_ids = encoder_ids.repeat_interleave(num_rows // len(encoder_ids), dim=0)
             return EncoderRepetitionPenaltyByRow(processor.penalty, encoder_ids, int(encoder_ids.max()) + 1)
     return processor

@@ -212,6 +212,9 @@ def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts
     twin = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
     assert not torch.equal(twin, block.scores), "the example changes nothing"
     processors = BlockLogitsProcessorList([BY_PROMPT[name](prompts)]).by_row(4)
+    if name == "penalty" and torch.equal(twin[3], block.scores[3]):  # older versions serve as many rows as prompts
+        assert len(processors.foreign) == 1
+        return
     assert_same_bits(run_block(processors, block), twin)
     assert not processors.row_wise_part()
     lens, ids = [RAGGED_LENS[row] for row in kept], block.input_ids[kept]
