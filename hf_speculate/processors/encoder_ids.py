@@ -76,9 +76,9 @@ class EncoderRepetitionPenaltyByRow:
 @cache
 def _repeats_prompts() -> bool:
     """Whether transformers' penalty serves several rows of a prompt; older versions serve the first rows alone."""
-    one_prompt = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
-    scores: Any = torch.ones(2, 1, device="cpu")
-    return bool(one_prompt(scores.long(), scores)[1] != 1)
+    prompt: Any = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+    scores = torch.ones(2, 1, device="cpu")
+    return bool(EncoderRepetitionPenaltyLogitsProcessor(2.0, prompt)(prompt, scores)[1] != 1)
 
 
 def by_row(processor: Any, num_rows: int) -> Any:
