@@ -22,6 +22,7 @@ from hf_speculate.models.quirks import is_shown
 from hf_speculate.models.text_decoder import text_decoder
 
 _NUM_ROWS, _NUM_HELD, _NUM_QUERY = 2, 3, 2  # rows, tokens in the cache and new tokens of the probe's forward
+_META = torch.device("meta")
 _KINDS = ("full_attention", "sliding_attention")  # of layers that need different masks
 
 
@@ -52,7 +53,7 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
     failure = ""
     for num_layers in (1, None):  # some parts cannot be made with one layer
         try:
-            with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+            with torch.random.fork_rng(devices=[]), _META, torch.no_grad():
                 return _probed(type(model)(_shortened(model.config, num_layers)).eval(), has_kinds)
         except Exception as error:  # noqa: BLE001  # whatever the code of an unknown class raises
             failure = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -62,11 +63,11 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
 def _probed(twin: PreTrainedModel, has_kinds: bool) -> HandedOn:
     """What a model on the meta device hands on in a forward of text after a cached text."""
     cache = DynamicCache()
-    held = torch.empty(_NUM_ROWS, 1, _NUM_HELD, 1)
+    held = torch.empty(_NUM_ROWS, 1, _NUM_HELD, 1, device=_META)
     cache.update(held, held, 0)
     shape = (_NUM_ROWS, 1, _NUM_QUERY, _NUM_HELD + _NUM_QUERY)
-    masks = {kind: torch.empty(shape, dtype=twin.dtype) for kind in _KINDS[: 1 + has_kinds]}
-    ids, positions = torch.zeros(2, _NUM_ROWS, _NUM_QUERY, dtype=torch.int64)  # both [B, Q]
+    masks = {kind: torch.empty(shape, dtype=twin.dtype, device=_META) for kind in _KINDS[: 1 + has_kinds]}
+    ids, positions = torch.zeros(2, _NUM_ROWS, _NUM_QUERY, dtype=torch.int64, device=_META)  # both [B, Q]
     received: dict[str, Any] = {}
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

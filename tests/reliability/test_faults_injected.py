@@ -93,7 +93,7 @@ def configs(*models):
     return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES))
+@pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
 def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
