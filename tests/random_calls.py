@@ -24,15 +24,17 @@ from tests.tiny_configs import RECURRENT_KINDS
 from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
+from tests.tiny_wrappers import WRAPPERS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times; heads have 32 ids
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}
 _MAKERS |= {kind: partial(make_model, kind) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)}
 _MAKERS |= {name: partial(make_family, name) for name in FAMILIES}
 _MAKERS |= {"mpt": partial(make_model, "mpt", dtype=torch.float32), "whisper": make_whisper}
-_READERS = READINGS | READERS | ENCODERS
+_READERS = READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
+READER_NAMES = tuple(_READERS)
 HEAD_NAMES = tuple(f"{kind} head" for kind in HEADS)  # as families, with the targets that they were made for
-FAMILY_NAMES = (*_MAKERS, *_READERS, *HEAD_NAMES)
+FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
 
 PADDINGS = ("none", "left", "right", "holes", "empty row")
 CACHES = ("auto", "dynamic", "preallocated", "static")

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import EncoderDecoderCache
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import StopAtSum
@@ -90,7 +91,7 @@ def _decode(case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[i
     if model.config.is_encoder_decoder:
         options.pop("prefill_chunk_size", None)  # plain decoding cuts the encoder's mask too
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE_NAME] = cache
     torch.manual_seed(0)  # some readers draw noise
     return model.generate(**copy.deepcopy(inputs), **options)  # transformers expands some in place
 
@@ -163,7 +164,7 @@ def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor
             found[f"{name} of step {step}"] = one[[row for row, length in enumerate(lens) if step < length]]
     for name in ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states"):
         found |= {f"{name}, tensor {place}": one for place, one in enumerate(tree_leaves(getattr(output, name, None)))}
-    cache = output.past_key_values if has_caches else None
+    cache = output.get(CACHE_NAME) if has_caches else None
     parts = (
         (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
     )

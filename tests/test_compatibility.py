@@ -24,7 +24,7 @@ from tests.compatibility import (
     refusal,
     render,
 )
-from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS
+from tests.compatibility_rows import ARGUMENTS, FIELDS, LOCK_STEP, OWN_FIELDS
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 
@@ -77,6 +77,7 @@ def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
     plain = plain_ids(ROWS.index(row))
     assert_equal_ids(plain, decode_with_draft(call, where, speculation_stats=stats))
     assert stats.num_rounds > 0
+    assert stats.lock_step == (LOCK_STEP in row.note)
     if call.changes and where == "keyword":
         without = decode_plainly(call, without=row.name)
         assert plain.shape != without.shape or not torch.equal(plain, without), "the value has no effect here"

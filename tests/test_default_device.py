@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.base import Drafter
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_equal_ids, pair
@@ -96,7 +97,7 @@ def test_what_goes_along_with_a_call_stays_where_it_lies(name):
             options["assistant_model"] = make_model("llama", vocab_size=72)
     for _ in range(2 if name == "draft state" else 1):
         if name == "passed cache":
-            options["past_key_values"] = DynamicCache(config=target.config)
+            options[CACHE_NAME] = DynamicCache(config=target.config)
         with torch.device("meta"):
             ours = target.generate(**inputs, **options, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
         assert_equal_ids(expected, ours)

@@ -49,6 +49,9 @@ CAPABILITIES = {
         "models/context.py",
     ),
     "calls of several processes": ("engine/distributed.py",),
+    "static caches": ("cache/static.py",),
+    "unknown classes around a text decoder": ("models/wrapper_probe.py",),
+    "processors of the encoder's ids": ("processors/encoder_ids.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",
         "models/attention_backends.py",

@@ -39,9 +39,9 @@ class DynamicKVCache(KVCache):
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
         device: torch.device | str = "cpu",  # of masks and position ids
-        fixed_layers: Sequence[int] = (),  # layers of what the prompt's pictures gave, which is never rolled back
+        fixed_layers: frozenset[int] = frozenset(),  # of what the prompt's pictures gave, which is never rolled back
     ):
-        self._fixed_layers = frozenset(fixed_layers)
+        self._fixed_layers = fixed_layers
         self._text_cache: Any = text_cache(cache)
         check_layers(self._text_cache, self.layer_kinds)
         self.cache = cache

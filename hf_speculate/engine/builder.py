@@ -161,7 +161,8 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
     capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
-    pool = model_state(one.model).buffers if plan.compile.keeps_buffers else None
+    is_pooled = one.part in (*plan.compile.settings, *plan.compile.graphed)  # eager forwards make inference tensors
+    pool = model_state(one.model).buffers if is_pooled else None
     return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, pool)
 
 

@@ -94,7 +94,7 @@ def _model_drafter(
 ) -> ModelDrafter:
     call, config, device = plan.call, plan.call.config, draft.device
     is_synced = call.ranks is not None or call.group is not None
-    context = context_of(draft.model, True, call.input_ids.shape[1] - min(call.num_pads))
+    context = context_of(draft.model, call.input_ids.shape[1] - min(call.num_pads))
     max_position = call.max_position if context is None else min(call.max_position, context.num_tokens - 1)
     if context is not None and context.num_tokens >= call.max_length and call.ranks is None:
         context = None  # out of reach; another rank's rows may be longer
@@ -116,6 +116,6 @@ def _model_drafter(
     if compiled is not None:
         return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
     make = LanguageModel if call.vocabulary is None else partial(TranslatedLanguageModel, call.vocabulary)
-    eager = make(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
+    eager = make(draft.model, max_position, is_synced, draft.inputs)
     inferencer = Inferencer(eager, chunk_size, not is_synced, meet if call.ranks is not None else None)
     return ModelDrafter(inferencer, of_rows, settings, context)

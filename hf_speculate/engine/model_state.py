@@ -11,6 +11,7 @@ from hf_speculate.cache.buffer_pool import BufferPool, max_pooled_bytes
 from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.draft.heads.load import HeadStore
 from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.schedule import HistoryStore
 
 
@@ -26,6 +27,8 @@ class ModelState:
     tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
     self_tests: dict[Hashable, float] = field(default_factory=dict)  # differences to plain decoding, by situation
     heads: HeadStore = field(default_factory=HeadStore)  # draft heads that calls named by folder or id
+    # what the model's forward hands on to its text decoder, by class: a model may be enabled between calls
+    handed_on: dict[type, HandedOn] = field(default_factory=dict)
 
 
 _lock = threading.Lock()

@@ -33,6 +33,7 @@ from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
@@ -90,7 +91,9 @@ class SpeculativeDecoding:
             static_cache = cache
             model_kwargs[cache_name(model)] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
         inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
-        call = self._call(inputs, config, BlockLogitsProcessorList(logits_processor), stopping_criteria)
+        check_unused(logits_processor)
+        processors = BlockLogitsProcessorList(logits_processor).by_row(len(input_ids))
+        call = self._call(inputs, config, processors, stopping_criteria)
         call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
         prepared = build_decoder(call, self.stats, self.clock)
         if self.first_row is not None:

@@ -20,7 +20,7 @@ class Context(NamedTuple):
     shares_columns: bool = False  # whether the columns of the longest row in a forward count for all of its rows
 
 
-def context_of(model: PreTrainedModel, is_draft: bool = False, longest: int = 0) -> Context | None:
+def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
     """The context of a model, for rows that begin with `longest` tokens at most; None if its config names no bound.
 
     A rotary embedding raises no error past the length that its model was trained for, but next to none of the tokens
@@ -32,7 +32,7 @@ def context_of(model: PreTrainedModel, is_draft: bool = False, longest: int = 0)
     rope = growing_rope(model)
     if rope is not None and longest <= rope[1]:  # longer prompts are read with the same frequencies to the end
         length = min(length, rope[1])
-    return Context(length, counts_columns(model, is_draft), bool(limit_reason(model, Limit.CONTEXT_BY_COLUMNS)))
+    return Context(length, counts_columns(model), bool(limit_reason(model, Limit.CONTEXT_BY_COLUMNS)))
 
 
 def context_len(config: PreTrainedConfig) -> int | None:

@@ -225,6 +225,7 @@ def test_a_call_that_fails_adds_nothing_to_the_store():
             **few_words(1),
             streamer=FaultyStreamer(Fault(2, RuntimeError("on purpose")), "put"),
             suffix_store=store,
+            max_new_tokens=8,
             **LOOKUP,
         )
     assert store.num_tokens == 0

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import SpeculateError
 from tests.cases import DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.reliability.faults import Fault, FaultyCriterion
@@ -88,7 +89,7 @@ def test_encoders_run_once_and_drafts_read_the_speech_in_their_own_dtype(shares,
 def test_a_passed_cache_is_brought_back_after_an_error():
     target, draft = encoder_pair("t5")
     cache, inputs = EncoderDecoderCache(DynamicCache(), DynamicCache()), inputs_of("t5", 1)
-    options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 4, "past_key_values": cache}
+    options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 4, CACHE_NAME: cache}
     with pytest.raises(RuntimeError, match="on purpose"):
         target.generate(**inputs, **options, stopping_criteria=[FaultyCriterion(Fault(5, RuntimeError("on purpose")))])
     assert cache.get_seq_length() == cache.cross_attention_cache.get_seq_length() == 0

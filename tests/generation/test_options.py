@@ -5,6 +5,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.compatibility_rows import CHARACTERS, TOKENIZER
@@ -121,7 +122,7 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
     assert_equal_ids(plain.sequences, ours.sequences)
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW  # else no row may run ahead of the end
     assert not ours.speculation.lock_step
-    for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+    for one, other in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         torch.testing.assert_close(other.keys, one.keys)
 
 

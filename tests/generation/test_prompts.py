@@ -6,6 +6,7 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
@@ -80,8 +81,8 @@ def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}):
         caches.append(DynamicCache(config=target.config))
         with torch.no_grad():
-            target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], past_key_values=caches[-1], use_cache=True)
-        texts.append(target.generate(**inputs, past_key_values=caches[-1], max_new_tokens=NUM_NEW, **own))
+            target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], **{CACHE_NAME: caches[-1]}, use_cache=True)
+        texts.append(target.generate(**inputs, **{CACHE_NAME: caches[-1]}, max_new_tokens=NUM_NEW, **own))
     assert_equal_ids(*texts)
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
 

@@ -18,6 +18,7 @@ from transformers.generation import stopping_criteria
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.distributed import tensor_parallel_group
 from hf_speculate.engine.plan import cost_ratio
 from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, UnsupportedModelError
@@ -158,7 +159,7 @@ def run_call(rank, name):
                 ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
     tolerance = FLOAT32_TOLERANCE if kind == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (alone, ours)), tolerance)
+    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (alone, ours)), tolerance)
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
     num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
@@ -339,7 +340,7 @@ def run_split_call(models, name):
         alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
-    for one, other in zip(alone.past_key_values.layers, ours.past_key_values.layers, strict=True):
+    for one, other in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         for states, part in ((one.keys, other.keys), (one.values, other.values)):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
             assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name

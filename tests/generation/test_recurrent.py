@@ -164,7 +164,7 @@ def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
 
 
 def test_what_cannot_be_rolled_back_is_refused_by_name():
-    inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3}
+    inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 3}
     with pytest.raises(UnsupportedModelError, match="got 'preallocated': it has recurrent layers"):
         target_of("lfm2").generate(**inputs, **drafts, speculation_cache="preallocated")
     model = hf_speculate.enable(make_model("qwen3_5"))

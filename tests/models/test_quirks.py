@@ -21,6 +21,7 @@ from tests.tiny_configs import RECURRENT_KINDS
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
+from tests.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 20
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
@@ -50,6 +51,7 @@ def without_weights(class_name):
 def test_every_type_in_the_table_is_shown_by_a_test():
     makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl, make_qwen3_5_vl)
     readers = [make().target for make in (READINGS | READERS | ENCODERS).values()]
+    readers += [wrapper.make().target for wrapper in WRAPPERS.values()]
     models = [make() for make in (*makers, *COLUMN_COUNTERS.values())] + readers + [make_family("t5gemma")]
     types = {name for model in models for name in model_types(model)}
     types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS + RECURRENT_KINDS} | set(FAMILIES)

@@ -105,5 +105,27 @@ MUTANTS = mutants_of(
                 "max(scores.shape[-1] - processor.top_k - 1, 0)",
             ),
         },
+        ("hf_speculate/processors/encoder_ids.py", "processors/test_processors.py"): {
+            "rows take turns": Fault(
+                "self._followers[number // num_positions]", "self._followers[number % len(self._followers)]"
+            ),
+        },
+        ("hf_speculate/cache/static.py", "generation/test_prompt_arguments.py"): {
+            "pictures are as long as the text": Fault(
+                "StaticLayer(max_cache_len=layers[index].keys.shape[2])", "StaticLayer(max_cache_len=max_cache_len)"
+            ),
+        },
+        ("hf_speculate/models/wrapper_probe.py", "models/test_wrapper_probe.py"): {
+            "any mask is ours": Fault("is_same = all(any(one is mask", "is_same = all(any(True"),
+            "positions always arrive": Fault(
+                "HandedOn(is_same, _names_positions(twin) or received", "HandedOn(is_same, True or received"
+            ),
+        },
+        ("hf_speculate/generation/model_inputs.py", "generation/test_prompt_arguments.py"): {
+            "the prompt sees all pictures": Fault("prompt |= dict.fromkeys(columns)", "prompt |= {}"),
+        },
+        ("hf_speculate/engine/plan.py", "generation/test_caches.py"): {
+            "a padding id below 0 is fed": Fault("return pad if 0 <= pad < vocab", "return pad if pad < vocab"),
+        },
     }
 )

@@ -86,7 +86,7 @@ def cache_of(setup: Setup) -> DynamicCache | None:
 @cache
 def text_after(setup: Setup) -> torch.Tensor:
     target, _ = pair(setup.kind)
-    return target.generate(**inputs_of(setup), past_key_values=cache_of(setup), max_new_tokens=NUM_AFTER)
+    return target.generate(**inputs_of(setup), **{CACHE_NAME: cache_of(setup)}, max_new_tokens=NUM_AFTER)
 
 
 def configs(*models):
@@ -94,7 +94,7 @@ def configs(*models):
 
 
 @pytest.mark.fallback("lock step")
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES))
+@pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
 def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
@@ -106,7 +106,7 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     error.add_note("their own")
     args, stats = error.args, hf_speculate.SpeculationStats()
     inside, options = put_in(case.place, Fault(case.at, error), target, draft)
-    own = {"past_key_values": cache, "speculation_cache": setup.cache_kind}
+    own = {CACHE_NAME: cache, "speculation_cache": setup.cache_kind}
     with inside, pytest.raises(type(error)) as caught:
         target.generate(**inputs, **own, max_new_tokens=NUM_NEW, speculation_stats=stats, **options)
     assert caught.value is error

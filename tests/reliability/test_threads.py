@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models import folded_attention
 from tests.cases import new_pair
 from tests.generation.test_compiled import compile_config
@@ -43,7 +44,7 @@ ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
     "copies too": lambda: {"num_assistant_tokens": 2, "prompt_lookup_num_tokens": 3, "suffix_store": STORE},
     "static": lambda: {"num_assistant_tokens": 2, "cache_implementation": "static"},
     "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": compile_config()},
-    "own cache": lambda: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=models()[0].config)},
+    "own cache": lambda: {"num_assistant_tokens": 2, CACHE_NAME: DynamicCache(config=models()[0].config)},
     "lock step": lambda: {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
 }
 

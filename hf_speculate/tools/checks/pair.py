@@ -200,7 +200,7 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
         yield _warning(
             f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
         )
-    contexts = [context_of(target.model), context_of(draft.model, is_draft=True)]
+    contexts = [context_of(target.model), context_of(draft.model)]
     lens = [math.inf if context is None else context.num_tokens for context in contexts]
     if lens[1] < lens[0]:
         of_target = "has no bound" if contexts[0] is None else f"is {lens[0]}"

@@ -130,7 +130,7 @@ def test_few_accepted_first_tokens_are_warned_of(pair, tmp_path):
 def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
     target, head = pair
     for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
-        with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} must be left out with a draft head"):
+        with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a draft head"):
             target.generate(**prompts(), assistant_model=head, **own)
     other = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH))
     with pytest.raises(UnsupportedModelError, match="must have hidden size 24, 6 layers and 32 tokens, got"):

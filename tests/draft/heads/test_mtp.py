@@ -76,7 +76,7 @@ def test_use_mtp_drafts_for_batches(tmp_path):
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
     stats = assert_decodes_as_plain(target, None, inputs, **options, use_mtp=True)
     assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
-    with pytest.raises(UnsupportedGenerationError, match="use_mtp must be left out with prompt_lookup_num_tokens"):
+    with pytest.raises(UnsupportedGenerationError, match="got prompt_lookup_num_tokens and use_mtp; omit one"):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
 

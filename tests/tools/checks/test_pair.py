@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, MiniMaxConfig, MixtralConfig, RwkvConfig, ViTConfig
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.tools.bench.results import draft_cost
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
@@ -86,7 +87,7 @@ def test_models_that_generate_refuses_are_refused_in_its_words():
 
 def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
     model, other = make_model("qwen3_5"), make_model("llama")
-    kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True)[CACHE_NAME]
     states = [state for layer in recurrent_states(kv_cache) for state in layer.values()]
     size = f"{sum(state.nbytes for state in states) / 2**20:.3g} MiB a row"
     for report, role in ((check(model, other), "target"), (check(other, model), "draft")):
@@ -143,7 +144,7 @@ def test_where_a_shorter_context_ends_the_drafts_is_said_before(target, draft, w
 def test_memory_is_that_of_the_weights_and_of_the_cache():
     model = make_model("mixtral", dtype=torch.float32)
     memory = hf_speculate.check_pair(model, model).target_memory
-    layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True).past_key_values.layers
+    layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True)[CACHE_NAME].layers
     assert (memory.dtype, memory.weight_bytes) == ("float32", sum(one.nbytes for one in model.parameters()))
     assert memory.kv_bytes_per_token * 7 == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     half = hf_speculate.check_pair(model.config, model.config, dtype="bfloat16").target_memory
