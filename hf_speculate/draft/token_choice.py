@@ -107,7 +107,7 @@ class RoundDraft(ChosenTokens):
         """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""
         settings, vocabulary, history = self._chooser.settings, self._chooser.vocabulary, self._chooser.history
         is_mapped = self._draws is not None or len(self._processors) > 0
-        scores = vocabulary.scattered(logits) if is_mapped else logits
+        scores = vocabulary.scattered(logits) if is_mapped else vocabulary.cut(logits)
         if len(self._processors):
             # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
@@ -128,7 +128,8 @@ class RoundDraft(ChosenTokens):
     def choose_all(self, logits: Tensor) -> None:
         """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
         if self._draws is None and self._chooser.is_plain:
-            self.chosen.append(Chosen(self._chooser.vocabulary.ids(logits.argmax(dim=-1))))
+            vocabulary = self._chooser.vocabulary
+            self.chosen.append(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])
