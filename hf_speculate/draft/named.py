@@ -30,19 +30,23 @@ class NamedDrafts:
         """The draft of a folder or a Hub repository, loaded on first use; `is_mtp`: MTP layers of the target there.
 
         Raises:
-            ConfigError: there is no config.json, or the files do not load.
+            ConfigError: the files do not load.
             UnsupportedModelError: it is a head that is not served, or that does not fit the target.
         """
         key = (str(source), is_mtp, target.dtype, device_of(target))
         with self._lock:
             if key not in self._drafts:
-                has_head = is_mtp or _names_head(HeadFolder(source), target)
+                has_head = is_mtp or _names_head(source, target)
                 self._drafts[key] = load_head(source, target, _CALLER) if has_head else _load_model(str(source), target)
             return self._drafts[key]
 
 
-def _names_head(folder: HeadFolder, target: PreTrainedModel) -> bool:
+def _names_head(source: str | Path, target: PreTrainedModel) -> bool:
     """Whether a folder holds a head for the target, or is its checkpoint with MTP layers; not a draft model."""
+    try:
+        folder = HeadFolder(source)
+    except ConfigError:
+        return False  # it may hold an adapter; loading a model then says what is wrong
     config, text = folder.config, target.config.get_text_config(decoder=True)
     if is_head(config):
         return True

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 import hf_speculate
 from hf_speculate.draft.heads.head import DraftHead
@@ -45,6 +47,16 @@ def test_a_models_own_tokenizer_comes_with_it(tmp_path):
     assert stats.num_accepted == stats.num_verified > 0
 
 
+def test_a_folder_of_an_adapter_is_loaded_with_its_base(tmp_path):
+    target, draft = new_pair("llama")
+    draft.save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    found, ids = get(tmp_path / "adapter", target), torch.arange(9)[None]
+    torch.testing.assert_close(found(ids).logits, adapted.merge_and_unload().double()(ids).logits)
+
+
 def get(folder, target):
     return NamedDrafts().get(folder, target)
 
@@ -64,8 +76,9 @@ def test_what_is_a_head_and_what_a_model(tmp_path):
 
 
 def test_what_cannot_draft_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"must be a folder or a Hub repository with a config\.json, got"):
-        get(tmp_path, target_of())
+    for source in (tmp_path, "nobody/nothing-here"):
+        with pytest.raises(ConfigError, match=f"must name a draft head or a causal language model, got '{source}'"):
+            get(source, target_of())
     xpress = write_speculators(tmp_path / "x", EAGLE3, make_weights(EAGLE3), speculators_model_type="xpress")
     with pytest.raises(UnsupportedModelError, match="got an XPress head"):
         get(xpress, target_of())

@@ -217,8 +217,15 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         markov_head=markov,
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
+    notes = []
+    if not source.hidden_layers and found.format == "z-lab" and fields.get("target_layer_ids") is None:
+        notes.append(
+            f"its config names no target_layer_ids, so it is taken to read layers {list(ids)}; if the acceptance rate "
+            "is low, pass aux_layers="
+        )
     most = block_size if samples_from_anchor else block_size - 1
-    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=config.get("num_target_layers"))
+    num_layers = config.get("num_target_layers")
+    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_layers, notes=tuple(notes))
     return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options
 
 

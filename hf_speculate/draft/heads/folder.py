@@ -36,7 +36,7 @@ class HeadFolder:
             reason = error
         if not self.config or not isinstance(self.config, dict):
             raise ConfigError(
-                f"a draft head or model must be a folder or a Hub repository with a config.json, got {self.source!r}; "
+                f"a draft head must be a folder or a Hub repository with a config.json, got {self.source!r}; "
                 f"check the path or the id ({reason or 'the folder has none'})"
             ) from reason
 

@@ -39,6 +39,8 @@ def first_file(folder: Path) -> Path:
 def read_weights(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """The weights that are wanted, on the CPU, by their names in the files.
 
+    Of files that an index lists, only those with such weights are read.
+
     Raises:
         ConfigError: a file is damaged, or one that the index names is missing or lacks weights.
         UnsupportedModelError: there are no weights.
@@ -48,7 +50,7 @@ def read_weights(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Te
 
 def read_names(folder: Path) -> set[str]:
     """Names of the weights in the files; raises as `read_weights`."""
-    return {name for file in _read_files(folder, lambda name: False) for name in file.names}
+    return {name for file in _read_files(folder) for name in file.names}
 
 
 class _File(NamedTuple):
@@ -56,10 +58,13 @@ class _File(NamedTuple):
     weights: dict[str, Tensor]  # those that are wanted
 
 
-def _read_files(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[_File]:
+def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[_File]:
+    """The files with wanted weights, or all without weights."""
     for path, listed in _listed_files(first_file(folder)).items():
-        is_safe = path.suffix == ".safetensors"
-        file = _read_safetensors(path, is_wanted) if is_safe else _read_pickle(path, is_wanted)
+        if is_wanted is not None and listed and not any(map(is_wanted, listed)):
+            continue
+        read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+        file = read(path, is_wanted or (lambda name: False))
         lacking = set(listed) - set(file.names)
         if lacking:
             raise ConfigError(

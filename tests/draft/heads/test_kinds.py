@@ -12,7 +12,7 @@ from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.draft.heads.recognise import is_head, recognise
 from hf_speculate.draft.heads.target_ids import target_ids
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from tests.draft.heads.designs import EAGLE3, make_weights, write_original, write_speculators
+from tests.draft.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
 from tests.draft.heads.rounds import target_of
 from tests.tiny import make_config
 
@@ -76,6 +76,14 @@ def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
     fit = check_head(folder, tmp_path / "target")
     assert (fit.problems, fit.notes) == (() if problem is None else (problem,), ())
     assert (fit.spec.kind, fit.spec.hidden_layers) == ("eagle3", EAGLE3.aux_layers)
+
+
+def test_guessed_layers_are_noted(tmp_path):
+    folder = write_z_lab(tmp_path, DFLASH, {}, dflash_config={"mask_token_id": 3})
+    assert (
+        "names no target_layer_ids, so it is taken to read layers [2, 4]"
+        in check_head(folder, target_of().config).notes[0]
+    )
 
 
 @pytest.mark.parametrize(

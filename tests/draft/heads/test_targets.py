@@ -30,6 +30,7 @@ from tests.draft.heads.designs import (
 from tests.draft.heads.kinds import KINDS
 from tests.draft.heads.reference import Reference
 from tests.draft.heads.rounds import Rounds, random_texts, target_of
+from tests.gpu_rounds import counted, on_gpu
 from tests.tiny import make_model, ragged_prompts
 
 K = 3
@@ -129,6 +130,19 @@ def test_text_is_plain_when_the_vocabulary_has_changed(kind, size, load_kind):
     inputs = ragged_prompts(2, seed=3, vocab_size=size)
     stats = assert_decodes_as_plain(changed, head, inputs, max_new_tokens=12, num_assistant_tokens=K)
     assert max(stats.rounds_by_draft_len) == K
+
+
+@pytest.mark.parametrize("kind", ["DFlash", CHECKPOINT])
+def test_a_head_stays_on_its_device_while_the_target_moves(kind, load_kind):
+    pytest.importorskip("triton", reason="the simulated device needs Triton")
+    head, target, _ = load_kind(kind)
+    moved, inputs = hf_speculate.enable(copy.deepcopy(target)), ragged_prompts(2, seed=3, vocab_size=VOCAB_SIZE)
+    options = {"max_new_tokens": 8, "num_assistant_tokens": K, "verifier_backend": "torch", "assistant_model": head}
+    texts, counts = [moved.generate(**inputs, **options)], hf_speculate.SpeculationStats()
+    with counted(moved, None):
+        texts.append(moved.generate(**on_gpu(inputs), **options, speculation_stats=counts).cpu())
+    assert torch.equal(*texts)
+    assert counts.num_drafted > 0
 
 
 SIZED = {
