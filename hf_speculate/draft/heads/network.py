@@ -27,6 +27,8 @@ class TargetParts:
     def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
         self._embeddings: Any = target.get_input_embeddings()
         self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
+        self._scale, norm = (_found(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
+        self._is_normed = norm is not None
         self._head: Any = target.get_output_embeddings()
         self._rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
         self._vocab_size = vocab_size_of(target)
@@ -41,11 +43,11 @@ class TargetParts:
         """[..., Ht] embeddings of ids [...] int64, without a norm, and with a scale of the family if `is_scaled`."""
         weight = self._embeddings.weight
         token_ids = self.known(token_ids, len(weight)).to(weight.device)
-        scale = None if is_scaled else _found(self._embeddings, "embed_scale")
-        is_bare = _found(self._embeddings, "embed_norm") is not None or (scale is not None and not self._is_wrapped)
+        needs_unscaled = not is_scaled and self._scale is not None
+        is_bare = self._is_normed or (needs_unscaled and not self._is_wrapped)
         rows: Tensor = embedding(token_ids, weight) if is_bare else self._embeddings(token_ids)
-        if self._is_wrapped and scale is not None and not is_bare:
-            rows = rows / scale
+        if needs_unscaled and not is_bare:
+            rows = rows / self._scale
         return rows.to(self.device, self.dtype)
 
     def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:

@@ -72,13 +72,13 @@ def check_config(config: dict[str, Any]) -> None:
     architectures = " ".join(_names_in(config))
     is_head = "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures
     projector = fields.get("projector_type") or "dflash"
-    has_experts = layer.get("num_experts") or layer.get("num_local_experts") or fields.get("draft_ffn_type") == "moe"
+    has_experts = is_head and (layer.get("num_experts") or layer.get("num_local_experts"))
     has_sinks = dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias")
     is_dspark = "DSpark" in architectures and "speculators_model_type" not in config
     is_quantised = config.get("quantization_config") and (is_head or dflash)
     for is_found, found, allowed in (
         (is_head and layer.get("kv_lora_rank"), "a draft with latent attention (MLA, kv_lora_rank)", _DENSE),
-        ((is_head or dflash) and has_experts, "a draft with experts", _DENSE),
+        (has_experts or fields.get("draft_ffn_type") == "moe", "a draft with experts", _DENSE),
         (is_quantised, "a quantised head (quantization_config)", PLAIN_WEIGHTS),
         (projector != "dflash", f"a DFlash variant with projector_type {projector!r}", "projector_type 'dflash'"),
         (has_sinks, "a DFlash head with attention sinks", "attention without sinks"),
