@@ -66,7 +66,7 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
         reason = " ".join(str(error).split())[:_REASON_LEN]
         raise ConfigError(
             f"assistant_model must name a draft head or a causal language model, got {source!r}, which does not load "
-            f"({reason}); load it yourself, and pass the model"
+            f"({reason}); check the path or the id, or load it yourself and pass the model"
         ) from error
     missing = info["missing_keys"]
     if missing:
