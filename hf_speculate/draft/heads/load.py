@@ -95,7 +95,7 @@ def load_drafter(
     Args:
         head: a folder with `config.json` and weights (safetensors, sharded or not, or `pytorch_model.bin`), or the id
             of a Hub repository.
-        target: the model that the head was trained for; left as it is.
+        target: the model that the head was trained for, with up to 1,024 ids more or fewer; left as it is.
         dtype: of the head's weights; the target's if None.
         device: of the head's weights; the target's if None.
         aux_layers: ids of the target's hidden states that the head reads, for configs that name them wrongly: i is the
@@ -106,7 +106,8 @@ def load_drafter(
         The head, whose `repr` says what was loaded.
 
     Raises:
-        ConfigError: there is no config, fields exclude each other, or `aux_layers` cannot be.
+        ConfigError: a file is missing or damaged, config and weights do not belong together, fields exclude each
+            other, or `aux_layers` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     return load_head(head, target, 2, dtype, device, aux_layers)
