@@ -198,7 +198,7 @@ FIELDS = (
     same("do_sample", value={}, samples=True),
     refused("do_sample", 'with `verifier="greedy"`', True, verifier="greedy"),
     refused("num_beams", value=2),
-    supported("use_mtp", "for DeepSeek-V3 and GLM-4 MoE targets"),
+    supported("use_mtp", "for DeepSeek-V3, GLM-4 MoE, Qwen3-Next, Qwen3.5 and Qwen3.6 targets"),
     refused("use_mtp", value=True),
     same("use_cache", "`True`", True),
     refused("use_cache", value=False),

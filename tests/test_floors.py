@@ -37,6 +37,7 @@ MAX_CORE_LINES = 16_500  # of the library without the capabilities below; the ke
 # Capabilities that decoding with a draft model does without -> their files, or the folders of these.
 CAPABILITIES = {
     "draft heads": ("draft/heads", "models/layer_capture.py"),
+    "drafts named by folder": ("draft/named.py",),
     "recurrent layers": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
     "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "tools": ("tools",),

@@ -117,7 +117,7 @@ class RoundDraft(ChosenTokens):
         settings, vocabulary, history = chooser.settings, chooser.vocabulary, chooser.history
         chooser.last_logits = logits
         is_mapped = self._draws is not None or len(self._processors) > 0
-        scores = vocabulary.scattered(logits) if is_mapped else logits
+        scores = vocabulary.scattered(logits) if is_mapped else vocabulary.cut(logits)
         if len(self._processors):
             # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
@@ -143,7 +143,8 @@ class RoundDraft(ChosenTokens):
         """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
         if self._draws is None and self._chooser.is_plain:
             self._chooser.last_logits = logits[:, -1]
-            self.chosen.append(Chosen(self._chooser.vocabulary.ids(logits.argmax(dim=-1))))
+            vocabulary = self._chooser.vocabulary
+            self.chosen.append(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])

@@ -48,7 +48,7 @@ def models():
         ({"seed": 1, "generator": torch.Generator()}, "must not both be set"),
         ({"assistant_early_exit": 2, "assistant_model": None}, "in 1..1 for 2 layers, got 2"),
         ({"assistant_early_exit": True, "assistant_model": None}, "got True"),
-        ({"assistant_model": "no-such-folder"}, "draft head must be a folder or a Hub repository"),
+        ({"assistant_model": "no-such-folder"}, "assistant_model must name a draft head or a causal language model"),
     ],
 )
 def test_wrong_fields(models, fields, message):

@@ -55,10 +55,10 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         self.max_draft_tokens = spec.max_draft_tokens
         longest = spec.max_position_embeddings
         self.context_len = longest if longest is not None and longest < setup.max_length else None
-        self.parts = TargetParts(setup.target, device, dtype)
+        self.parts = TargetParts(setup.target, network.vocabulary, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
-        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary)
+        self.chooser = TokenChooser(setup.processors, settings, device, self.parts.vocabulary)
         self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)

@@ -1,6 +1,7 @@
 """Heads of all kinds: drafts leave no trace, and in `generate()` the text is plain decoding's whatever is proposed."""
 
 import copy
+import pickle
 import shutil
 import warnings
 from dataclasses import replace
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 from transformers import pipeline
 
@@ -116,15 +116,25 @@ def test_pipelines_take_a_head(pair):
     assert stats.num_drafted > 0
 
 
-def test_few_accepted_first_tokens_are_warned_of(pair, tmp_path):
+@pytest.mark.parametrize(
+    ("design", "cause"),
+    [(FITTED, "it may read other layers"), (MTP, "it may belong to another target, or to weights that this one had")],
+)
+def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_path):
+    """Counted over calls, because a schedule stops drafting early in one."""
     target, fitted = pair
-    head = load_drafter(write_speculators(tmp_path, FITTED, make_weights(FITTED)), target)
-    options = {"max_new_tokens": 80, "num_assistant_tokens": 1}
-    with pytest.warns(UserWarning, match="fewer than 20% of the first tokens that .* drafted were accepted"):
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design, seed=2)), target)
+    options = {"max_new_tokens": 45, "num_assistant_tokens": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**prompts(), **options, assistant_model=head)
+    with pytest.warns(UserWarning, match=f"fewer than 20% of the first tokens that .* drafted were accepted; {cause}"):
         target.generate(**prompts(), **options, assistant_model=head)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        target.generate(**prompts(), **options, assistant_model=fitted)
+        target.generate(**prompts(), **options, assistant_model=head)
+        for _ in range(2):
+            target.generate(**prompts(), **options, assistant_model=fitted)
 
 
 def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
@@ -133,12 +143,8 @@ def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
         with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a draft head"):
             target.generate(**prompts(), assistant_model=head, **own)
     other = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH))
-    with pytest.raises(UnsupportedModelError, match="must have hidden size 24, 6 layers and 32 tokens, got"):
+    with pytest.raises(UnsupportedModelError, match="it was loaded for 6 layers, and the target has 2"):
         other.generate(**prompts(), assistant_model=head, max_new_tokens=4)
-    target.config.save_pretrained(tmp_path)
-    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="load an ordinary draft model and pass it as assistant_model"):
-        target.generate(**prompts(), assistant_model=str(tmp_path))
 
 
 def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
@@ -254,3 +260,11 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
         expected = ids.index(ends) + 1 if ends in ids else K
         assert draft.lens[row] == expected
         assert draft.token_ids[row, :expected].tolist() == ids[:expected]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda head: pickle.loads(pickle.dumps(head))])
+def test_copies_and_pickles_of_a_head_draft_the_same(loaded, copied):
+    head, target = loaded
+    texts = random_texts([6, 4], seed=8)
+    ours, theirs = (Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, copied(head)))
+    assert torch.equal(ours.token_logits, theirs.token_logits)
