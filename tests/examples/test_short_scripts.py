@@ -86,7 +86,8 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
 
 
 @pytest.mark.slow
-def test_the_server_that_the_page_starts_answers_and_stops():
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_the_server_that_the_page_starts_answers_and_stops(stop):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     command = [sys.executable, "examples/serve.py", "--tiny", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -95,7 +96,7 @@ def test_the_server_that_the_page_starts_answers_and_stops():
         address = re.search(r"http://\S+/v1", line)[0]
         body = {"messages": [{"role": "user", "content": "a stack"}], "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{address}/chat/completions", json=body, timeout=120, trust_env=False).json()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(stop)
         rest = process.communicate(timeout=30)[1]
     assert answer["choices"][0]["message"]["content"]
     assert answer["usage"]["speculation"]["rounds"] > 0

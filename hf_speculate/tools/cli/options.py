@@ -267,6 +267,15 @@ class Serve(Drafting, Models):
         str, typer.Option(help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Name of this machine in requests, besides --host, localhost and IP addresses; can be repeated. * for "
+            "all.",
+        ),
+    ] = None
     name: Annotated[
         str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
     ] = None
