@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate import SpeculationStats, triton_kernels
@@ -73,7 +73,7 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
+def test_every_python_block_runs_in_order(page: str, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {} if page in FROM_NOTHING else names_of_the_example()
     if page in CARDS:
         names = {"target_name": str(PAIR / "target"), "draft_name": str(PAIR / "draft")}
@@ -83,6 +83,8 @@ def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
             for name, folder in STAND_INS.items():
                 code = code.replace(f'"{name}"', f'"{(PAIR / folder).as_posix()}"')
             exec(compile(code, f"{page}, block {number}", "exec"), names)
+    for num_equal, num, dtype in re.findall(r"(\d+) of (\d+) rows equal plain .* in (\w+)", capsys.readouterr().out):
+        assert (num_equal, dtype) == (num, "float32")  # what a reader checks first is equal
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -180,5 +182,6 @@ def test_readmes_table_of_benchmarks_and_statistics_are_the_committed_ones() -> 
         spreads = [cell and cell["over_plain"] for cell in cells]
         expected = [f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" if one else "-" for one in spreads]
         assert list(found[name]) == expected, name
+    assert {AutoConfig.from_pretrained(PAIR / name).dtype for name in ("target", "draft")} == {torch.float32}
     statistics = SpeculationStats(**rows["ours, adaptive", 1, "greedy"]["counts"])
     assert blocks("README.md", "text")[0].strip() in str(statistics)
