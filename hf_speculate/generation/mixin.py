@@ -34,6 +34,7 @@ from hf_speculate.generation.arguments import (
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
+from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models
 from hf_speculate.verify.base import check_verifier
@@ -52,6 +53,12 @@ class SpeculativeGenerationMixin(GenerationMixin):
     `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
     it then draws, token by token, the text that every assistant gives with the same seed.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = SpeculativeGenerationMixin.generate
+        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between has one of its own
+            cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
