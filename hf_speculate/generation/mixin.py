@@ -49,9 +49,10 @@ _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), n
 class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
-    `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
-    it then draws, token by token, the text that every assistant gives with the same seed.
+    `generate()` takes the arguments of transformers', and the fields of `SpeculationConfig` as keywords or from a
+    `GenerationConfig`; with a source of drafts, what cannot be decoded speculatively raises an error. Without a source
+    it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that
+    every assistant gives with the same seed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
