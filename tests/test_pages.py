@@ -150,6 +150,12 @@ def test_lists_of_the_pages_are_whole() -> None:
     assert sorted({*hf_speculate.__all__, *triton_kernels.__all__} - shown) == []
 
 
+def test_the_reference_of_the_command_line_shows_text_without_markup() -> None:
+    text = runpy.run_path(str(ROOT / "docs" / "cli_reference.py"))["reference"]()
+    assert "| Largest number of new tokens. | `256; bench and tune: 128` |" in text
+    assert re.findall(r"\[/?[a-z]+\]|\\\[", text) == []
+
+
 RESULTS = ROOT / "benchmarks" / "results" / "end_to_end.json"
 
 

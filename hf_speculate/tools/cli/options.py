@@ -73,7 +73,8 @@ class Generation:
         _generation(
             "--max-new-tokens",
             "-n",
-            help="Largest number of new tokens. [dim]\\[default: 256; bench and tune: 128][/dim]",
+            help="Largest number of new tokens.",
+            show_default="256; bench and tune: 128",
         ),
     ] = None
     sample: Annotated[bool, _generation("--sample", "--do-sample", help="Sample instead of greedy decoding.")] = False
@@ -98,8 +99,7 @@ class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
         _draft_lens(
-            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. "
-            "[dim]\\[default: adaptive][/dim]"
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16.", show_default="adaptive"
         ),
     ] = None
     lookup: Lookup = None
@@ -196,7 +196,8 @@ class Measurement(Generation, Models):
         _speculation(
             "--verifiers",
             "-v",
-            help="Verifiers, separated by commas. [dim]\\[default: the usual lossless one, and typical][/dim]",
+            help="Verifiers, separated by commas.",
+            show_default="the usual lossless one, and typical",
         ),
     ] = None
     thresholds: Thresholds = "0.01,0.04,0.09,0.16,0.25,0.5"
@@ -277,7 +278,7 @@ class Serve(Drafting, Models):
         ),
     ] = None
     name: Annotated[
-        str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
+        str | None, typer.Option("--served-model-name", help="Name in requests.", show_default="TARGET")
     ] = None
 
 

@@ -80,6 +80,17 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ([*BENCH, "--device", "meta"], "of this machine, got 'meta' (Tensor.item()"),
         ([*GENERATE, "--file", "{folder}/prompts.txt"], "there must be one prompt or --file, got both"),
         ([*GENERATE, "--set", "speculation_stats=1"], "--set must be name=value with a plain field"),
+        (
+            [*GENERATE, "--set", "num_beams=4"],
+            "num_beams must be 1, got 4; beam search cannot be decoded speculatively",
+        ),
+        ([*BENCH, "--set", "eos_token_id=abc"], "eos_token_id must be a token id or a list of them, got 'abc'"),
+        ([*TUNE, "--set", "sequence_bias=[[3, 1]]"], "sequence_bias must be a list of pairs"),
+        ([*BATCH, "--set", "max_length=x"], "max_length must be an int of at least 0, got 'x'"),
+        (
+            [*GENERATE, "--set", "early_stopping=3"],
+            "--set must name values that transformers takes, got early_stopping: ",
+        ),
         ([*GENERATE, "--chat"], "the tokenizer must have a chat template"),
         ([*BATCH, "--ray-address", "1"], "--ray-address must come with --engine ray, got --engine local"),
         ([*BENCH, "-v", "greedy", "--sample"], "verifier must be a sampling one"),
