@@ -36,7 +36,7 @@ from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
 from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_models
+from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -184,7 +184,9 @@ def _find_decoding(
     source = source or NO_DRAFTS
     check_call(model, call, config, source)
     check_private_names(model)
-    check_models([model] if assistant is None else [model, assistant], source)
+    models = [model] if assistant is None else [model, assistant]
+    check_models(models, source)
+    check_weights(models, source)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)

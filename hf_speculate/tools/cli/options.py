@@ -243,7 +243,7 @@ class Tune(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Models):
-    """Check whether a draft model fits a target, with estimates of memory and speed-up.
+    """Check whether a draft model fits a target, with estimates of memory and speed-up; or a target alone.
 
     Downloads configs and tokenizers, but no weights. Exit status 0: "ok" or "warning"; 1: "does not fit" (another draft
     may fit) or "not supported" (one of the models is not, with any other); 2: a model or its config was not found.
