@@ -45,8 +45,9 @@ from hf_speculate.generation.arguments import (
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
+from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_models
+from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -59,10 +60,17 @@ _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), n
 class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
-    `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
-    it then draws, token by token, the text that every assistant gives with the same seed.
+    `generate()` takes the arguments of transformers', and the fields of `SpeculationConfig` as keywords or from a
+    `GenerationConfig`; with a source of drafts, what cannot be decoded speculatively raises an error. Without a source
+    it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that
+    every assistant gives with the same seed.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = SpeculativeGenerationMixin.generate
+        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between has one of its own
+            cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
@@ -188,7 +196,9 @@ def _find_decoding(
     source = source or NO_DRAFTS
     check_call(model, call, config, source)
     check_private_names(model)
-    check_models([model] if assistant is None else [model, assistant], source)
+    models = [model] if assistant is None else [model, assistant]
+    check_models(models, source)
+    check_weights(models, source)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)

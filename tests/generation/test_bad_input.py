@@ -110,9 +110,14 @@ def without_a_cache(model):
     model.__class__ = type("Cacheless", (type(model),), {"forward": lambda self, input_ids: None})
 
 
+def without_weights(model):
+    model.to("meta")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (without_weights, "must have weights, got LlamaForCausalLM on the meta device"),
         (without_a_cache, "must take a cache, got Cacheless"),
         (with_gradient_checkpointing, "in training mode with gradient checkpoint"),
         (with_indexed_attention, "got indexed_attention in LlamaForCausalLM"),

@@ -3,8 +3,10 @@
 import ast
 import copy
 import functools
+import inspect
 import io
 import pickle
+import pydoc
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import hf_speculate
 from hf_speculate import compat as private_names
+from hf_speculate.config import FIELD_NAMES
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -66,6 +69,18 @@ def test_a_class_of_ones_own_with_the_mixin(models):
     assert assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=3), max_new_tokens=9).num_rounds > 0
 
 
+class WithItsOwn(Mine):
+    """As a user's class that looks at the arguments of the mixin."""
+
+    def generate(self, *args, **kwargs):
+        """Has a text of its own."""
+        return super().generate(*args, **kwargs)
+
+
+class Derived(WithItsOwn):
+    """Inherits `generate`."""
+
+
 class NamesTheFirst(LlamaForCausalLM):
     """As Granite Speech and Kyutai STT: looks at an argument and hands on all."""
 
@@ -86,6 +101,21 @@ def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, kin
     for generate in (target.generate, functools.partial(hf_speculate.generate, target)):
         assert_equal_ids(plain, generate(*args, **kwargs, num_assistant_tokens=5, speculation_stats=stats))
         assert stats.num_rounds > 0
+
+
+def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(models):
+    model = hf_speculate.enable(models[0])
+    parameters, plain = (inspect.signature(each).parameters for each in (model.generate, LlamaForCausalLM.generate))
+    assert list(parameters) == [*list(plain)[1:-1], *FIELD_NAMES, "kwargs"]
+    assert parameters["posterior_threshold"].default == hf_speculate.SpeculationConfig().posterior_threshold
+    text = pydoc.render_doc(model.generate, renderer=pydoc.plaintext)
+    assert "Generates sequences of token ids for models" in text  # transformers'
+    assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
+    assert "SpeculationConfig" in dir(hf_speculate)
+    for kind, names in ((NamesTheFirst, ["ids", "args", *FIELD_NAMES, "kwargs"]), (Derived, ["args", "kwargs"])):
+        model.__class__ = kind
+        assert list(inspect.signature(hf_speculate.enable(model).generate).parameters) == names
+    assert inspect.getdoc(model.generate) == "Has a text of its own."
 
 
 def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):

@@ -62,7 +62,9 @@ def run(options: Batch) -> int:
             report = decode_job(job, make_batches, engine, ranks, show)
     except KeyboardInterrupt:
         if ranks.is_main:
-            note(f"interrupted: finished rows are in {output}; run the same command to resume", style="")
+            places = " and ".join(map(str, job.places()))
+            kept = f"finished rows are in {places}" if places else "no row was finished"
+            note(f"interrupted: {kept}; run the same command to resume", style="")
         return INTERRUPTED
     if ranks.is_main:
         note(_line(report))

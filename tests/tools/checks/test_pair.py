@@ -1,10 +1,18 @@
-"""`check_pair` says what `generate()` would, from configs and tokenizers alone."""
+"""`check_pair` and `check_target` say what `generate()` would, from configs and tokenizers alone."""
 
 import json
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, MiniMaxConfig, MixtralConfig, RwkvConfig, ViTConfig
+from transformers import (
+    GenerationConfig,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MiniMaxConfig,
+    MixtralConfig,
+    RwkvConfig,
+    ViTConfig,
+)
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
@@ -12,6 +20,7 @@ from hf_speculate.tools.bench.results import draft_cost
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
+from hf_speculate.tools.checks.target import check_target
 from hf_speculate.tools.cli.main import main
 from tests.recurrent_cases import recurrent_states
 from tests.tiny import make_config, make_model
@@ -58,6 +67,10 @@ def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_pat
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
     assert main(["check", folders[0], "--draft", folders[1]]) == 0
     assert capsys.readouterr().out == f"{report}\n"
+    assert main(["check", folders[0]]) == 0
+    shown = str(check_target(folders[0]))
+    assert capsys.readouterr().out == f"{shown}\n"
+    assert shown.startswith(f"ok: {folders[0]} as a target\n  target: 0.0") and "prompt lookup drafts" in shown
     stranger = _save(tmp_path / "other", configs[0], words=OTHERS)
     assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
@@ -83,6 +96,8 @@ def test_models_that_generate_refuses_are_refused_in_its_words():
             assert (report.level, report.ok) == ("not supported", False)
             assert words in texts_of(report, "not supported")
             assert str(report).startswith("not supported: ")
+        report = check_target(config)
+        assert not report.ok and [words in finding.text for finding in report.findings] == [True]
 
 
 def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
@@ -94,6 +109,10 @@ def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
         assert report.ok
         text = texts_of(report, "ok")
         assert f"the {role} has recurrent layers" in text and size in text
+    assert texts_of(check_target(model), "ok").startswith("the target has recurrent layers")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 2, "num_hidden_layers": 2}
+    mtp = Glm4MoeConfig(num_nextn_predict_layers=1, vocab_size=64, **SMALL, **sizes)
+    assert "pass use_mtp=True" in texts_of(check_target(mtp), "ok")
 
 
 def test_other_tables_and_other_tokens_are_said():
