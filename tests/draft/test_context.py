@@ -15,7 +15,7 @@ from hf_speculate.models.context import context_len, context_of, encoder_context
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
 from tests.draft.heads.designs import VOCAB_SIZE
 from tests.draft.heads.kinds import KINDS as HEADS
-from tests.fallbacks import PAST_CONTEXT
+from tests.fallbacks import PAST_CONTEXT, without_caches
 from tests.generation.test_compiled import compile_config
 from tests.tiny import make_model, ragged_prompts, with_context
 from tests.tiny_encoders import make_bart
@@ -76,7 +76,7 @@ def test_drafts_end_where_the_context_ends_and_say_so(kind):
     num_before = 1 if target.config.is_encoder_decoder else 5
     with pytest.warns(UserWarning, match=f"{PAST_CONTEXT} .*, {C} tokens$") as caught:
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=28, num_assistant_tokens=K)
-    assert len([one for one in caught if PAST_CONTEXT in str(one.message)]) == len(stats.fallbacks) == 1
+    assert len([one for one in caught if PAST_CONTEXT in str(one.message)]) == len(without_caches(stats.fallbacks)) == 1
     assert stats.num_accepted == stats.num_drafted == num_at_most(num_before, 28)
 
 
@@ -91,7 +91,7 @@ def test_one_long_neighbour_leaves_the_others_their_drafts(kind, longest):
     assert stats.accepted_per_row == stats.drafted_per_row
     of_long = 0 if kind in BY_COLUMNS else num_at_most(longest, 11)
     assert stats.accepted_per_row == [num_at_most(3, 11), of_long, num_at_most(4, 11)]
-    assert len(stats.fallbacks) == 1
+    assert len(without_caches(stats.fallbacks)) == 1
 
 
 @pytest.mark.parametrize("kind", ["gpt_neo", "mpt", "opt"])
@@ -163,7 +163,7 @@ def test_heads_end_where_their_training_ends(kind, tmp_path):
     hf_speculate.disable(target)
     assert 0 < min(stats.drafted_per_row) <= sum(min(K, C - length + 1) for length in (15, 16))
     assert max(stats.drafted_per_row) > 6
-    assert [PAST_CONTEXT in reason for reason in stats.fallbacks] == [True]
+    assert [PAST_CONTEXT in reason for reason in without_caches(stats.fallbacks)] == [True]
 
 
 @pytest.mark.fallback("the encoder of the drafter (model BartForConditionalGeneration) reads 16 tokens", "lock step")

@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.fallback("lock step", "cache: dynamic")
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
 def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
     caplog.set_level(logging.INFO, "hf_speculate")
