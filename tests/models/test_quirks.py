@@ -126,7 +126,7 @@ def test_padding_after_a_row_ends_before_the_last_column_of_a_table(kind):
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), FLOAT32_TOLERANCE)
+    assert_same_contents(*(cache_contents(one[compat.CACHE_NAME]) for one in (plain, ours)), FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])

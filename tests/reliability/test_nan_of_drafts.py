@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
 from tests.draft.test_custom import Watcher
@@ -42,7 +43,7 @@ def call_of(kind: str, batch_size: int) -> tuple[PreTrainedModel, PreTrainedMode
 
 def assert_equal_outputs(plain: Any, ours: Any, kind: str) -> None:
     assert_equal_ids(plain.sequences, ours.sequences)
-    caches = plain.past_key_values, ours.past_key_values
+    caches = plain[CACHE_NAME], ours[CACHE_NAME]
     if kind in RECURRENT_KINDS:
         assert_equal_caches(*caches, FLOAT32_TOLERANCE)
     else:
