@@ -218,9 +218,6 @@ MUTANTS = mutants_of(
                 "self.schedule.is_probe and self.group is None", "False", "generation/test_schedules.py"
             ),
             "the target's table has no end": Fault("most = min(most, target_room)", "pass", COLUMNS),
-            "the table of another rank has no end": Fault(
-                "target_room = self.ranks.min(target_room)", "pass", "generation/test_ranks.py"
-            ),
         },
         ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
