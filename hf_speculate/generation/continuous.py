@@ -174,7 +174,8 @@ class ContinuousDecoder:
         stats.add_seconds(decoder.clock.lap())
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
-            stats.fallbacks = list(read.fallbacks)
+        for reason in read.fallbacks:
+            stats.add_fallback(reason)
         return finished
 
     def _isolate(self, error: Exception) -> list[RowResult]:

@@ -91,6 +91,7 @@ class AdaptiveSchedule(Schedule):
         )
         self._rarer = _RARER if never_paid else 1
         self._has_paid = False  # for some rounds in a row
+        self._is_remembered = True  # whether the history has all that was learnt
         self._num_rounds = 0
         self._num_drafted_rounds = 0  # in a row
         self._num_plain_rounds = 0  # in a row
@@ -117,10 +118,9 @@ class AdaptiveSchedule(Schedule):
         """Learn from a round and choose the next K."""
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
-        if not left_of and self._history is not None:
-            # A call that ended before its draft was probed again cannot tell: the previous flag stays.
-            never_paid = not self._has_paid and (self._rarer > 1 or self._wait > _FIRST_WAIT)
-            self._history.remember(ScheduleEstimates(self._acceptance, self._costs, never_paid))
+        self._is_remembered = False
+        if not left_of:
+            self.end()
         if self._never_drafts or not left_of:
             return
         self._num_rounds += 1
@@ -139,6 +139,15 @@ class AdaptiveSchedule(Schedule):
         self._waiting = (0, 0)
         work = RemainingWork(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
         self.num_draft_tokens = self._next(work, outcome.num_rows)
+
+    def end(self) -> None:
+        """Keep the estimates for the next call."""
+        if self._history is None or self._is_remembered:
+            return
+        self._is_remembered = True
+        # A call that ended before its draft was probed again cannot tell: the previous flag stays.
+        never_paid = not self._has_paid and (self._rarer > 1 or self._wait > _FIRST_WAIT)
+        self._history.remember(ScheduleEstimates(self._acceptance, self._costs, never_paid))
 
     def _first(self, num_rows: int) -> int:
         work = RemainingWork(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)

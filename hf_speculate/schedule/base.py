@@ -45,3 +45,7 @@ class Schedule(Protocol):
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""
         return
+
+    def end(self) -> None:
+        """Called after the last round, of which the schedule is not told if the drafter had ended before."""
+        return

@@ -88,6 +88,7 @@ def reads_host(module: Any, args: Any) -> None:
     next(module.parameters()).sum().item()
 
 
+@pytest.mark.fallback("eager forwards")
 def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
     target, draft = new_pair("llama", 0.1)
     inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
@@ -107,6 +108,7 @@ def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_
         assert "LlamaForCausalLM, which cannot be captured: the host was read" in fallback
 
 
+@pytest.mark.fallback("no graphs")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -137,6 +139,7 @@ def test_what_reads_the_host_is_found_before_a_capture(what: str, monkeypatch: p
             CudaGraphs(ids.device).capture(lambda: READS[what](ids))
 
 
+@pytest.mark.fallback("no graphs")
 def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
     assert "of full length may take" in stats.fallbacks[0]
 
 
+@pytest.mark.fallback("no graphs")
 def test_on_a_cpu_rounds_are_eager() -> None:
     target, draft = pair("llama")
     for graphs, num_reasons in (("auto", 0), ("on", 2)):

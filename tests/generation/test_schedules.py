@@ -14,6 +14,7 @@ NUM_NEW = 40
 PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     kind=["llama", "mistral_window", "gpt2", "qwen2"],
     batch_size=[1, 3, 4, 4, 3],
@@ -52,7 +53,8 @@ def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, kind, ow
 
 def test_the_schedule_is_told_what_a_round_was(scripted):
     target, draft = pair("llama")
-    target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, assistant_model=draft)
+    own = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
+    target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **own)
     outcomes = scripted[0].outcomes
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
@@ -97,6 +99,7 @@ def decoded(kind, lens, inputs, **options):
     return output[:, inputs["input_ids"].shape[1] :], stats
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     ("kind", "own", "options"),
     [
