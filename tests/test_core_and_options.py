@@ -32,7 +32,6 @@ OPTIONS = {
     ),
     "refill": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
-    "ranks": ("engine/distributed.py",),
     "draft_state": ("draft/state.py", "engine/draft_cache_reuse.py"),
     "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
     "cuda": ("processors/fused_warpers.py", "models/attention_backends.py"),
@@ -61,17 +60,14 @@ IMPORTS = {
     "draft/token_choice.py": "processors/row_groups.py",
     "engine/builder.py": (
         "engine/compile_plan.py "
-        "engine/distributed.py "
         "engine/draft_cache_reuse.py "
         "engine/hidden_states.py "
         "models/layer_capture.py "
         "processors/row_groups.py "
         "verify/spans.py"
     ),
-    "engine/call.py": "engine/compile_plan.py engine/distributed.py",
-    "engine/draft_guard.py": "engine/distributed.py",
-    "engine/draft_length.py": "engine/distributed.py",
-    "engine/draft_session.py": "engine/distributed.py engine/draft_cache_reuse.py engine/hidden_states.py",
+    "engine/call.py": "engine/compile_plan.py",
+    "engine/draft_session.py": "engine/draft_cache_reuse.py engine/hidden_states.py",
     "engine/drafter_factory.py": (
         "draft/from_candidate_generator.py "
         "draft/hybrid.py "
@@ -81,18 +77,12 @@ IMPORTS = {
         "processors/row_groups.py"
     ),
     "engine/model_state.py": "cache/buffer_pool.py models/compilation.py",
-    "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py engine/distributed.py",
-    "engine/second_scoring.py": "engine/distributed.py",
+    "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
     "engine/stop_tracker.py": "processors/row_groups.py",
-    "engine/target_session.py": "engine/distributed.py",
-    "engine/verification.py": "engine/distributed.py processors/row_groups.py verify/spans.py",
+    "engine/verification.py": "processors/row_groups.py verify/spans.py",
     "generation/config_sources.py": "draft/state.py draft/suffix_store.py",
     "generation/decoding_method.py": (
-        "cache/static.py "
-        "draft/from_candidate_generator.py "
-        "engine/compile_plan.py "
-        "engine/distributed.py "
-        "generation/self_test.py"
+        "cache/static.py draft/from_candidate_generator.py engine/compile_plan.py generation/self_test.py"
     ),
     "generation/draft_source.py": "draft/heads/head.py",
     "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
@@ -108,7 +98,7 @@ IMPORTS = {
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 80, "lines run": 11_804, "modules loaded": 132, "lines loaded": 17_764}
+MOST = {"files run": 80, "lines run": 11_715, "modules loaded": 132, "lines loaded": 17_675}
 
 
 def option_of(path: str) -> str | None:

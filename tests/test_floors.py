@@ -12,8 +12,9 @@ MAX_LINES = 320
 
 # Package or file -> layer. Imports go to a lower layer, or stay inside one package.
 FLOORS = {
-    "hf_speculate": 12,
-    "hf_speculate.tools": 11,
+    "hf_speculate": 13,
+    "hf_speculate.tools": 12,
+    "hf_speculate.options": 11,
     "hf_speculate.generation": 10,
     "hf_speculate.engine": 9,
     "hf_speculate.verify": 8,

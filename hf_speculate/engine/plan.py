@@ -14,9 +14,9 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
-from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
+from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
