@@ -28,6 +28,7 @@ class ResolvedAssistant(NamedTuple):
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     is_vocabulary_assumed: bool = False  # that they are the same, because the tokenizers were not compared
     eager_reason: str = ""  # why it is never compiled; empty if it may be
+    early_exit: int | None = None  # layers of the target that it is made of; None if it is another model
 
 
 class AcceptanceTallies:
@@ -59,7 +60,8 @@ def resolve_assistant(
         if early_exit is None:
             return ResolvedAssistant(None)
         short = early_exit_model(target, early_exit)
-        return ResolvedAssistant(short, eager_reason="a model's first layers are a new draft in every call")
+        reason = "a model's first layers are a new draft in every call"
+        return ResolvedAssistant(short, eager_reason=reason, early_exit=early_exit)
     vocabulary = map_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
     if vocabulary is not None:
         return ResolvedAssistant(assistant, vocabulary, eager_reason="its ids are mapped to the target's")

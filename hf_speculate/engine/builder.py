@@ -17,13 +17,15 @@ from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.draft_prior import draft_prior
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.hidden_states import HiddenStates
+from hf_speculate.engine.history_key import history_key
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
-from hf_speculate.engine.plan import Plan, cost_ratio, make_plan
+from hf_speculate.engine.plan import Plan, make_plan
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
@@ -33,7 +35,14 @@ from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
-from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
+from hf_speculate.schedule import (
+    AdaptiveSchedule,
+    ConstantSchedule,
+    DraftPrior,
+    HeuristicSchedule,
+    Schedule,
+    ScheduleHistory,
+)
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import make_verifier
@@ -87,6 +96,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         call.max_new_tokens,
         plan.is_lock_step,
         counts_drafted=drafter.drafts_fewer,
+        reads_ahead=call.rows_leave,
         ranks=call.ranks,
         group=call.group if reads_clock else None,
     )
@@ -123,12 +133,12 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
 
 
 def build_schedule(
-    config: SpeculationConfig, draft_cost: float, history: ScheduleHistory | None, batch_size: int
+    config: SpeculationConfig, prior: DraftPrior, history: ScheduleHistory, batch_size: int, keeps_rows: bool
 ) -> Schedule:
-    """The schedule that the settings name; a draft step costs `draft_cost` plain steps of the target."""
+    """The schedule that the settings name; the adaptive one starts from the prior, or from earlier calls."""
     match config.schedule:
         case "adaptive":
-            return AdaptiveSchedule(config.max_draft_tokens, draft_cost, history, batch_size)
+            return AdaptiveSchedule(config.max_draft_tokens, prior, history, batch_size, keeps_rows)
         case "heuristic" | "heuristic_transient":
             return HeuristicSchedule(config.first_tokens)
         case _:
@@ -193,22 +203,21 @@ def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenState
 
 def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     call, most = plan.call, drafter.max_draft_tokens
-    config, target, draft = call.config, call.target, call.draft
+    config, target = call.config, call.target
     if most == 0:
         return ConstantSchedule(0)
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
-    history = None
-    is_known = config.drafter is None or getattr(config.drafter, "description", None) is not None
-    if is_known and call.generator is None:  # of other drafters nothing is known
-        kind = (
-            *(target.device, target.dtype, torch.get_num_threads()),
-            *(config.verifier, plan.target.cache.kind, *plan.compile.settings, plan.compile.graphed),
-            *(config.prompt_lookup_num_tokens is not None, plan.is_lock_step, config.max_draft_tokens),
-            call.max_length.bit_length(),  # within a factor of two a forward's time changes little
-        )
-        history = ScheduleHistory(model_state(target).history, draft or config.drafter, kind)
-    return build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
+    key = history_key(call)
+    kind = (
+        *(key.name, target.device, target.dtype, torch.get_num_threads()),
+        *(config.verifier, plan.target.cache.kind, *plan.compile.settings, plan.compile.graphed),
+        *(plan.is_lock_step, config.max_draft_tokens),
+        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
+    )
+    history = ScheduleHistory(model_state(target).history, key.draft, kind)
+    rows_stay = plan.keeps_rows or plan.pad_token_id is None  # without padding, rows go on until the last one stops
+    return build_schedule(config, draft_prior(target, call.draft, config), history, call.batch_size, rows_stay)
 
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:

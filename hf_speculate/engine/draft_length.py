@@ -21,13 +21,14 @@ class DraftLength(Observer):
     max_new_tokens: int
     is_lock_step: bool = False
     counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
+    reads_ahead: bool = False  # whether the drafter reads prompts before the first round in any case
     ranks: SyncedRanks | None = None  # the largest K of all ranks counts; finished ranks go on until all are
     group: TensorParallelGroup | None = None  # rank 0's schedule counts; None if every rank's asks for the same K
 
-    def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
-        """Prepare for the first round, from the seconds and columns of the target's prompt."""
-        num_unread = min(num_unread, num_read)
-        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self.max_new_tokens - 1)
+    def begin(self, prefill_s: float, num_read: int, num_unread: int) -> None:
+        """Prepare for the first round, from the seconds and columns of the target's prefill."""
+        num_unread = 0 if self.reads_ahead else num_unread
+        self.schedule.begin(prefill_s, num_read, num_unread, self.max_new_tokens - 1)
 
     def next(self, batch: Batch) -> int | None:
         """What the schedule asks for, within the rows' limits and the room that they have left; None at the end."""
@@ -59,9 +60,10 @@ class DraftLength(Observer):
         row_ids = [record.row_ids[row] for row in live]
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
+        num_emitted = [record.trimmed.num_emitted[row] for row in live]
         num_left = [0 if record.trimmed.is_stopped[row] else record.num_left[row] for row in live]
         if self.is_lock_step:
-            row_ids, num_left = row_ids[:1], [max(num_left)]
+            row_ids, num_left, num_emitted = row_ids[:1], [max(num_left)], [min(num_emitted)]
             num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
         num_asked = record.draft.token_ids.shape[1] if self.counts_drafted else record.num_draft_tokens
         self.schedule.update(
@@ -76,5 +78,6 @@ class DraftLength(Observer):
                 seconds.draft,
                 seconds.score,
                 seconds.verify + seconds.bookkeeping,
+                num_emitted,
             )
         )

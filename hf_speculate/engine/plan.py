@@ -11,7 +11,7 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
-from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
 from hf_speculate.types import SampleStrategy
@@ -120,11 +120,6 @@ def attention_of(model: PreTrainedModel) -> str:
     return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
-def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The draft's parameter bytes in one process over the target's."""
-    return _num_bytes(draft) / max(_num_bytes(target), 1)
-
-
 def _lock_step_reason(call: Call, goes_on: bool) -> str:
     """Why all rows must advance together; empty if they need not."""
     foreign = [*call.processors.foreign_names, *call.criteria.foreign_names]
@@ -218,10 +213,3 @@ def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelP
     ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
     ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
     return ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed)
-
-
-def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters that a decoding step reads in one process, once each; an encoder's are not counted."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    num = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
-    return num // tensor_parallel_size(model)

@@ -164,6 +164,7 @@ class SpeculativeDecoding:
             recorded=recorded_of(generation_config),
             streamer=self.passed.get("streamer"),
             static=static,
+            early_exit=self.assistant.early_exit,
             target_inputs=extra,
             draft_inputs=draft_inputs(draft, model, encoded, model_kwargs, len(input_ids), vocabulary),
             vocabulary=vocabulary,

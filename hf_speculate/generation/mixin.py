@@ -134,11 +134,11 @@ def _generate(
     if decoding is None:
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     output = _run(model, bound, decoding)
-    (draft, _, is_vocabulary_assumed, _), head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
+    assistant, head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
     reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
-    is_tallied = is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
-    if draft is not None and is_tallied and model_state(model).tallies.add(draft, stats):
-        warn_of_low_acceptance(model, draft)
+    is_tallied = assistant.is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
+    if assistant.model is not None and is_tallied and model_state(model).tallies.add(assistant.model, stats):
+        warn_of_low_acceptance(model, assistant.model)
     if isinstance(head, DraftHead) and decoding.source in (ASSISTED, MTP):
         warn_of_low_first_acceptance(head.spec, stats)
     if LOGGER.isEnabledFor(logging.INFO):

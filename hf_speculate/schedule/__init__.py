@@ -5,10 +5,12 @@ from hf_speculate.schedule.base import RoundOutcome, Schedule
 from hf_speculate.schedule.constant import ConstantSchedule
 from hf_speculate.schedule.heuristic import HeuristicSchedule
 from hf_speculate.schedule.history import HistoryStore, ScheduleHistory
+from hf_speculate.schedule.prior import DraftPrior
 
 __all__ = [
     "AdaptiveSchedule",
     "ConstantSchedule",
+    "DraftPrior",
     "HeuristicSchedule",
     "HistoryStore",
     "RoundOutcome",

@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.engine.distributed import tensor_parallel_group
-from hf_speculate.engine.plan import cost_ratio
+from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair

@@ -1,0 +1,164 @@
+"""The budget of a call: drafted rounds may lose a fiftieth of its seconds against plain decoding.
+
+- p(n) is the mean of the measured seconds of a plain step of n rows; a single step counts as less, see `CostModel`.
+- L is what drafting has lost so far: the seconds of drafted rounds, minus p(n) for each plain step that all rounds
+  replaced (n is the number of rows that plain decoding has in that step), plus p of each plain round. Rows that are
+  ahead of the one that is furthest behind have replaced no step yet, but plain decoding would have them in its steps
+  for longer: L is lower by b for each token that they are ahead, where b is the least that a step saves per row.
+- E is the seconds of the call so far, the target's prefill included.
+- w(K) is what a round of K drafts loses if all of them are rejected: its estimated seconds, those in which the drafter
+  reads what it has not seen included, minus p.
+- C is a credit. In the first call of its kind it is the first drafted round, whatever that costs, and one more of that
+  length if it drafted several tokens. In a later call it is what earlier calls have left of theirs, the sum of
+  0.02 E - L, at most four rounds if the last call gained and one round if not. It is negative if they overdrew.
+
+A round of K drafts begins only if
+
+    L + w(K) <= 0.02 E + C
+
+**The bound.** Let S be the seconds of the call, P those of plain decoding, and o the largest overshoot of a round over
+its estimate. The last drafted round began with L + w <= 0.02 E + C. Every live row emits at least one token in a round,
+so the round replaced at least one plain step of the live rows, and after it L <= 0.02 E + C + o. Plain rounds do not
+raise L: each costs p of the live rows and replaces a step of at least these. At the end all steps were replaced, so
+S - P = L; and E <= S. Therefore, whatever was drafted,
+
+    S <= (P + C + o) / 0.98
+
+Each C but the first is paid from what the calls before it left. Over many calls of a kind the sum of S is therefore at
+most (the sum of P + C of the first call + o) / 0.98.
+
+Why rows ahead count: if all rows go on plainly, a row that is d tokens ahead is in d steps fewer than plain decoding
+has it in. With k_j rows in step j from here, and n_j in plain decoding's, k_j <= n_j, the differences sum up to the
+tokens ahead, and p(n_j) - p(k_j) >= b (n_j - k_j).
+
+**What lies outside.** Seconds count as the schedule measures them: in units of its own p, whose error it cannot know.
+The preparation of a call, the difference between a plain round of this library and a step of transformers' own loop,
+and plain rounds of rows of different lengths (a few percent slower than p) are not in it. A round counts as three times
+its estimate at most, because what takes longer is a pause of the process, or compilation.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hf_speculate.schedule.base import RoundOutcome
+from hf_speculate.schedule.costs import CostModel
+from hf_speculate.schedule.progress import Progress
+
+SHARE = 0.02  # of the seconds of a call that drafted rounds may lose
+_MOST = 3.0  # times its estimate that a round counts as at most; a pause of the process may take a hundred times
+_MOST_FIRST = 1.5  # times what is usual that the first round of a size counts as at most
+
+
+class _FirstRound(NamedTuple):
+    """The first round of a size, which may load kernels or compile."""
+
+    seconds: float
+    expected_s: float
+    num_rows: int
+    num_steps: float  # plain steps that its drafts were expected to take
+    read_s: float  # seconds in which the drafter was expected to read
+
+
+class Budget:
+    """The seconds of a call, those of its drafted rounds, and the plain steps that its rounds replaced.
+
+    Args:
+        costs: measures p(n).
+        keeps_rows: whether finished rows stay in the batch.
+    """
+
+    def __init__(self, costs: CostModel, keeps_rows: bool = False):
+        self.credit_s = 0.0  # C without the free round
+        self.has_free_round = False  # whether the next drafted round may cost what it likes
+        self.elapsed_s = 0.0  # E
+        self.num_drafted = 0  # drafted rounds
+        self._costs, self._keeps_rows = costs, keeps_rows
+        self._progress = Progress()
+        self._drafted_s = 0.0  # as counted
+        self._overshoot_s = 0.0  # the largest of a round that was not the first of its size
+        self._paused_s = 0.0  # of drafted rounds, that do not count
+        self._replaced: dict[int, int] = {}  # plain steps that were replaced, less plain rounds, by rows
+        self._free: tuple[float, int] | None = None  # seconds and rows of the free round
+        self._firsts: list[_FirstRound] = []
+
+    def add_plain(self, outcome: RoundOutcome, counted_s: float) -> None:
+        """Add a round without drafts; E grows by `counted_s`, and what a drafter that found nothing took is lost."""
+        self.elapsed_s += counted_s + outcome.draft_s
+        self._drafted_s += outcome.draft_s
+        self._replace(self._progress.advance(outcome))
+        self._replaced[outcome.num_rows] = self._replaced.get(outcome.num_rows, 0) - 1
+
+    def add_drafted(self, outcome: RoundOutcome, expected_s: float) -> None:
+        """Add a drafted round that was expected to take `expected_s`."""
+        seconds = min(outcome.seconds, _MOST * expected_s)
+        self.elapsed_s += seconds
+        self._overshoot_s = max(self._overshoot_s, seconds - expected_s)
+        self.num_drafted += 1
+        self._drafted_s += seconds
+        self._paused_s += outcome.seconds - seconds
+        self._replace(self._progress.advance(outcome))
+
+    def add_first(self, outcome: RoundOutcome, expected_s: float, num_steps: float, read_s: float) -> None:
+        """Add a drafted round of a size that was never measured.
+
+        Args:
+            outcome: of the round.
+            expected_s: what it was expected to take.
+            num_steps: plain steps that its drafts were expected to take.
+            read_s: seconds in which the drafter was expected to read what it had not seen.
+        """
+        steps = self._progress.advance(outcome)
+        if self.has_free_round:
+            self.has_free_round, self._free = False, (outcome.seconds, steps[0])
+            self._drafted_s += outcome.seconds
+        else:
+            self._firsts.append(_FirstRound(outcome.seconds, expected_s, outcome.num_rows, num_steps, read_s))
+        self.num_drafted += 1
+        self._replace(steps)
+
+    @property
+    def loss_s(self) -> float:
+        """L; negative if drafting has gained."""
+        spent_s = self._drafted_s + sum(map(self._counted_s, self._firsts))
+        lost_s = spent_s - sum(num * self._p(rows) for rows, num in self._replaced.items() if num)
+        if not self._keeps_rows and self._replaced:
+            lost_s -= self._progress.num_ahead * self._costs.plain.least_row_s(max(self._replaced))
+        return lost_s
+
+    def shortfall_s(self, extra_s: float) -> float:
+        """Seconds that the call must grow by before a round may begin that loses `extra_s`; 0 if it may now."""
+        if self.has_free_round:
+            return 0.0
+        return max((self.loss_s + extra_s - self.granted_s) / SHARE - self.elapsed_s, 0.0)
+
+    @property
+    def granted_s(self) -> float:
+        """C, the free round once it was drafted included."""
+        return self.credit_s + (0.0 if self._free is None else self._free[0] - self._p(self._free[1]))
+
+    @property
+    def overshoot_s(self) -> float:
+        """o, the largest overshoot of a round over its estimate."""
+        return max([self._overshoot_s, *(self._counted_s(first) - first.expected_s for first in self._firsts)])
+
+    @property
+    def uncounted_s(self) -> float:
+        """Seconds of pauses in drafted rounds, and of first rounds of a size, that do not count."""
+        return self._paused_s + sum(first.seconds - self._counted_s(first) for first in self._firsts)
+
+    @property
+    def left_s(self) -> float:
+        """What the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
+        return SHARE * self.elapsed_s - self.loss_s
+
+    def _replace(self, steps: Sequence[int]) -> None:
+        """Count plain steps, by their number of rows, as replaced."""
+        for num_rows in steps:
+            self._replaced[num_rows] = self._replaced.get(num_rows, 0) + 1
+
+    def _counted_s(self, first: "_FirstRound") -> float:
+        usual_s = self._p(first.num_rows) * (1 + first.num_steps) + first.read_s
+        return min(first.seconds, _MOST_FIRST * usual_s)
+
+    def _p(self, num_rows: int) -> float:
+        return self._costs.counted_plain_s(num_rows)

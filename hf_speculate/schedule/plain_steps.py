@@ -1,0 +1,91 @@
+"""Plain steps: the seconds of a round without drafts, by its number of rows."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median_low
+
+_NUM_SAMPLES = 16  # newest steps of one number of rows that are kept
+_NUM_FRESH = 2  # of them that are kept if the next step comes long after
+_LEAST_SAMPLES = 2  # steps that a mean is made of
+_ALONE = 0.7  # share of its seconds that a single step counts as where too long a step would be dear
+_PAUSE = 1.3  # times the median above which a step is left out: the process paused, or it was the first of its size
+_ALIKE = 2.0  # factor in the number of rows within which the steps of one number serve for another
+_STALE = 200  # drafted rounds, including those of earlier calls, after which a step is measured again
+
+
+class PlainSteps:
+    """The mean seconds of measured plain steps, on a line between two numbers of rows."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, tuple[float, ...]] = {}
+        self._newest: dict[int, int] = {}  # drafted rounds before the newest step
+        self._means: dict[int, float] = {}
+        self._counted: dict[int, float] = {}  # the same, but less for a number of rows with a single step
+        self._known: dict[tuple[int, int], bool] = {}  # results of `is_known` since the last step
+
+    def add(self, num_rows: int, seconds: float, num_drafted: int) -> None:
+        """Add a step, which `num_drafted` drafted rounds came before."""
+        samples = self._samples.get(num_rows, ())
+        kept = _NUM_SAMPLES - 1 if num_drafted - self._newest.get(num_rows, 0) <= _STALE else _NUM_FRESH
+        self._samples[num_rows] = samples = (*samples[-kept:], seconds)
+        self._newest[num_rows] = num_drafted
+        self._known.clear()
+        longest = _PAUSE * median_low(samples)
+        usual = [sample for sample in samples if sample <= longest]
+        self._means[num_rows] = mean = sum(usual) / len(usual)
+        self._counted[num_rows] = mean if len(samples) >= _LEAST_SAMPLES else _ALONE * mean
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._means)
+
+    def seconds(self, num_rows: int) -> float | None:
+        """The mean; None before the first step."""
+        return _between(self._means, num_rows) if self._means else None
+
+    def counted_s(self, num_rows: int) -> float | None:
+        """p(n): the mean, but 0.7 of it after a single step; None before the first step."""
+        return _between(self._counted, num_rows) if self._counted else None
+
+    def least_row_s(self, num_rows: int) -> float:
+        """The least by which p of at most `num_rows` rows falls for each row less; 0 if not known."""
+        counted = sorted(self._counted.items())
+        if not counted or counted[0][0] > 1 or counted[-1][0] < num_rows:
+            return 0.0
+        slopes = [(after_s - before_s) / (after - before) for (before, before_s), (after, after_s) in pairwise(counted)]
+        return max(min([counted[0][1], *slopes]), 0.0)
+
+    def is_known(self, num_rows: int, num_samples: int = _LEAST_SAMPLES) -> bool:
+        """Whether so many steps of about `num_rows` rows, or of both more and fewer, were measured."""
+        key = num_rows, num_samples
+        if key not in self._known:
+            measured = [rows for rows, samples in self._samples.items() if len(samples) >= num_samples]
+            is_near = any(max(rows, num_rows) <= _ALIKE * min(rows, num_rows) for rows in measured)
+            is_between = bool(measured) and min(measured) < num_rows < max(measured)
+            self._known[key] = num_rows in measured or is_between or (is_near and num_rows > 1)
+        return self._known[key]
+
+    def is_stale(self, num_rows: int, num_drafted: int) -> bool:
+        """Whether the nearest number of rows was last measured long ago, now that `num_drafted` rounds have drafted."""
+        nearest = min(self._newest, key=lambda rows: abs(rows - num_rows), default=None)
+        return nearest is not None and num_drafted - self._newest[nearest] > _STALE
+
+    def copy(self) -> "PlainSteps":
+        twin = PlainSteps()
+        twin._samples, twin._newest = dict(self._samples), dict(self._newest)
+        twin._means, twin._counted = dict(self._means), dict(self._counted)
+        return twin
+
+
+def _between(by_rows: Mapping[int, float], num_rows: int) -> float:
+    """Of the two nearest numbers of rows, on a line; of the nearest one outside."""
+    if num_rows in by_rows:
+        return by_rows[num_rows]
+    measured = sorted(by_rows)
+    right = bisect_left(measured, num_rows)
+    if right in (0, len(measured)):
+        return by_rows[measured[min(right, len(measured) - 1)]]
+    below, above = measured[right - 1], measured[right]
+    share = (num_rows - below) / (above - below)
+    return (1 - share) * by_rows[below] + share * by_rows[above]
