@@ -129,6 +129,9 @@ class ScriptedSchedule(Schedule):
         self.num_draft_tokens = next(self._lens)
         self.outcomes = []
 
+    def begin(self, prefill_s, num_read, num_unread, num_left):
+        self.prompt = prefill_s, num_read, num_unread, num_left
+
     def update(self, outcome):
         self.outcomes.append(outcome)
         self.num_draft_tokens = next(self._lens)
