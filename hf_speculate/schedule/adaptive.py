@@ -67,10 +67,13 @@ class AdaptiveSchedule(Schedule):
         call.num_unread, call.num_prompt = num_unread, min(num_unread, num_read)
         if self._prior.never_pays or num_left < 1:
             return
+        is_long = num_unread > _LONG_PROMPT * num_left
+        # until it was measured, the draft's prefill is not known well: the target's may have been the first of all
+        call.counts_prompt = is_long or call.costs.has_reads
         options = Options(call, self._num_rows, dict.fromkeys(range(self._num_rows), num_left))
         if record.is_new:
             call.budget.has_free_round = True
-            if num_unread <= _LONG_PROMPT * num_left and options.best:
+            if options.best and not is_long:
                 self._choose(Choice(Drafting(num_rounds=1), options.affordable(options.best)))
         elif record.rests:
             self._state = Resting()

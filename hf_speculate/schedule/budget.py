@@ -1,16 +1,16 @@
 """The budget of a call: drafted rounds may lose a fiftieth of its seconds against plain decoding.
 
-- p(n) is the mean of the measured seconds of a plain step of n rows; a single step counts as less, see `CostModel`.
+- p(n) is the mean of the measured seconds of a plain step of n rows; a single step counts as less (`CostModel`).
 - L is what drafting has lost so far: the seconds of drafted rounds, minus p(n) for each plain step that all rounds
-  replaced (n is the number of rows that plain decoding has in that step), plus p of each plain round. Rows that are
-  ahead of the one that is furthest behind have replaced no step yet, but plain decoding would have them in its steps
-  for longer: L is lower by b for each token that they are ahead, where b is the least that a step saves per row.
+  replaced (n is the number of rows that plain decoding has in that step, see `Progress`), plus p of each plain round.
+  Rows that are ahead of the one furthest behind have replaced no step yet, but plain decoding would have them in its
+  steps for longer: L is lower by b for each token that they are ahead, where b is the least that p falls per row.
 - E is the seconds of the call so far, the target's prefill included.
 - w(K) is what a round of K drafts loses if all of them are rejected: its estimated seconds, those in which the drafter
   reads what it has not seen included, minus p.
-- C is a credit. In the first call of its kind it is the first drafted round, whatever that costs, and one more of that
-  length if it drafted several tokens. In a later call it is what earlier calls have left of theirs, the sum of
-  0.02 E - L, at most four rounds if the last call gained and one round if not. It is negative if they overdrew.
+- C is a credit. In the first call of its kind it is what the first drafted round takes more than p, and as much again
+  for one more round if that one drafted several tokens. In a later call it is what earlier calls have left of theirs,
+  the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one.
 
 A round of K drafts begins only if
 
@@ -24,8 +24,8 @@ S - P = L; and E <= S. Therefore, whatever was drafted,
 
     S <= (P + C + o) / 0.98
 
-Each C but the first is paid from what the calls before it left. Over many calls of a kind the sum of S is therefore at
-most (the sum of P + C of the first call + o) / 0.98.
+Each C but the first was left by earlier calls, of which one leaves nothing if it overdrew, and that by no more than its
+o. Over many calls of a kind the sum of S is therefore at most (sum of P + sum of o + C of the first call) / 0.98.
 
 Why rows ahead count: if all rows go on plainly, a row that is d tokens ahead is in d steps fewer than plain decoding
 has it in. With k_j rows in step j from here, and n_j in plain decoding's, k_j <= n_j, the differences sum up to the
@@ -33,8 +33,9 @@ tokens ahead, and p(n_j) - p(k_j) >= b (n_j - k_j).
 
 **What lies outside.** Seconds count as the schedule measures them: in units of its own p, whose error it cannot know.
 The preparation of a call, the difference between a plain round of this library and a step of transformers' own loop,
-and plain rounds of rows of different lengths (a few percent slower than p) are not in it. A round counts as three times
-its estimate at most, because what takes longer is a pause of the process, or compilation.
+and plain rounds of rows of different lengths (a few percent slower than p) are not in it. Nor are pauses of the process
+and forwards that run for the first time, which may load kernels or compile: a round counts as three times its estimate
+at most, and one of a size that was never measured as one and a half times a plain step with its drafts.
 """
 
 from collections.abc import Sequence
@@ -78,8 +79,8 @@ class Budget:
         self._overshoot_s = 0.0  # the largest of a round that was not the first of its size
         self._paused_s = 0.0  # of drafted rounds, that do not count
         self._replaced: dict[int, int] = {}  # plain steps that were replaced, less plain rounds, by rows
-        self._free: tuple[float, int] | None = None  # seconds and rows of the free round
-        self._firsts: list[_FirstRound] = []
+        self._firsts: list[_FirstRound] = []  # without the free round
+        self._free: _FirstRound | None = None
 
     def add_plain(self, outcome: RoundOutcome, counted_s: float) -> None:
         """Add a round without drafts; E grows by `counted_s`, and what a drafter that found nothing took is lost."""
@@ -107,19 +108,18 @@ class Budget:
             num_steps: plain steps that its drafts were expected to take.
             read_s: seconds in which the drafter was expected to read what it had not seen.
         """
-        steps = self._progress.advance(outcome)
+        first = _FirstRound(outcome.seconds, expected_s, outcome.num_rows, num_steps, read_s)
         if self.has_free_round:
-            self.has_free_round, self._free = False, (outcome.seconds, steps[0])
-            self._drafted_s += outcome.seconds
+            self.has_free_round, self._free = False, first
         else:
-            self._firsts.append(_FirstRound(outcome.seconds, expected_s, outcome.num_rows, num_steps, read_s))
+            self._firsts.append(first)
         self.num_drafted += 1
-        self._replace(steps)
+        self._replace(self._progress.advance(outcome))
 
     @property
     def loss_s(self) -> float:
         """L; negative if drafting has gained."""
-        spent_s = self._drafted_s + sum(map(self._counted_s, self._firsts))
+        spent_s = self._drafted_s + sum(map(self._counted_s, [*self._firsts, self._free]))
         lost_s = spent_s - sum(num * self._p(rows) for rows, num in self._replaced.items() if num)
         if not self._keeps_rows and self._replaced:
             lost_s -= self._progress.num_ahead * self._costs.plain.least_row_s(max(self._replaced))
@@ -134,7 +134,7 @@ class Budget:
     @property
     def granted_s(self) -> float:
         """C, the free round once it was drafted included."""
-        return self.credit_s + (0.0 if self._free is None else self._free[0] - self._p(self._free[1]))
+        return self.credit_s + (self._counted_s(self._free) - self._p(self._free.num_rows) if self._free else 0.0)
 
     @property
     def overshoot_s(self) -> float:
@@ -144,7 +144,8 @@ class Budget:
     @property
     def uncounted_s(self) -> float:
         """Seconds of pauses in drafted rounds, and of first rounds of a size, that do not count."""
-        return self._paused_s + sum(first.seconds - self._counted_s(first) for first in self._firsts)
+        firsts = [first for first in (*self._firsts, self._free) if first]
+        return self._paused_s + sum(first.seconds - self._counted_s(first) for first in firsts)
 
     @property
     def left_s(self) -> float:
@@ -156,7 +157,9 @@ class Budget:
         for num_rows in steps:
             self._replaced[num_rows] = self._replaced.get(num_rows, 0) + 1
 
-    def _counted_s(self, first: "_FirstRound") -> float:
+    def _counted_s(self, first: _FirstRound | None) -> float:
+        if first is None:
+            return 0.0
         usual_s = self._p(first.num_rows) * (1 + first.num_steps) + first.read_s
         return min(first.seconds, _MOST_FIRST * usual_s)
 

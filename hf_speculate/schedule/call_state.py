@@ -24,6 +24,7 @@ class CallState:
     num_unread: int = 0  # tokens of each row that the drafter has yet to read
     num_prompt: int = 0  # how many of them the target's prefill read
     num_last: int = 0  # K of the last drafted round
+    counts_prompt: bool = True  # whether throughput takes the draft's prefill into account
 
     @property
     def longest_draft(self) -> int:

@@ -13,7 +13,7 @@ from hf_speculate.schedule.read_costs import ReadCosts
 
 _ESTIMATE_EVERY = 6  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
-_MOST_FIRST = 3.0  # plain steps that the first verification of a size counts as at most; a draft of K tokens as K
+_MOST_FIRST = 3.0  # plain steps that a first verification or read counts as at most; a first draft of K tokens as K
 
 
 class CostModel:
@@ -70,10 +70,10 @@ class CostModel:
         self._verify.cap_first(lambda _: _MOST_FIRST * plain_s)
         self._draft.cap_first(lambda key: key[1] * plain_s)
 
-    def copy(self) -> "CostModel":
-        """A model that learns apart from this one."""
+    def recent(self) -> "CostModel":
+        """A copy for a later call, which learns apart from this one."""
         twin = copy.copy(self)
-        twin._verify, twin.plain, twin._draft = self._verify.copy(), self.plain.copy(), self._draft.copy()
+        twin._verify, twin.plain, twin._draft = self._verify.copy(), self.plain.recent(), self._draft.copy()
         twin._known_s, twin._reads = dict(self._known_s), self._reads.copy()
         return twin
 
@@ -143,7 +143,15 @@ class CostModel:
         """Seconds in which the drafter reads what it has not seen, before its first step; as `ReadCosts.seconds`."""
         if num_unread <= _FEW_FED:
             return 0.0
-        return self._reads.seconds(num_rows, num_unread, num_prompt, lambda rows, num: self._drafts_s(rows, num)[-1])
+        most_s = _MOST_FIRST * self.plain_s(num_rows)
+        return self._reads.seconds(
+            num_rows, num_unread, num_prompt, lambda rows, num: self._drafts_s(rows, num)[-1], most_s
+        )
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether it was measured how long the drafter reads."""
+        return self._reads.is_measured
 
     def _verify_s(self, num_rows: int, max_draft_tokens: int, plain_s: float) -> list[float]:
         """[K_max] seconds of a verification by K >= 1."""

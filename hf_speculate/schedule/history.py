@@ -60,7 +60,7 @@ class ScheduleEstimates(NamedTuple):
 
     def recent(self) -> "ScheduleEstimates":
         """A copy for later calls, in which old observations weigh less."""
-        return self._replace(acceptance=self.acceptance.recent(), costs=self.costs.copy())
+        return self._replace(acceptance=self.acceptance.recent(), costs=self.costs.recent())
 
 
 class HistoryStore:

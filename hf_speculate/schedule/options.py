@@ -51,7 +51,7 @@ class Options:
         """What is left of the call."""
         if self._work is None:
             tokens = self.call.acceptance.expected_tokens(list(self.left_of))
-            start_s = self.read_s if self.call.num_prompt else 0.0
+            start_s = self.read_s if self.call.num_prompt and self.call.counts_prompt else 0.0
             self._work = RemainingWork(tokens, list(self.left_of.values()), start_s)
         return self._work
 

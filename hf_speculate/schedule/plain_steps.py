@@ -71,10 +71,12 @@ class PlainSteps:
         nearest = min(self._newest, key=lambda rows: abs(rows - num_rows), default=None)
         return nearest is not None and num_drafted - self._newest[nearest] > _STALE
 
-    def copy(self) -> "PlainSteps":
+    def recent(self) -> "PlainSteps":
+        """A copy for a later call, whose own steps soon outweigh these: the machine may be slower or faster by then."""
         twin = PlainSteps()
-        twin._samples, twin._newest = dict(self._samples), dict(self._newest)
-        twin._means, twin._counted = dict(self._means), dict(self._counted)
+        for num_rows, samples in self._samples.items():
+            twin._samples[num_rows] = (self._means[num_rows],) * min(len(samples), _LEAST_SAMPLES)
+        twin._newest, twin._means, twin._counted = dict(self._newest), dict(self._means), dict(self._counted)
         return twin
 
 

@@ -38,25 +38,36 @@ class ReadCosts:
         read = _Read(num_rows, num_fed, num_draft_tokens, draft_s)
         self._reads[key] = (*self._reads.get(key, ()), read)[-_NUM_READS:]
 
-    def seconds(self, num_rows: int, num_unread: int, num_prompt: int, draft_s: Callable[[int, int], float]) -> float:
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._reads)
+
+    def seconds(
+        self, num_rows: int, num_unread: int, num_prompt: int, draft_s: Callable[[int, int], float], most_s: float
+    ) -> float:
         """Seconds in which `num_unread` tokens of each row are read.
+
+        A single read, the first of its length, may have loaded kernels or compiled: it counts as no more than what the
+        target takes for a prompt, or as `most_s` for other tokens.
 
         Args:
             num_rows: B.
             num_unread: tokens of each row.
             num_prompt: how many of them the target's prefill read.
             draft_s: estimates the seconds of a draft by B and K.
+            most_s: see above.
         """
+        target_s = self._prompt_token_s * (min(num_unread, num_prompt) if num_prompt else num_unread)
         if not self._reads:
-            num_like = min(num_unread, num_prompt) if num_prompt else num_unread
-            return self._ratio * self._prompt_token_s * num_like
+            return self._ratio * target_s
         is_prompt, size = num_prompt > 0, (num_rows * num_unread).bit_length()
         nearest = min(self._reads, key=lambda key: (key[0] is not is_prompt, abs(key[1] - size), key[1]))
         by_token = [
             max(read.draft_s - draft_s(read.num_rows, read.num_draft_tokens), 0.0) / (read.num_rows * read.num_fed)
             for read in self._reads[nearest]
         ]
-        return median_low(by_token) * num_rows * num_unread
+        seconds = median_low(by_token) * num_rows * num_unread
+        return seconds if len(by_token) > 1 else min(seconds, target_s if is_prompt else most_s)
 
     def copy(self) -> "ReadCosts":
         twin = ReadCosts(self._ratio)

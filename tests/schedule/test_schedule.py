@@ -144,8 +144,11 @@ def test_a_useless_draft_leaves_plain_steps_and_rarer_and_rarer_probes_of_one_to
 
 
 def test_one_slow_first_call_of_every_size_does_not_decide():
-    lens = run(adaptive(), traces("high")[0], Machine(first_call_factor=20)).draft_lens
+    history, calls = history_of(HistoryStore()), traces("high")
+    lens = run(adaptive(history), calls[0], Machine(first_call_factor=500)).draft_lens
     assert sum(num >= 5 for num in lens[-10:-1]) >= 8
+    lens = run(adaptive(history), calls[1], Machine()).draft_lens
+    assert sum(num >= 5 for num in lens[:-1]) >= 0.8 * len(lens)
 
 
 def test_a_row_that_is_often_rejected_does_not_lower_the_estimates_of_others():
