@@ -52,9 +52,10 @@ class Run(NamedTuple):
     paused_s: float  # of pauses of the process
 
 
-def plain_rounds_s(machine: Machine, lens: Sequence[int]) -> float:
-    """Seconds of plain decoding, where row r has `lens[r]` tokens."""
-    return sum(machine.plain_s(sum(length > step for length in lens)) for step in range(max(lens)))
+def plain_rounds_s(machine: Machine, lens: Sequence[int], keeps_rows: bool = False) -> float:
+    """Seconds of plain decoding, where row r has `lens[r]` tokens; finished rows stay in the batch if `keeps_rows`."""
+    counts = [len(lens) if keeps_rows else sum(length > step for length in lens) for step in range(max(lens))]
+    return sum(map(machine.plain_s, counts))
 
 
 def run(
@@ -63,8 +64,9 @@ def run(
     machine: Machine,
     num_tokens: int | Sequence[int] = NUM_TOKENS,
     seed: int = 1,
+    keeps_rows: bool = False,
 ) -> Run:
-    """Decode `num_tokens` tokens of each row, one number or one of each; rows that have them leave."""
+    """Decode `num_tokens` tokens of each row, one number or one of each; rows that have them leave, or stay."""
     rng = random.Random(seed)
     lens = [num_tokens] * len(traces) if isinstance(num_tokens, int) else list(num_tokens)
     rows = dict.fromkeys(range(len(traces)), 0)
@@ -73,7 +75,8 @@ def run(
     schedule.begin(machine.prefill_s, machine.prompt_len, machine.prompt_len, max(lens))
     while rows:
         most = max(lens[row] - count for row, count in rows.items()) - 1
-        num, row_ids, num_rows = min(schedule.num_draft_tokens, most), list(rows), len(rows)
+        num, row_ids = min(schedule.num_draft_tokens, most), list(rows)
+        num_rows = len(traces) if keeps_rows else len(rows)
         num_query = num_rows * (num + 1)
         noise = rng.lognormvariate(0, machine.jitter) * (1 if num_query in sizes else machine.first_call_factor)
         pause = 30 if rng.random() < machine.pause_rate else 1
@@ -94,7 +97,7 @@ def run(
             accepted.append([*guesses, False].index(False))
         emitted = [min(count + 1, lens[row] - rows[row]) for row, count in zip(row_ids, accepted, strict=True)]
         if schedule.is_probe and len(set(rows.values())) == 1:
-            emitted = [min(emitted)] * num_rows
+            emitted = [min(emitted)] * len(rows)
         for row_id, count in zip(row_ids, emitted, strict=True):
             rows[row_id] += count
         seconds += pause * round_s
@@ -104,7 +107,7 @@ def run(
         schedule.update(
             RoundOutcome(
                 row_ids,
-                [num] * num_rows,
+                [num] * len(row_ids),
                 accepted,
                 num,
                 num_rows,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_speculate.schedule import AdaptiveSchedule, DraftPrior, HistoryStore, RoundOutcome, ScheduleHistory
 from hf_speculate.schedule.acceptance import AcceptanceModel
-from hf_speculate.schedule.budget import SHARE, Budget
+from hf_speculate.schedule.budget import Budget
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.history import ScheduleEstimates
 from hf_speculate.schedule.plain_steps import PlainSteps
@@ -18,6 +18,7 @@ from hf_speculate.schedule.progress import Progress
 from tests.schedule.simulator import Machine, plain_rounds_s, run
 
 MAX_DRAFT_TOKENS = 10
+SHARE = 0.02  # of a call's seconds that drafts may lose
 ROUNDING = 1e-6
 NOISE = 0.03  # of p: a mean of as few as two steps that vary by a twelfth
 
@@ -85,13 +86,15 @@ def history_of_plain_steps(machine: Machine, ratio: float, num_rows: int) -> Sch
     return history
 
 
-def assert_bounded(rows, lens: Sequence[int], machine: Machine, ratio: float, num_calls: int) -> list[Budget]:
+def assert_bounded(
+    rows, lens: Sequence[int], machine: Machine, ratio: float, num_calls: int, keeps_rows: bool = False
+) -> list[Budget]:
     """Each of the calls that follow each other keeps the bound, and so does their sum; the budgets of the calls."""
-    history, plain_s, budgets, total_s = history_of_plain_steps(machine, ratio, len(rows)), 0.0, [], 0.0
-    plain_s = machine.prefill_s + plain_rounds_s(machine, lens)
+    history, budgets, total_s = history_of_plain_steps(machine, ratio, len(rows)), [], 0.0
+    plain_s = machine.prefill_s + plain_rounds_s(machine, lens, keeps_rows)
     for number in range(num_calls):
-        schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, DraftPrior(ratio), history, len(rows))
-        done, budget = run(schedule, rows, machine, lens, number), schedule.budget
+        schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, DraftPrior(ratio), history, len(rows), keeps_rows)
+        done, budget = run(schedule, rows, machine, lens, number, keeps_rows), schedule.budget
         seconds = machine.prefill_s + done.seconds - budget.uncounted_s
         assert seconds <= (plain_s + budget.granted_s + budget.overshoot_s) / (1 - SHARE) + ROUNDING
         budgets.append(budget)
@@ -107,6 +110,11 @@ def test_neither_a_call_nor_many_take_longer_than_the_bound(name, pair):
     machine, ratio = PAIRS[pair]
     budgets = assert_bounded(*ADVERSARIES[name], machine, ratio, num_calls=4)
     assert pair in UNUSUAL or max(budget.uncounted_s for budget in budgets) < 0.01 * budgets[0].elapsed_s
+
+
+def test_rows_that_stay_when_they_have_ended_save_plain_decoding_nothing():
+    rows, machine = [GOOD, GOOD, GOOD, USELESS], Machine(step_s=0.1, forward_s=lambda num_query: 0.2 + 0.2 * num_query)
+    assert_bounded(rows, [160] * 4, machine, 0.1, num_calls=4, keeps_rows=True)
 
 
 @settings(max_examples=60)
@@ -125,7 +133,7 @@ def test_the_bound_holds_for_any_trace_and_any_costs_that_are_exact(data):
         read_s=data.draw(st.floats(0.0, 0.1)),
         prefill_s=prefill_s,
     )
-    assert_bounded(rows, lens, machine, ratio=data.draw(st.floats(0.01, 0.99)), num_calls=2)
+    assert_bounded(rows, lens, machine, data.draw(st.floats(0.01, 0.99)), 2, keeps_rows=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("machine", [Machine(0.2, jitter=0.08), Machine(0.5, jitter=0.08, pause_rate=0.02)])
