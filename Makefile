@@ -10,13 +10,16 @@ OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/models/test_folded_attention.py
 OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
+PLAIN := .plain
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
 TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py tests/test_mutants.py
+TOOL_TESTS += tests/test_first_light.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
+GPU_PARTS ?= 1 2 3 4 5 6
 RESULTS_PAGE := benchmarks/results_page.py
 
 # One process a core: tiny models keep no second core busy. Beyond eight, loading torch takes longer than the tests.
@@ -28,7 +31,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-oldest mutants check fix kernels kernel-repo docs bench gpu-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest mutants check fix kernels kernel-repo docs bench first-light gpu-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -37,6 +40,7 @@ help:
 	@echo "make test-tools  tests of the command line, benchmarks, reports, data sets, Hub, examples, pages and packages"
 	@echo "make test-slow   long tests of distributions, compilation and processes"
 	@echo "make test-all    all of these"
+	@echo "make test-plain  what the pages show, with only what pip install . brings"
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
 	@echo "make check       ruff, mypy and the rules between the packages"
@@ -44,6 +48,7 @@ help:
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
 	@echo "make bench       every benchmark, two to three hours; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
+	@echo "make first-light the checks and measurements on a CUDA device that decide most, in six minutes; into build/first-light"
 	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
 	@echo "make install     create $(VENV) with what users need; make test and the other targets add what they need"
@@ -54,7 +59,8 @@ help:
 	@echo '  TORCH="torch==2.13.0 --index-url <your index>" another torch build, given to pip as it stands;'
 	@echo "                                                 run make clean first where $(VENV) exists"
 	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py; --tiny needs no download'
-	@echo '  GPU_CHECK_ARGS=--dry-run                       make gpu-check on a simulated device'
+	@echo '  GPU_CHECK_ARGS=--dry-run                       make first-light or gpu-check on a simulated device'
+	@echo '  GPU_PARTS="2 5"                                the parts of make gpu-check'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
 	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
 
@@ -103,6 +109,15 @@ mutants: $(DEV_STAMP)
 	@echo "make mutants: faults one by one, each against the tests that it names, about 7 minutes on one quiet core"
 	$(BIN)/python -m tests.mutants --all-tests
 
+# Made anew each time, as the pages say. torch by its exact version, as in $(VENV).
+test-plain: $(DEV_STAMP)
+	@echo "make test-plain: commands and code of the pages after pip install . alone, about 5 minutes on two cores"
+	rm -rf $(PLAIN) build/lib
+	"$(PYTHON)" -m venv $(PLAIN)
+	$(PLAIN)/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS)
+	$(PLAIN)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt .
+	$(PYTEST) --environment $(PLAIN) $(PYTEST_ARGS) tests/plain_environment.py
+
 # The same environment, with a few packages in front of its own.
 $(OLDEST_STAMP): $(DEV_STAMP) constraints-oldest.txt
 	rm -rf $(OLDEST)
@@ -136,9 +151,13 @@ bench: $(DEV_STAMP)
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 
+# On a machine with a GPU and torch, transformers and Triton, nothing need be installed: CONTRIBUTING.md has the command.
+first-light: $(DEV_STAMP)
+	$(BIN)/python benchmarks/on_gpu.py --first-light --out build/first-light $(GPU_CHECK_ARGS)
+
 # Every part runs, also after one whose checks failed.
 gpu-check: $(DEV_STAMP)
-	@status=0; for part in 1 2 3 4 5 6; do \
+	@status=0; for part in $(GPU_PARTS); do \
 	  HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/on_gpu.py --part $$part --out build/gpu $(GPU_CHECK_ARGS) || status=1; \
 	done; exit $$status
 
@@ -148,5 +167,5 @@ docs: $(DEV_STAMP)
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(PLAIN) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

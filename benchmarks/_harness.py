@@ -114,9 +114,13 @@ def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
 
 def provenance() -> dict[str, Any]:
     """Versions, device, date and commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = done.stdout.strip()
+    except FileNotFoundError:  # a machine without git
+        commit = ""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return environment(device) | {"commit": commit.stdout.strip() or "unknown"}
+    return environment(device) | {"commit": commit or "unknown"}
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:

@@ -61,6 +61,7 @@ class Oracle:
         cycle = torch.randperm(vocab_size, generator=generator)
         successor = torch.empty_like(cycle)
         successor[cycle] = cycle.roll(-1)
+        self._successor = successor
         agrees = torch.zeros(vocab_size, dtype=torch.bool)
         agrees[torch.randperm(vocab_size, generator=generator)[: round(acceptance * vocab_size)]] = True
         drafted = torch.where(agrees, successor, successor[successor])
@@ -73,6 +74,13 @@ class Oracle:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         index = following[ids[:, -output.logits.shape[1] :]][..., None]  # [B, Q', 1]
         output.logits.scatter_add_(-1, index, output.logits.new_full((), BUMP).expand(index.shape))
+
+    def text(self, prompt_ids: Tensor, num_new: int) -> Tensor:
+        """What greedy decoding must give, [B, T + num_new], after a prompt [B, T]; on the CPU."""
+        columns = [prompt_ids.cpu()]
+        for _ in range(num_new):
+            columns.append(self._successor[columns[-1][:, -1:]])
+        return torch.cat(columns, dim=1)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -177,10 +185,10 @@ def load_pair(dtype: str, device: torch.device, draft: str = "bundled") -> Subje
     return Subject("pair", dtype, target, model)
 
 
-def load_shape(
-    name: str, dtype: str, device: torch.device, acceptance: float, layers: int | None = None, draft_layers: int = 0
-) -> Subject:
-    """A random pair of the shape `name` whose acceptance an oracle fixes; fewer layers where asked for."""
+def random_pair(
+    name: str, dtype: str, device: torch.device, layers: int | None = None, draft_layers: int = 0
+) -> list[PreTrainedModel]:
+    """A random target and draft of the shape `name`, made where they are to run; fewer layers where asked for."""
     make, *both = SHAPES[name]
     models = []
     for seed, (fields, num_layers) in enumerate(zip(both, (layers, draft_layers), strict=True)):
@@ -188,6 +196,14 @@ def load_shape(
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         config = make(**{**fields, **ids, "num_hidden_layers": num_layers})
         models.append(random_model(config, dtype, device, seed))
+    return models
+
+
+def load_shape(
+    name: str, dtype: str, device: torch.device, acceptance: float, layers: int | None = None, draft_layers: int = 0
+) -> Subject:
+    """A random pair of the shape `name` whose acceptance an oracle fixes; fewer layers where asked for."""
+    models = random_pair(name, dtype, device, layers, draft_layers)
     return Subject(name, dtype, *models, oracle=Oracle(*models, acceptance))
 
 

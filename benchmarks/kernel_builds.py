@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and counts registers, spills and instructions.
+"""Compiles every Triton kernel for GPUs that need not be there, and counts registers, spills and shared memory.
 
-Fails on a spill for cuda 90, and on shared memory over a target's limit. A complete run also writes the instructions of
-the kernels for cuda 90, beside those of the kernels before the last change, into docs/kernels.md.
+Fails on a spill for cuda 90, and on shared memory over a target's limit. A complete run also writes a table of all
+kernels into docs/kernels.md.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +26,10 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._harness import ROOT, read_results, write_between, write_results
-from benchmarks._sass import SHIFTED, SHIFTED_VOCAB_SIZE, comparison, counts
+from benchmarks._harness import ROOT, markdown, write_between, write_results
 from hf_speculate.triton_kernels import NoiseKeys, Stream
-from hf_speculate.triton_kernels._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
-from hf_speculate.triton_kernels.kernels import attention, launch, operations
+from hf_speculate.triton_kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
+from hf_speculate.triton_kernels.kernels import launch, operations
 
 
 class Target(NamedTuple):
@@ -43,6 +42,8 @@ class Target(NamedTuple):
 
 
 # Rows that all start at a multiple of 16 bytes; and, for one target of each compiler, rows that start anywhere.
+SHIFTED_VOCAB_SIZE = 50_257
+SHIFTED = f", V = {SHIFTED_VOCAB_SIZE:,}"  # ends the names of calls with such rows
 EVEN = (8192,)
 ALL = (8192, SHIFTED_VOCAB_SIZE)
 TARGETS = {
@@ -52,8 +53,6 @@ TARGETS = {
     "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL),
 }
 NO_SPILLS = ("cuda 90",)
-BEFORE = "kernel_builds_before"  # results of the kernels that are compared with
-COUNTED = "cuda 90"
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 TYPE_NAMES = {
     torch.bfloat16: "*bf16",
@@ -97,26 +96,11 @@ def build_of(case: str, kernel: Any, given: dict[str, Any], num_warps: int) -> B
     return Build(case, kernel, signature, constants, num_warps)
 
 
-def attention_builds(dtype: torch.dtype) -> Iterator[Build]:
-    """Attention of heads of several widths, with either kind of mask, of few and of many query rows."""
-    num_keys = 512
-    for width, num_query, mask_dtype, num_splits in (
-        (80, 6, dtype, 2), (128, 1, None, 1), (128, 6, dtype, 2), (128, 16, dtype, 2), (256, 6, torch.bool, 2),
-        (256, 16, dtype, 2),
-    ):  # fmt: skip
-        query = torch.zeros(1, 4, num_query, width, dtype=dtype)
-        key = torch.zeros(1, 1, num_keys, width, dtype=dtype)
-        mask = None if mask_dtype is None else torch.zeros(1, 4, num_query, num_keys, dtype=mask_dtype)
-        for call in attention.kernel_calls(Attention(query, key, key, mask, 1.0), query.transpose(1, 2), num_splits):
-            case = f"attention, width {width}, {num_query} tokens, {mask_dtype or 'no mask'}"
-            yield build_of(case, call.kernel, call.arguments, attention.NUM_WARPS)
-
-
 def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
     """Every build that a launch needs, once."""
     recorded = [launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes]
     seen = set()
-    for build in (*chain.from_iterable(recorded), *attention_builds(dtype)):
+    for build in chain.from_iterable(recorded):
         key = (build.name, *build.signature.values())
         if key not in seen:
             seen.add(key)
@@ -186,9 +170,6 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     compiled = triton.compile(source, target=target.gpu, options={"num_warps": build.num_warps})
     is_cuda = target.gpu.backend == "cuda"
     used = cuda_usage(compiled.asm["ptx"], target.gpu.arch) if is_cuda else hip_usage(compiled.asm["amdgcn"])
-    if target_name == COUNTED:
-        used |= counts(compiled.asm["cubin"])._asdict()
-        used["loop_entries"] = build.constants.get("PIECE", build.constants.get("CHUNK", 0))
     return {
         "case": build.case,
         "kernel": build.name,
@@ -245,6 +226,37 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
         yield f"{where}: {row['shared_bytes']} bytes of shared memory, the limit is {row['shared_limit_bytes']}"
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each kernel: the most registers of its builds for each target, and what they spill."""
+
+    def name_of(row: dict[str, Any]) -> str:
+        return str(row["kernel"].split()[0])
+
+    def most(target: str, builds: Sequence[dict[str, Any]]) -> str:
+        of_target = [row for row in builds if row["target"] == target]
+        if not of_target:
+            return "-"
+        spills = max(row["spills"] for row in of_target)
+        return f"{max(row['registers'] for row in of_target)}" + (f" ({spills} spilled)" if spills else "")
+
+    lines = [
+        {"kernel": f"`{name}`", "builds": list(builds)}
+        for name, builds in groupby(sorted(rows, key=name_of), key=name_of)
+    ]
+    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "kernel": lambda line: line["kernel"],
+        "builds": lambda line: len(line["builds"]),
+        **{target: lambda line, target=target: most(target, line["builds"]) for target in TARGETS},
+        "shared bytes": lambda line: max(row["shared_bytes"] for row in line["builds"]),
+    }
+    return f"""The most registers per thread of any build of a kernel, by target, and the most that one spills: bytes on
+cuda, registers on hip. The last column is the most shared memory of a program.
+
+{markdown(columns, lines)}
+
+Made by `python benchmarks/kernel_builds.py`; every build is in `benchmarks/results/kernel_builds.json`."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
@@ -268,7 +280,7 @@ def main() -> int:
     found = [problem for row in rows for problem in problems(row)]
     if not args.kernel and args.targets == list(TARGETS) and args.dtypes == list(DTYPES):
         print(f"written to {write_results('kernel_builds', args, rows)}")
-        write_between(ROOT / "docs" / "kernels.md", "kernel-counts", comparison(read_results(BEFORE)["rows"], rows))
+        write_between(ROOT / "docs" / "kernels.md", "kernel-builds", table(rows))
     for problem in found:
         print(problem, file=sys.stderr)
     print(f"{len(rows)} builds, {len(found)} problems")

@@ -11,6 +11,9 @@ A pass decodes the next prompt alone and several prompts together with every met
 until they or the time are used up; a slow machine decodes fewer prompts together. The table holds medians over passes.
 The speed-up is over plain `generate()` of the same kind (greedy or sampled) on the same prompts in the same pass.
 transformers decodes a batch row by row. Ctrl-C prints what was measured so far; the exit status is then 130.
+
+Greedy texts are compared with plain decoding's, at least one of each dtype, however little time there is. The exit
+status is 1 if one differs by more than rounding explains.
 """
 
 import argparse
@@ -27,8 +30,21 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import hf_speculate
-from demo_decoding import ASSISTED_K, Pair, Timing, as_pair, count_tokens, decode, encode, load_pair, methods
-from demo_report import Comparison, Method, Tally, print_summary, print_table, print_text
+from demo_comparison import Comparison
+from demo_decoding import (
+    ASSISTED_K,
+    OURS_GREEDY,
+    PLAIN_GREEDY,
+    Pair,
+    Timing,
+    as_pair,
+    count_tokens,
+    decode,
+    encode,
+    load_pair,
+    methods,
+)
+from demo_report import Method, Tally, print_summary, print_table, print_text
 from models import PAIR, load_models, read_questions
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -38,14 +54,14 @@ WARM_UP_SHARE = 0.1  # of the time: at most
 MEASURING_SHARE = 0.8  # of the time; the other dtype gets the rest
 NUM_WARM_UP_TOKENS = 16  # of each prompt
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt} of at most {total_fmt} s{postfix}"
-OURS_GREEDY = Method("hf_speculate", "greedy", 1, False)
 
 
 class Loaded(NamedTuple):
     """What is decoded, and by what."""
 
+    title: str  # which models decode
     pairs: dict[str, Pair]  # by dtype
     tokenizer: PreTrainedTokenizerBase
     questions: list[str]
@@ -83,7 +99,7 @@ def time_plain(pair: Pair, inputs: dict[str, Tensor]) -> Timing:
     seconds = []
     for num_tokens in (2, 2, 12):
         begin = time.perf_counter()
-        decode(Method("plain", "greedy", 1, False), pair, inputs, num_tokens, seed=0)
+        decode(PLAIN_GREEDY, pair, inputs, num_tokens, seed=0)
         seconds.append(time.perf_counter() - begin)
     token_s = max(seconds[2] - seconds[1], 0.0) / 10
     return Timing(max(seconds[1] - 2 * token_s, 0.0), token_s)
@@ -130,32 +146,6 @@ def measure(
                 return
 
 
-def compare_measured(tallies: dict[Method, Tally], pair: Pair) -> Comparison:
-    """The greedy texts that were measured, and plain decoding's of the same prompts."""
-    comparison = Comparison()
-    for method, tally in tallies.items():
-        if method.engine == "hf_speculate" and not method.is_sampled:
-            plain = tallies[Method("plain", "greedy", method.batch_size, False)]
-            for (inputs, ours), (_, expected) in zip(tally.outputs, plain.outputs, strict=False):  # after Ctrl-C
-                comparison.add(pair.target, inputs, expected, ours)
-    return comparison
-
-
-def compare_until(end: float, pair: Pair, batches: list[dict[str, Tensor]], max_new_tokens: int) -> Comparison:
-    """Decode prompts alone with plain and with speculative greedy decoding until the time is over."""
-    comparison = Comparison()
-    longest_s = 0.0
-    for inputs in batches:
-        begin = time.perf_counter()
-        if begin + longest_s > end:
-            break
-        expected, _ = decode(Method("plain", "greedy", 1, False), pair, inputs, max_new_tokens, seed=0)
-        ours, _ = decode(OURS_GREEDY, pair, inputs, max_new_tokens, seed=0)
-        comparison.add(pair.target, inputs, expected, ours)
-        longest_s = max(longest_s, time.perf_counter() - begin)
-    return comparison
-
-
 def print_texts(tallies: dict[Method, Tally], tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> None:
     """The texts of the first two passes."""
     tally = tallies[OURS_GREEDY]
@@ -192,16 +182,21 @@ def load(args: argparse.Namespace) -> Loaded:
             halved = load_models(dtype=torch.bfloat16)
             pairs = {"float32": as_pair(models, num), "bfloat16": as_pair(halved, num)}
             questions = read_questions(args.prompts_file or EXAMPLES / "questions.jsonl", args.prompts)
-            return Loaded(pairs, models.tokenizer, questions, models.prompts(questions))
+            drafting = "its draft head" if "drafter" in models.options else "prompt lookup"
+            title = f"{models.name} with {drafting} (transformers: prompt lookup)"
+            return Loaded(title, pairs, models.tokenizer, questions, models.prompts(questions))
     if not (folder / "target").is_dir():
         raise SystemExit(f"{folder / 'target'} is missing; make it with examples/train_pair.py, or name another --pair")
     pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
     prompts = read_questions(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
-    return Loaded(pairs, AutoTokenizer.from_pretrained(folder / "target"), prompts, prompts)
+    title = "the bundled 7 M pair" if folder == PAIR else f"the pair in {folder}"
+    return Loaded(title, pairs, AutoTokenizer.from_pretrained(folder / "target"), prompts, prompts)
 
 
-def run(args: argparse.Namespace, load: Loader) -> None:
-    pairs, tokenizer, questions, prompts = load(args)
+def run(args: argparse.Namespace, load: Loader) -> int:
+    """Decode, print, and return the exit status."""
+    title, pairs, tokenizer, questions, prompts = load(args)
+    print(title, flush=True)
     begin = time.perf_counter()
     singles = encode(tokenizer, prompts, 1)
     timings: dict[str, Timing] = {}
@@ -227,11 +222,14 @@ def run(args: argparse.Namespace, load: Loader) -> None:
         raise
     print_texts(tallies, tokenizer, questions)
     print_table(tallies)
-    compare_measured(tallies, pair).print(dtype)
-    for name in pairs:
-        if name != dtype:
-            compare_until(begin + args.budget_s, pairs[name], singles, args.max_new_tokens).print(name)
+    comparisons = {other: Comparison(pairs[other]) for other in (dtype, *(pairs.keys() - {dtype}))}
+    comparisons[dtype].add_measured(tallies)
+    for other, comparison in comparisons.items():
+        end = begin if other == dtype else begin + args.budget_s
+        comparison.add_until(end, singles, args.max_new_tokens)
+        comparison.print(other)
     print_summary(tallies)
+    return FAILED if any(comparison.is_failed for comparison in comparisons.values()) else 0
 
 
 def main(arguments: Sequence[str] | None = None, load: Loader = load) -> int:
@@ -239,11 +237,10 @@ def main(arguments: Sequence[str] | None = None, load: Loader = load) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        run(args, load)
+        return run(args, load)
     except KeyboardInterrupt:
         print("demo: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ MAX_PROMPT_TOKENS = 512
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 GREEDY = {"do_sample": False}
 ASSISTED_K = 5  # of transformers' assisted generation
+PLAIN_GREEDY, OURS_GREEDY = (Method(engine, "greedy", 1, False) for engine in ("plain", "hf_speculate"))
 
 
 @dataclass
@@ -31,9 +32,6 @@ class Pair:
     num_assistant_tokens: int | None  # of ours; None for the default schedule
     head: hf_speculate.DraftHead | None = None  # drafts for lines of their own
     num_target_calls: int = 0
-
-    def count_call(self, *_: Any) -> None:
-        self.num_target_calls += 1
 
 
 class Timing(NamedTuple):
@@ -89,7 +87,10 @@ def as_pair(models: Models, num_assistant_tokens: int | None) -> Pair:
 
 
 def counted(pair: Pair) -> Pair:
-    pair.target.register_forward_hook(pair.count_call)
+    def count_call(*_: Any) -> None:  # a function, which a copy of the target shares
+        pair.num_target_calls += 1
+
+    pair.target.register_forward_hook(count_call)
     return pair
 
 

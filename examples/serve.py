@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint over SmolLM2-135M-Instruct, or over the bundled pair.
 
-    pip install ".[serve]"
+    pip install ".[demo,serve]"
     python examples/serve.py
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'

@@ -6,6 +6,7 @@ Every process runs this script and gets the same text: the first one's drafts, s
 each process takes the one of its local rank.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -22,6 +23,10 @@ OPTIONS = {"max_new_tokens": 32, "do_sample": False}
 
 
 def main() -> None:
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("no process of torchrun; run: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
+    if importlib.util.find_spec("accelerate") is None:
+        raise SystemExit('accelerate is not installed; run: pip install ".[ranks]"')
     split = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32, distributed_config=split)
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).to(target.device)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from head_training.measuring import measure
 from head_training.training import HeadTraining, frequent_ids, read_batches, start_head
 from head_training.writing import write_batches
-from models import HEAD, SMOLLM2, model_folder, read_questions
+from models import HEAD, SMOLLM2, ModelUnavailableError, model_folder, read_questions
 from pair_training.evaluate import cpu_name
 from pair_training.store import write_section
 from smollm2_head.head import DraftHead
@@ -33,7 +33,10 @@ DRAFT_VOCAB_SIZE = 8192
 
 
 def load_target() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    folder = model_folder()
+    try:
+        folder = model_folder()
+    except ModelUnavailableError as error:
+        raise SystemExit(f"{error}") from error
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return target.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 

@@ -39,6 +39,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     graphed: list[str] = field(default_factory=list)  #: models that ran from device graphs in all rounds
     num_rounds: int = 0  #: rounds summed over the rows that were live in them
     num_batch_rounds: int = 0  #: rounds of the batch
+    num_rescored: int = 0  #: of these, rounds scored again because a drafted token may have made logits NaN or infinite
     num_drafted: int = 0  #: drafted tokens that counted, summed over rows
     num_verified: int = 0  #: drafted tokens up to and including the first rejected token of each round
     num_accepted: int = 0  #: drafted tokens that were accepted and emitted
@@ -247,6 +248,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
             "acceptance rate per position": positions,
             "tokens per second": f"{self.tokens_per_s:.1f}",
             "rounds by draft length": lens,
+            "rounds scored again": f"{self.num_rescored}, after NaN or infinite logits" if self.num_rescored else "",
             "time by stage": stages,
             "verifier": self.verifier or "none",
             "host synchronisations": f"{self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",

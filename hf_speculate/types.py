@@ -11,6 +11,9 @@ from hf_speculate.triton_kernels.types import Status as Status
 from hf_speculate.triton_kernels.types import Stream as Stream
 from hf_speculate.triton_kernels.types import Verdict as Verdict
 
+BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)
+"""Flags of logits that define no distribution; a draft's logits may set them too."""
+
 
 class SampleStrategy(Enum):
     """How a token is chosen from logits."""
@@ -81,6 +84,10 @@ class Verified(NamedTuple):
     num_host_syncs: int = 1  # times that our own code waited for the device
     num_user_host_syncs: int = 0  # calls of user code that may have waited for it
     device_num_accepted: Tensor | None = None  # [B] int32 on the target's device; None if it is not there
+    has_bad_logits: bool = (
+        False  # whether the target's logits are not finite, for which a drafted token may be the cause
+    )
+    is_rescored: bool = False  # whether the target scored the round again for that reason
 
     def of_equal_lengths(self) -> "Verified":
         """The same with only as many new tokens in every row as the shortest has."""

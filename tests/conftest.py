@@ -17,14 +17,16 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import hypothesis
 import pytest
 
 # Tiny models gain nothing from threads, and on a busy machine wait most of the time for one another.
 torch.set_num_threads(1)
 
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("repeatable")
+if importlib.util.find_spec("hypothesis") is not None:  # its tests are skipped where it is not installed
+    import hypothesis
+
+    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("repeatable")
 
 # What a marker needs, and whether this machine has it.
 NEEDS = {
@@ -39,6 +41,8 @@ NEEDS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "fail the run if a test was skipped for another reason than that this machine cannot serve its marker"
     parser.addoption("--fail-on-skip", action="store_true", help=words)
+    words = "the folder of an environment with what `pip install .` brings, for tests/plain_environment.py"
+    parser.addoption("--environment", help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:

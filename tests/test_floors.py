@@ -61,6 +61,8 @@ CAPABILITIES = {
         "engine/history_key.py",
         "engine/step_weights.py",
     ),
+    "drafted tokens for which the target computes NaN": ("engine/second_scoring.py",),
+    "calls of several processes": ("engine/distributed.py",),
     "graphs and few launches on a GPU": (
         "models/graphs.py",
         "models/attention_backends.py",

@@ -6,45 +6,17 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate import SpeculationStats, triton_kernels
 from hf_speculate.config import FIELD_NAMES
+from tests.page_code import run_blocks
+from tests.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
 from tests.shown_commands import problems_in
 
-ROOT = Path(__file__).parents[1]
-PAIR = ROOT / "examples" / "pair"
-DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
-EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
-PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)
-FROM_NOTHING = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
-# Models on the Hub that pages name, each with the bundled model that stands in for it here.
-STAND_INS = {
-    "Qwen/Qwen3-8B": "target",
-    "Qwen/Qwen3-0.6B": "draft",
-    "meta-llama/Llama-3.1-8B-Instruct": "target",
-    "meta-llama/Llama-3.2-1B-Instruct": "draft",
-}
-CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
-BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
 LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # the last two are Sphinx's to check
-
-PROGRAM = re.compile(r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )")
-COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
-
-NOT_RUN = ("head = hf_speculate.load_drafter(", "print(head.check_layers(")  # blocks that need a head of the reader's
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """The page's blocks of one language, in order."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return [dedent(code) for _, kind, code in BLOCK.findall(text) if kind == language]
 
 
 def headings(path: Path) -> set[str]:
@@ -52,15 +24,6 @@ def headings(path: Path) -> set[str]:
     text = BLOCK.sub("", path.read_text(encoding="utf-8"))
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
-
-
-def names_of_the_example() -> dict[str, Any]:
-    """The names of the quick start, which other pages continue."""
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
-    target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft"))
-    names = {"hf_speculate": hf_speculate, "tokenizer": tokenizer, "model": hf_speculate.enable(target), "draft": draft}
-    prompts = ["def main():\n", "class Stack:\n"]
-    return {**names, "prompts": prompts, "inputs": tokenizer(prompts, return_tensors="pt", padding=True)}
 
 
 @pytest.fixture
@@ -74,26 +37,17 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
-    names = {} if page in FROM_NOTHING else names_of_the_example()
-    if page in CARDS:
-        names = {"target_name": str(PAIR / "target"), "draft_name": str(PAIR / "draft")}
-    for number, code in enumerate(blocks(page, "python")):
-        if not code.startswith(NOT_RUN):
-            torch.manual_seed(0)
-            for name, folder in STAND_INS.items():
-                code = code.replace(f'"{name}"', f'"{(PAIR / folder).as_posix()}"')
-            exec(compile(code, f"{page}, block {number}", "exec"), names)
+    assert list(run_blocks(page)) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_looked_at_and_every_command_would_be_accepted(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = read(page)
     assert {kind.split(" ")[0] for _, kind, _ in BLOCK.findall(text)} <= set(LANGUAGES)
     for code in blocks(page, "json"):
         json.loads(code)
     assert [problem for code in blocks(page, "sh") for problem in problems_in(code)] == []
-    named = COMMAND.findall(BLOCK.sub("", text))
-    assert [problem for code in named for problem in problems_in(" ".join(code.split()), is_whole=False)] == []
+    assert [problem for code in named_commands(page) for problem in problems_in(code, is_whole=False)] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem)
@@ -124,7 +78,7 @@ def test_a_wrong_command_is_found_and_a_right_one_accepted(command: str, problem
 
 def test_links_lead_to_files_and_headings() -> None:
     for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
+        text = read(page)
         for path, heading in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", BLOCK.sub("", text)):
             target = (ROOT / page).parent / path if path else ROOT / page
             assert target.exists(), f"{page} leads to {path}"
@@ -132,10 +86,7 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_lists_of_the_pages_are_whole() -> None:
-    guide, settings, benchmarks = (
-        (ROOT / name).read_text(encoding="utf-8")
-        for name in ("CONTRIBUTING.md", "docs/settings.md", "docs/benchmarks.md")
-    )
+    guide, settings, benchmarks = map(read, ("CONTRIBUTING.md", "docs/settings.md", "docs/benchmarks.md"))
     library = ROOT / "hf_speculate"
     names = [path.name for path in library.glob("*.py") if path.name != "__init__.py"]
     names += [f"{path.parent.name}/" for path in library.glob("*/__init__.py")]
@@ -167,7 +118,7 @@ METHODS |= {"hf_speculate, default, compiled": "ours, adaptive, compiled"}
 
 
 def test_readmes_table_of_benchmarks_and_statistics_are_the_committed_ones() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Benchmarks")[2].partition("\n## ")[0]
+    text = read("README.md").partition("## Benchmarks")[2].partition("\n## ")[0]
     found = {line[0]: line[1:] for line in re.findall(r"^\| ([^|]+) \|" + r" ([^|]+) \|" * 4 + "$", text, re.M)}
     rows = {
         (row["method"], row["batch_size"], row["mode"]): row

@@ -4,7 +4,6 @@ Every function takes `backend="auto" | "torch" | "triton"`. The torch implementa
 raw logits and compute the softmax themselves. Random numbers depend on `NoiseKeys` and a `Stream` only.
 """
 
-from .attention import split_key_attention
 from .block import verify_block
 from .coupled import verify_coupled
 from .draws import Draws
@@ -38,7 +37,6 @@ __all__ = [
     "row_seeds",
     "sample",
     "speculative_sampling",
-    "split_key_attention",
     "uniforms",
     "verify_block",
     "verify_coupled",

@@ -48,16 +48,6 @@ class Proposal(NamedTuple):
     logsumexp: Tensor | None  # [B, K] float32; None if not computed yet
 
 
-class Attention(NamedTuple):
-    """Inputs of attention; g query heads share a key-value head."""
-
-    query: Tensor  # [B, g*H, Q, D]
-    key: Tensor  # [B, H, T, D]
-    value: Tensor  # [B, H, T, D']
-    mask: Tensor | None  # [B, g*H, Q, T] bool (True: seen) or floating (added), expanded
-    scaling: float  # of the scores
-
-
 @dataclass(frozen=True)
 class TypicalRule:
     """Parameters of typical acceptance: p(x) > min(threshold, alpha * exp(-entropy)).

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
+from ._inputs import Cut, Proposal, Round, TypicalRule, Warp
 from .custom_ops import CustomOperations
 from .errors import ConfigError, KernelUnavailableError
 from .types import NoiseKeys, Sampled, Stream, Verdict
@@ -43,9 +43,6 @@ class Operations(Protocol):
 
     def cut(self, logits: Tensor, temperature: float, rule: Cut) -> Tensor:
         """Logits after temperature and cutoffs, see `warp_logits`."""
-
-    def attend(self, inputs: Attention, num_splits: int | None) -> Tensor:
-        """Attention, [B, Q, g*H, D'], see `split_key_attention`."""
 
 
 def is_interpreting() -> bool:

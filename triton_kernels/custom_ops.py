@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
+from ._inputs import Cut, Proposal, Round, TypicalRule, Warp
 from .types import NoiseKeys, Sampled, Stream, Verdict
 
 # A copy of this package under another name registers its own operators.
@@ -87,20 +87,6 @@ def _(logits: Tensor, *args: object) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attend", mutates_args=())
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, num_splits: int | None
-) -> Tensor:
-    output: Tensor = _operations(True).attend(Attention(query, key, value, mask, scaling), num_splits)
-    return output
-
-
-@_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
-    batch_size, num_heads, num_query, _ = query.shape
-    return query.new_empty(batch_size, num_query, num_heads, value.shape[-1])
-
-
 def _split(warp: Warp) -> tuple[float, Tensor | None, Tensor | None]:
     """The temperature as a float, as a tensor, and the cutoffs."""
     temperature, row_cutoffs = warp
@@ -112,7 +98,7 @@ def _split(warp: Warp) -> tuple[float, Tensor | None, Tensor | None]:
 class CustomOperations(NamedTuple):
     """`Operations` inside of a compiled function.
 
-    The torch reference of `sample`, `cut` and `attend` is traced, because a compiler fuses it with what is around it.
+    The torch reference of `sample` and `cut` is traced, because a compiler fuses it with what is around it.
     That of the verifiers writes into parts of tensors, which cannot be traced whole.
     """
 
@@ -181,10 +167,3 @@ class CustomOperations(NamedTuple):
             return reference.cut(logits, temperature, rule)
         cut: Tensor = _cut(logits, temperature, *rule)
         return cut
-
-    def attend(self, inputs: Attention, num_splits: int | None) -> Tensor:
-        """See `split_key_attention`."""
-        if not self.is_triton:
-            return reference.attend(inputs, num_splits)
-        output: Tensor = _attend(*inputs, num_splits)
-        return output

@@ -65,6 +65,15 @@ class KVCache(Protocol):
         The rows' lengths, padding included, may differ by one number from those `like`, whose tensor spares an upload.
         """
 
+    @property
+    def holds_rejected(self) -> bool:
+        """Whether attention may still read, under a mask, what rejected tokens have written."""
+        return False
+
+    def clear_rejected(self) -> None:
+        """Overwrite what rejected tokens have written with zeros: attention multiplies a masked NaN by zero."""
+        return
+
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows, in place."""
 

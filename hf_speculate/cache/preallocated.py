@@ -61,6 +61,7 @@ class PreallocatedKVCache(KVCache):
         self.kinds = kinds
         self.device = torch.device(device)
         self._kept_cache = kept_cache
+        self._holds_rejected = False
         self._pool = pool
         self._shape = BufferShape(batch_size, capacity, kinds.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
@@ -133,6 +134,16 @@ class PreallocatedKVCache(KVCache):
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if any(drops):
             self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
+            self._holds_rejected = True
+
+    @property
+    def holds_rejected(self) -> bool:
+        return self._holds_rejected
+
+    def clear_rejected(self) -> None:
+        for layer in self._layers:
+            layer.clear_behind(self.columns.lens)
+        self._holds_rejected = False
 
     def rows(self, indices: Sequence[int]) -> None:
         surplus = self.columns.rows(indices)
@@ -145,6 +156,7 @@ class PreallocatedKVCache(KVCache):
         for layer, its in zip(self._layers, other._layers, strict=True):
             layer.join(its)
         self.columns.join(other.columns)
+        self._holds_rejected |= other.holds_rejected
 
     def snapshot(self) -> Callable[[], None]:
         """Of `kept_cache`, which is left alone until `hand_back`."""

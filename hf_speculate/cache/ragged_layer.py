@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_speculate.cache.columns import Columns
+from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
 # Room is made for this many tokens, or a twentieth of what is held where that is more: a long cache takes 5 % more
@@ -129,6 +130,17 @@ class RaggedLayer(CacheLayerMixin):
                 places[:, :, start : start + num_joining_held] = states[:, :, :num_joining_held]
                 places[:, :, start + num_joining_held :] = 0
         self._use(buffers, num_rows + num_joining)
+
+    def clear_behind(self, lens: Sequence[int]) -> None:
+        """Overwrite the columns from each row's end on, `lens` [B], with zeros."""
+        if not self.is_initialized:
+            return
+        first, capacity = max(min(lens) - self.base, 0), self.buffers.keys.shape[2]
+        columns = torch.arange(self.base + first, self.base + capacity, device=self.device)
+        is_behind = (columns >= upload(lens, columns.device)[:, None])[:, None, :, None]  # [B, 1, C, 1]
+        for buffer in self.buffers:
+            with torch.inference_mode(buffer.is_inference()):
+                buffer[:, :, first:].masked_fill_(is_behind, 0)
 
     def _use(self, buffers: KVState, num_rows: int) -> None:
         """Hold the first rows of these buffers; the others are free."""

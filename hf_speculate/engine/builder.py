@@ -26,11 +26,12 @@ from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, make_plan
+from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
-from hf_speculate.models.language_model import LanguageModel, device_of
+from hf_speculate.models.language_model import LanguageModel, device_of, max_columns
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
@@ -45,7 +46,7 @@ from hf_speculate.schedule import (
 )
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.verify.base import make_verifier
+from hf_speculate.verify.base import depends_on_draft, make_verifier
 from hf_speculate.verify.spans import make_spans
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -110,7 +111,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(stopping, call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
-    padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
+    padding = EndPadding(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
     wanted = {
         "output_hidden_states": (hidden_states is not None and hidden_states.wanted) or call.recorded.hidden_states,
         "output_attentions": call.recorded.attentions,
@@ -118,10 +119,13 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     options = {name: value for name, value in wanted.items() if value}
     text_config = call.target.config.get_text_config(decoder=True)
     output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache))
+    target = TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding)
+    verification = _make_verification(plan, criteria)
     decoder = SpeculativeDecoder(
-        target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
+        target=target,
         drafts=_make_draft_session(plan, drafter, hidden_states),
-        verification=_make_verification(plan, criteria),
+        verification=verification,
+        second_scoring=SecondScoring(target, verification, depends_on_draft(call.config), call.ranks),
         stops=stops,
         draft_length=draft_length,
         output=output,
@@ -224,7 +228,8 @@ def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verificat
     call, config = plan.call, plan.call.config
     rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
     if not plan.is_lock_step:
-        return RowWiseVerification(*rule, ProcessorGroups(call.processors, call.batch_size))
+        processors = ProcessorGroups(call.processors, call.batch_size)
+        return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)
     pad = plan.pad_token_id if criteria.eos_token_ids is not None else None
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 

@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.outputs import OutputRecorder
+from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import TargetSession
@@ -24,6 +26,7 @@ class SpeculativeDecoder:
     target: TargetSession
     drafts: DraftSession
     verification: Verification
+    second_scoring: SecondScoring
     stops: StopTracker
     draft_length: DraftLength
     output: OutputRecorder
@@ -49,7 +52,10 @@ class SpeculativeDecoder:
     def decode_round(self, batch: Batch) -> bool:
         """Decode one round; False if all rows are finished."""
         enter = self.clock.enter
-        num_draft_tokens = self.draft_length.next(batch)
+        num_draft_tokens = self.draft_length.next(batch, self.target.room)
+        while num_draft_tokens is not None and num_draft_tokens < 0:  # another rank scores its round again
+            self.second_scoring.run_dummies(batch, -num_draft_tokens)
+            num_draft_tokens = self.draft_length.next(batch, self.target.room)
         if num_draft_tokens is None:
             return False
         keys = batch.begin_round()
@@ -58,16 +64,23 @@ class SpeculativeDecoder:
         enter(Stage.SCORE)
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
-        verified = self.verification.verify(batch, scored.logits, draft, keys)  # reads, writes nothing
+        checks_logits, scored_draft = self.target.reads_other_tokens(draft), draft
+        verified = self.verification.verify(batch, scored.logits, draft, keys, checks_logits)  # reads, writes nothing
+        if verified.has_bad_logits:
+            enter(Stage.SCORE)
+            scored_draft, scored, verified = self.second_scoring.run(batch, draft, keys, verified)
         if self.draft_length.keeps_rows_even(batch):
             verified = verified.of_equal_lengths()
         enter(Stage.TRIM)
         trimmed = self.stops.trim(batch, verified)
         enter(Stage.COMMIT)
         batch.commit(verified, trimmed)
-        self.target.commit(batch, draft, trimmed)
-        self.verification.commit(draft, trimmed)
+        self.target.commit(batch, scored_draft, trimmed)
+        self.verification.commit(scored_draft, trimmed)
         self.drafts.commit(batch, draft, scored, trimmed)
+        if verified.is_rescored:
+            for kv_cache in self._kv_caches:
+                kv_cache.clear_rejected()
         self._observe(batch, num_draft_tokens, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
         return True
@@ -84,9 +97,12 @@ class SpeculativeDecoder:
                 restore()
             raise
         finally:
-            for kv_cache in (self.target.kv_cache, self.drafts.kv_cache):
-                if kv_cache is not None:
-                    kv_cache.release()
+            for kv_cache in self._kv_caches:
+                kv_cache.release()
+
+    @property
+    def _kv_caches(self) -> list[KVCache]:
+        return [one for one in (self.target.kv_cache, self.drafts.kv_cache) if one is not None]
 
     def prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the token that follows it."""

@@ -16,6 +16,8 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, Sto
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
 
+_URGENT = 1 << 32  # added to what takes precedence over every draft length
+
 
 @dataclass(frozen=True)
 class SyncedRanks:
@@ -25,10 +27,30 @@ class SyncedRanks:
 
     def max(self, num: int | None) -> int | None:
         """The largest number of any rank; None if every rank passes None."""
-        wish = torch.tensor(0 if num is None else num + 1, device=self.device)
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
-        agreed = int(wish)
+        (agreed,) = self._reduced(0 if num is None else num + 1)
         return agreed - 1 if agreed else None
+
+    def next_draft_length(self, num: int | None, room: int) -> int | None:
+        """The largest K of any rank, but no more than any rank has room for; None if every rank passes None.
+
+        Negative if a rank has called `more_forwards` instead: its number of forwards, which all ranks run first.
+        """
+        agreed, less_room = self._reduced(0 if num is None else num + 1, -room)
+        if agreed > _URGENT:
+            return _URGENT - agreed
+        return max(min(agreed - 1, -less_room), 0) if agreed else None
+
+    def more_forwards(self, num: int) -> int:
+        """How many forwards all ranks run before the next round: the largest number that a rank needs."""
+        agreed, _ = self._reduced(_URGENT + num, -_URGENT)
+        return agreed - _URGENT
+
+    def _reduced(self, *numbers: int) -> list[int]:
+        """The largest of each number over all ranks."""
+        largest = torch.tensor(numbers, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found: list[int] = largest.tolist()
+        return found
 
 
 def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch.device) -> SyncedRanks | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.observers import Observer
@@ -30,8 +31,12 @@ class DraftLength(Observer):
         num_unread = 0 if self.reads_ahead else num_unread
         self.schedule.begin(prefill_s, num_read, num_unread, self.max_new_tokens - 1)
 
-    def next(self, batch: Batch) -> int | None:
-        """What the schedule asks for, within the rows' limits and the room that they have left; None at the end."""
+    def next(self, batch: Batch, room: int = MAX_ASSISTANT_TOKENS) -> int | None:
+        """What the schedule asks for, within the rows' limits and the room that they have left; None at the end.
+
+        `room` is how many drafted tokens the target can read. Negative if other ranks need forwards before the next
+        round: their number.
+        """
         rows = zip(batch.num_left, batch.draft_limits, batch.is_finished, strict=True)
         live = [(left, limit) for left, limit, is_finished in rows if not is_finished]
         num = None
@@ -42,8 +47,8 @@ class DraftLength(Observer):
             num_wanted = self.schedule.num_draft_tokens
             if self.group is not None:
                 num_wanted = int(self.group.broadcast(torch.tensor(num_wanted, device="cpu")))
-            num = max(min(num_wanted, most), 0)
-        return num if self.ranks is None else self.ranks.max(num)
+            num = max(min(num_wanted, most, room), 0)
+        return num if self.ranks is None else self.ranks.next_draft_length(num, room)
 
     def keeps_rows_even(self, batch: Batch) -> bool:
         """Whether all rows must emit the same number of tokens in the round that `next` was asked for.

@@ -10,9 +10,7 @@ from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import RoundRecord, RoundReport, StageSeconds, Status
-
-_BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)  # a draft's logits may set these flags too
+from hf_speculate.types import BAD_LOGITS, RoundRecord, RoundReport, StageSeconds
 
 
 class Observer:
@@ -49,6 +47,7 @@ class StatsObserver(Observer):
             return
         draft_len = record.draft.token_ids.shape[1]
         stats.num_batch_rounds += 1
+        stats.num_rescored += verified.is_rescored
         stats.add_draft_len(draft_len)
         if not draft_len:
             stats.add_plain_step(sum(record.seconds))
@@ -67,7 +66,7 @@ class StatsObserver(Observer):
 
 def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError]]:
     """The rows whose last token was sampled from logits that define no distribution, with the errors."""
-    for row in record.live_rows if record.verified.status & _BAD_LOGITS else ():
+    for row in record.live_rows if record.verified.status & BAD_LOGITS else ():
         num = record.trimmed.num_emitted[row]
         if not num or num < len(record.verified.new_ids[row]):
             continue

@@ -68,7 +68,7 @@ class OutputRecorder(Observer):
             self.attentions += [] if attentions is None else [attentions]
             return
         windows = self._windows() if attentions else []  # SDPA returns no attentions
-        num_query = record.draft.token_ids.shape[1] + 1
+        num_query = record.scored.logits.shape[1]
         for position in range(record.trimmed.num_emitted[0]):
             if hidden_states is not None:
                 self.hidden_states.append(tuple(layer.narrow(-2, position, 1) for layer in hidden_states))

@@ -13,7 +13,7 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.models.cache_selection import CachePlan
-from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
+from hf_speculate.models.language_model import counts_columns, device_of, max_columns, vocab_size_of
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
@@ -135,6 +135,10 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     counting = {type(model).__name__ for model in call.models if counts_columns(model, model is call.draft)}
     if counting and call.batch_size > 1:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
+    keeps_rows = call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target)
+    num_columns = max_columns(call.target)
+    if num_columns is not None and call.max_columns > num_columns and call.batch_size > 1 and keeps_rows:
+        return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks
 from hf_speculate.models.language_model import LanguageModel
@@ -28,6 +29,7 @@ class EndPadding:
 
     pad_token_id: int | None  # None if nothing is fed
     max_query: int  # tokens per row in a forward that reads padding alone
+    max_columns: int | None  # of the KV cache that the model can read; None for any number
     num_rows: InitVar[int]
     ranks: SyncedRanks | None
 
@@ -61,11 +63,16 @@ class EndPadding:
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
         """Feed what rows lack after the last round, in forwards from which rows that lack less are rolled back."""
-        num_forwards = -(-max(self._num_lacking(batch)) // self.max_query)
+        max_query = self.max_query
+        if self.max_columns is not None:  # the longest row stays as long as it is
+            max_query = max(min(max_query, self.max_columns - kv_cache.num_columns), 1)
+        num_forwards = -(-max(self._num_lacking(batch)) // max_query)
         if self.ranks is not None:
             num_forwards = self.ranks.max(num_forwards or None) or 0
+        if num_forwards and kv_cache.holds_rejected:
+            kv_cache.clear_rejected()
         for _ in range(num_forwards):
-            num_query = max(min(max(self._num_lacking(batch)), self.max_query), 1)
+            num_query = max(min(max(self._num_lacking(batch)), max_query), 1)
             query = batch.tokens.last(1).expand(-1, num_query)  # [B, Q]
             model.run(self.fill(batch, query), kv_cache, logits_to_keep=1)
             kv_cache.crop(self.num_dropped(batch, [0] * batch.num_rows, num_query))
@@ -89,6 +96,13 @@ class TargetSession:
     options: Mapping[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
     padding: EndPadding  # fills the cache after finished rows
 
+    @property
+    def room(self) -> int:
+        """Drafted tokens of each row that the model can read after the newest one."""
+        if self.padding.max_columns is None:
+            return MAX_ASSISTANT_TOKENS
+        return self.padding.max_columns - self.kv_cache.num_columns - 1
+
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
         """Read the prompt in chunks, each passed to `on_chunk` with the columns from its first one on."""
         num_ahead = self.query_ids.shape[1]
@@ -101,13 +115,21 @@ class TargetSession:
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""
+        query = self.query(batch, draft)
+        return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
+
+    def reads_other_tokens(self, draft: DraftOut) -> bool:
+        """Whether logits of `score` may be NaN because of a token that is not part of the text."""
+        return bool(draft.token_ids.shape[1]) or self.kv_cache.holds_rejected or self.model.pads_queries
+
+    def query(self, batch: Batch, draft: DraftOut) -> Tensor:
+        """[B, K+1] int64: the newest token of each row and the drafted ones."""
         newest = batch.tokens.last(1)
         if draft.token_ids.shape[1]:
             query = torch.cat([newest, draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
         else:
             query = newest.contiguous()
-        query = self.padding.fill(batch, query)
-        return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
+        return self.padding.fill(batch, query)
 
     def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
         """Roll the cache back to the emitted tokens; it never holds the newest one."""

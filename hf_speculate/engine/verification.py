@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from math import isfinite, isnan
 from operator import or_
 from typing import Any
 
@@ -15,7 +16,7 @@ from hf_speculate.engine.distributed import BroadcastVerifier, TensorParallelGro
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import download
-from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
+from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
 
@@ -28,17 +29,26 @@ class Verification:
     spans: Spans | None  # restricts a lossy verifier to spans; None if it decides everywhere
     group: TensorParallelGroup | None  # processes that use the verdict of rank 0, or None
 
-    def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read."""
-        if not all(batch.is_finished):
-            return self._verify(batch, logits, draft, keys)
-        # The forwards go on for other ranks; no processor or criterion is called any more.
-        nothing = [0] * batch.num_rows
-        token_ids, is_stopped = draft.token_ids.new_full((batch.num_rows, 1), -1), [False] * batch.num_rows
-        return Verified(token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0)
+    def verify(
+        self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool = False
+    ) -> Verified:
+        """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read.
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
+        With `checks_logits`, `has_bad_logits` says whether the verdict rests on logits that are NaN or infinite.
+        """
+        if not all(batch.is_finished):
+            return self._verify(batch, logits, draft, keys, checks_logits)
+        # The forwards go on for other ranks; no processor or criterion is called any more.
+        return _no_verdict(batch, logits, draft)
+
+    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
         raise NotImplementedError
+
+    def _agreed(self, has_bad_logits: bool) -> bool:
+        """What rank 0 of the tensor-parallel group says."""
+        if self.group is None:
+            return has_bad_logits
+        return bool(self.group.broadcast(torch.tensor(int(has_bad_logits), device="cpu")))
 
     def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
         """The verifier from a position of the round on, if the tokens before it were accepted."""
@@ -62,24 +72,41 @@ class RowWiseVerification(Verification):
     """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
 
     processors: ProcessorGroups  # the logits processors of each row, all of them row-wise
+    keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        tokens, scores = batch.tokens, logits
+    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
+        tokens, scores, num_positions = batch.tokens, logits, logits.shape[1]
+        loses_nan = checks_logits and not self.processors.keep_nan
+        if loses_nan:  # plain `generate` shows processors no NaN of a rejected token
+            scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
         verdict = self._verifier_at(0, batch, draft).verify(scores, draft, keys)
-        draft_lens = draft.lens.to(torch.int32)
-        ids, num_accepted, flags, num_drafted = download(  # the one wait
-            verdict.token_ids, verdict.num_accepted, verdict.status, draft_lens
+        ids, draft_lens = verdict.token_ids, draft.lens.to(torch.int32)
+        if loses_nan:
+            ids = torch.cat([ids, logits.amax(-1).isnan().to(ids.dtype)], dim=1)  # [B, 2 (K+1)]
+        rows, num_accepted, flags, num_drafted = download(  # the one wait
+            ids, verdict.num_accepted, verdict.status, draft_lens
         )
+        live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
+        counted = range(batch.num_rows) if self.keeps_padding else live
+        flagged = [row for row in counted if flags[row] & BAD_LOGITS] if checks_logits else []
+        has_bad_logits = False
+        if loses_nan or flagged:
+            is_nan = any(any(rows[row][num_positions:][: num_accepted[row] + 1]) for row in counted)
+            has_bad_logits = self._agreed(is_nan or _are_bad(logits, flagged, num_accepted))
+        if has_bad_logits:
+            self.processors.rollback([num_positions] * batch.num_rows)
         return Verified(
             verdict.token_ids,
-            [row[: num + 1] for row, num in zip(ids, num_accepted, strict=True)],
+            [row[: num + 1] for row, num in zip(rows, num_accepted, strict=True)],
             num_drafted,
             num_accepted,
-            reduce(or_, flags, 0),
+            reduce(or_, (flags[row] for row in live), 0),
             scores,
+            num_host_syncs=1 + bool(flagged),
             device_num_accepted=verdict.num_accepted,
+            has_bad_logits=has_bad_logits,
         )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
@@ -106,17 +133,23 @@ class LockStepVerification(Verification):
     pad_token_id: int | None
     records_scores: bool  # whether criteria are shown the scores so far
     _is_finished: Tensor | None = None  # [B] bool
+    _has_ended: list[bool] = field(default_factory=list)  # the same on the host; empty before the first token
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
+    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
+        # before the processors, which are shown what plain `generate` shows them
+        if checks_logits and self._agreed(self._begins_with_nan(batch, logits)):
+            nothing = _no_verdict(batch, logits, draft)
+            return nothing._replace(num_drafted=draft.lens.tolist(), num_host_syncs=2, has_bad_logits=True)
         input_ids: Any = batch.tokens.token_ids[:, : batch.tokens.lens[0]]  # [B, T]; typed as a LongTensor elsewhere
         was_finished = self._is_finished
         if was_finished is None:
             was_finished = torch.zeros(batch.num_rows, dtype=torch.bool, device=input_ids.device)
         # finished rows go on with padding; without EOS they go on, and plain `generate` samples from them
         is_padded = was_finished if self.pad_token_id is not None else torch.zeros_like(was_finished)
-        num_accepted = torch.zeros(batch.num_rows, dtype=torch.int64, device=input_ids.device)
-        status, columns, scores = 0, [], []
+        had_ended = self._has_ended or [False] * batch.num_rows
+        status, num_accepted, new_ids = 0, [0] * batch.num_rows, [list[int]() for _ in had_ended]
+        columns, scores = [], []
         for position in range(logits.shape[1]):
             step_scores = self.processors(input_ids, logits[:, position].to(torch.float32, copy=True))
             verifier = self._verifier_at(position, batch, draft)
@@ -128,23 +161,49 @@ class LockStepVerification(Verification):
             if self.records_scores:
                 self._scores.append(step_scores)
             self._is_finished = is_finished = was_finished | self.criteria.ask(input_ids, tuple(self._scores) or None)
-            stays = verdict.num_accepted.bool() | is_padded  # the draft of padded rows is padding
-            num_accepted += verdict.num_accepted
-            status = reduce(or_, verdict.status[~is_padded].tolist(), status)
-            if not bool(stays.all()) or bool((is_finished != was_finished).any()):
+            ids, accepted, flags, ended = download(
+                next_ids[:, None], verdict.num_accepted, verdict.status, is_finished.to(torch.int32)
+            )
+            self._has_ended = [bool(has_ended) for has_ended in ended]
+            new_ids = [row + new for row, new in zip(new_ids, ids, strict=True)]
+            num_accepted = [before + num for before, num in zip(num_accepted, accepted, strict=True)]
+            # the draft of padded rows is padding
+            live = [row for row, had in enumerate(had_ended) if not had or self.pad_token_id is None]
+            status = reduce(or_, (flags[row] for row in live), status)
+            if not all(accepted[row] for row in live) or self._has_ended != had_ended:
                 break
-        token_ids = torch.stack(columns, dim=1)  # [B, N]
         return Verified(
-            token_ids,
-            token_ids.tolist(),
+            torch.stack(columns, dim=1),  # [B, N]
+            new_ids,
             draft.lens.tolist(),
-            num_accepted.tolist(),
+            num_accepted,
             status,
             torch.stack(scores, dim=1),
-            is_finished.tolist(),
-            num_host_syncs=len(columns) + 1,
+            self._has_ended,
+            num_host_syncs=len(columns) + 1 + checks_logits,
             num_user_host_syncs=len(columns),
         )
+
+    def _begins_with_nan(self, batch: Batch, logits: Tensor) -> bool:
+        """Whether a row is NaN at its first position of logits [B, K+1, V]: a drafted NaN spreads over all of them."""
+        tops = logits[:, 0].amax(-1).tolist()
+        rows = zip(batch.is_finished, tops, strict=True)
+        return any(isnan(top) for is_finished, top in rows if not is_finished or self.pad_token_id is None)
+
+
+def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:
+    """A round that emits nothing."""
+    nothing = [0] * batch.num_rows
+    token_ids, is_stopped = draft.token_ids.new_full((batch.num_rows, 1), -1), [False] * batch.num_rows
+    return Verified(token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0)
+
+
+def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> bool:
+    """Whether the target's own logits [B, N, V] define no distribution in one of `rows`, at its position of [B]."""
+    if not rows:
+        return False
+    tops = logits.amax(-1).tolist()
+    return not all(isfinite(tops[row][positions[row]]) for row in rows)
 
 
 def _one_position(

@@ -1,7 +1,5 @@
 """Attention backends on CUDA in half precision: flash attention without a mask, memory-efficient with one.
 
-`split_keys_from` lets masked attention of few query tokens run on our split-key kernel instead.
-
 torch may choose cuDNN, which builds a plan for every new set of sizes and strides. The number of keys grows with every
 forward, so nearly every forward would build one: tens of milliseconds, when the forward itself takes a few.
 """
@@ -11,18 +9,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate.errors import ConfigError
-from hf_speculate.triton_kernels.backends import runs_kernels
-
 _DEVICE_TYPE = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16)
 _UNIT = 8  # entries of 16 bytes: what the kernels load at once
 _MAX_FLASH_WIDTH = 256
 _OLDEST = (8, 0)  # older devices have neither flash attention nor cuDNN's
-_MOST_SPLIT_QUERIES = 16  # of a forward whose keys may be split
-_SPLIT_DTYPES = (*_DTYPES, torch.float32)
-
-_split_keys_from: int | None = None  # keys; None: never
 
 _served: dict[int, bool] = {}  # by the index of a CUDA device; filled before anything is traced, which cannot ask
 
@@ -39,34 +30,6 @@ def is_chosen(devices: Iterable[torch.device]) -> bool:
     """Whether the backend of attention on any of the devices is left to the functions below."""
     find_devices()
     return any(_is_served(device) for device in devices)
-
-
-def split_keys_from(num_keys: int | None) -> None:
-    """Let masked attention on CUDA use `split_key_attention` from a number of keys on; it is off by default.
-
-    It applies to forwards of up to 16 query tokens in this process, in float16, bfloat16 and float32. Set it before
-    the first call: compiled functions and captured graphs keep the attention that they were made with. Part 4 of
-    `make gpu-check` measures from how many keys on it is faster on a device.
-
-    Args:
-        num_keys: >= 1; None turns it off.
-
-    Raises:
-        ConfigError: num_keys < 1.
-    """
-    global _split_keys_from
-    if num_keys is not None and num_keys < 1:
-        raise ConfigError(f"num_keys must be >= 1 or None, got {num_keys}; None turns split-key attention off")
-    _split_keys_from = num_keys
-
-
-def splits_keys(query: Tensor, value: Tensor) -> bool:
-    """Whether masked attention of these [B, g*H, Q, D] and [B, H, T, D'] is left to `split_key_attention`."""
-    if _split_keys_from is None or query.device.type != _DEVICE_TYPE or query.dtype not in _SPLIT_DTYPES:
-        return False
-    if query.shape[2] > _MOST_SPLIT_QUERIES or max(query.shape[3], value.shape[3]) > _MAX_FLASH_WIDTH:
-        return False
-    return value.shape[2] >= _split_keys_from and bool(runs_kernels("auto", query.device))
 
 
 def chooses_backend(query: Tensor, value: Tensor) -> bool:

@@ -167,6 +167,8 @@ class FixedBuffers:
 class CompiledLanguageModel(LanguageModel):
     """A `LanguageModel` whose short queries run compiled, padded to lengths that are; prompts run eagerly."""
 
+    pads_queries = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -36,10 +36,8 @@ from hf_speculate.models.attention_backends import (
     find_devices,
     is_chosen,
     repeated,
-    splits_keys,
 )
 from hf_speculate.models.quirks import may_compare_attention
-from hf_speculate.triton_kernels import split_key_attention
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to
@@ -125,8 +123,6 @@ def _attend(
 ) -> Tensor | None:
     """[B, Q, g*H, D'] contiguous; None where that is left to the function that ours stands for."""
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    if mask is not None and splits_keys(query, value) and _covers(mask, query, key):
-        return split_key_attention(query, key, value, mask, scaling=scaling).transpose(1, 2)
     num_query, is_ours = query.shape[2], chooses_backend(query, value)
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None

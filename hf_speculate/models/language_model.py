@@ -21,6 +21,9 @@ from hf_speculate.types import Scored
 class LanguageModel:
     """Calls a transformers model with the mask and position ids that its cache's rows need."""
 
+    pads_queries: bool = False
+    """Whether `run` may feed further tokens after the query, which nothing reads but which may be NaN."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -97,6 +100,10 @@ class LanguageModel:
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
+    def run_unpadded(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
+        """As `run`, eagerly, in a forward that holds the query's tokens and no others."""
+        return LanguageModel.run(self, query_token_ids, kv_cache, **options)
+
     def join(self, other: "LanguageModel") -> None:
         """Serve the rows of `other` too; neither reads anything besides its tokens."""
         if self.max_position is not None and other.max_position is not None:
@@ -159,6 +166,16 @@ def last_position(model: PreTrainedModel, default: int) -> int:
         if getattr(config, name, None):
             return int(getattr(config, name)) - 1
     return default
+
+
+def max_columns(model: PreTrainedModel) -> int | None:
+    """Columns of the KV cache, padding included, for which a model has a table; None if it does not count columns."""
+    config = model.config.get_text_config(decoder=True)
+    grows = limit_reason(model, Limit.PADS_TAKE_NO_PLACE)  # its table of positions does
+    has_positions = config.is_encoder_decoder and counts_columns(model) and not grows
+    if not has_positions and not limit_reason(model, Limit.TABLE_BY_COLUMNS):
+        return None
+    return getattr(config, "max_seq_len", None) or last_position(model, default=-1) + 1 or None
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:

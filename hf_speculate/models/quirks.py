@@ -27,6 +27,7 @@ class Limit(Enum):
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
     NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
+    TABLE_BY_COLUMNS = "engine.draft_length: no forward may write past the last column of a table"
     PADS_TAKE_NO_PLACE = "engine.draft_session: drafted tokens behind a padding token do not count"
 
 
@@ -57,6 +58,11 @@ QUIRKS = (
     Quirk("led", Limit.NO_PADDED_DECODER_PROMPT, "its plain decoding reads single tokens without a mask"),
     Quirk("nllb-moe", Limit.NO_PADDED_DECODER_PROMPT, "tokens that it reads together go to other experts"),
     Quirk("xglm", Limit.MASK_PER_ROW, "its attention wants a mask of shape [B, 1, Q, T]"),
+    *(
+        Quirk(name, Limit.TABLE_BY_COLUMNS, "its attention reads a table of masks, as wide as its cache is long")
+        for name in ("gpt_neo", "imagegpt")
+    ),
+    Quirk("mpt", Limit.TABLE_BY_COLUMNS, "its attention reads a table of biases, as wide as its cache is long"),
     Quirk("bloom", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
     Quirk("mpt", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
     *(

@@ -28,7 +28,15 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.processors.registry import Reads, RollbackProcessor, any_ids, find_context_len, find_reads, name_of
+from hf_speculate.processors.registry import (
+    Reads,
+    RollbackProcessor,
+    any_ids,
+    find_context_len,
+    find_reads,
+    keeps_nan,
+    name_of,
+)
 from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.transfers import upload
 
@@ -97,6 +105,11 @@ class BlockLogitsProcessorList(LogitsProcessorList):
     def reads_token_ids(self) -> bool:
         """Whether any processor reads more than the scores."""
         return any(find_reads(processor) is not Reads.NOTHING for processor in self)
+
+    @property
+    def keep_nan(self) -> bool:
+        """Whether the scores of a position are NaN where its logits are."""
+        return all(keeps_nan(processor) for processor in self)
 
     @property
     def foreign_names(self) -> list[str]:

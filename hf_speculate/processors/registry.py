@@ -32,7 +32,8 @@ class RollbackProcessor(Protocol):
     - the first call of all shows the prompts, as plain `generate()` does;
     - a round's first call shows each row's newest token, the next K calls its drafted ones, from left to right;
     - `rollback` follows the round and takes back the calls whose newest token was refused. It never asks for more calls
-      than there were since the last `rollback`, so nothing older need be kept;
+      than there were since the last `rollback`, so nothing older need be kept. If the target's logits are NaN for a
+      drafted token, it takes back all calls of the round, which is then shown again;
     - before each draft, `fork` gives the draft model a copy of its own, which is thrown away after it.
 
     A round may show a row a token that the processor has just forbidden, and after it, as after a drafted EOS, ids
@@ -115,6 +116,12 @@ _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.WatermarkLogitsProcessor: lambda p, n: min(n, p.context_width),
 }
 
+# Those that may hide that logits are NaN, or fail for them. Of classes that are not in `READS` nothing is known.
+_LOSES_NAN = (
+    *(logits_process.ForcedBOSTokenLogitsProcessor, logits_process.ForcedEOSTokenLogitsProcessor),
+    *(logits_process.InfNanRemoveLogitsProcessor, logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper),
+)
+
 # why they must be called as plain `generate()` calls them
 NOT_ROW_WISE: dict[type, str] = {
     logits_process.ClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
@@ -172,6 +179,11 @@ def find_reads(processor: object) -> Reads | None:
     """What a processor reads besides the scores; None for one that is not known to fit into a block."""
     reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
     return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
+
+
+def keeps_nan(processor: object) -> bool:
+    """Whether a processor takes logits that are NaN, and gives scores that are."""
+    return type(processor) in READS and type(processor) not in _LOSES_NAN
 
 
 def find_context_len(processor: object, prefix_len: int) -> int:

@@ -47,6 +47,10 @@ class ProcessorGroups:
     def reads_token_ids(self) -> bool:
         return any(processors.reads_token_ids for processors, _ in self._groups)
 
+    @property
+    def keep_nan(self) -> bool:
+        return all(processors.keep_nan for processors, _ in self._groups)
+
     def forked(self) -> "ProcessorGroups":
         """The groups themselves: rows of different calls join only if no processor has state."""
         return self

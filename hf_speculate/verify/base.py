@@ -100,6 +100,12 @@ def is_lossless(config: SpeculationConfig) -> bool:
     return _entry(config).is_lossless
 
 
+def depends_on_draft(config: SpeculationConfig) -> bool:
+    """Whether the output depends on what is drafted: not if each token is the argmax, or drawn by RACE."""
+    traits = _entry(config)
+    return not traits.is_lossless or (traits.reads_keys and traits.draft_stream is not Stream.RACE)
+
+
 def _entry(config: SpeculationConfig) -> VerifierTraits:
     if not isinstance(config.verifier, str) or config.verifier not in _REGISTRY:
         raise ConfigError(

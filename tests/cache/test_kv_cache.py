@@ -73,6 +73,25 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
             cache.crop(wrong)
 
 
+@pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
+def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(make):
+    cache, held, drops = make(3), states(3, 6), [4, 1, 0]
+    for layer in held:
+        for part in layer:
+            for row, drop in enumerate(drops):
+                part[row, :, 6 - drop :] = torch.nan
+    cache.update(held)
+    cache.crop(drops)
+    assert cache.holds_rejected == (cache.kind == "preallocated")  # the other one keeps no such columns
+    cache.clear_rejected()
+    assert not cache.holds_rejected
+    for buffers, layer, found in zip(cache.cache.layers, held, cache.get_kv_states(), strict=True):
+        assert buffers.keys.isfinite().all() and buffers.values.isfinite().all()
+        for row, drop in enumerate(drops):
+            for part, kept in zip(layer, found, strict=True):
+                assert torch.equal(kept[row, :, drop - min(drops) :], part[row, :, : 6 - drop])
+
+
 @each_value(choice=["dynamic", "preallocated"], kind=KINDS)
 def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice):
     """Several rounds of feeding four tokens and dropping a different count per row, past the window."""

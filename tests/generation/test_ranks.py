@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import types
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -24,9 +24,10 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.draft.test_custom import Repeats
-from tests.generation.test_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
+from tests.generation.test_caches import FLOAT32_TOLERANCE, STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_self_test import Own
+from tests.nan_drafts import drafts_of_nan, embedding_is_nan, without_nan
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_RANKS = 2
@@ -86,7 +87,11 @@ CALLS = {
     },
     "unknown type": {**K, "model_class": Own},
     "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
+    "full table": {**K, "kind": "gpt_neo", "most": 8},  # of rank 1, while rank 0 has room for drafts
+    "drafts of NaN": {**K, "ends": (3, 3)},
+    "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
 }
+OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
 REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
     "cache_implementation and compile_config": {"cache_implementation": "static"},
@@ -123,31 +128,37 @@ def run_call(rank, name):
     """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
     own = {"kind": "llama", "noise": DRAFT_NOISE, "ends": (), "most": NUM_NEW, "model_class": None, **CALLS[name]}
     kind, noise, ends, most, model_class = map(own.pop, ("kind", "noise", "ends", "most", "model_class"))
-    target = make_model(kind)
+    fields = {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most} if kind == "gpt_neo" else {}
+    target = make_model(kind, **fields)
     target.__class__ = model_class or type(target)
     hf_speculate.enable(target)
-    inputs, draft = prompts_of(rank), noisy_copy(target, noise or 0.0)
+    inputs, draft = without_nan(prompts_of(rank)), noisy_copy(target, noise or 0.0)
     if name == "adaptive":
         draft = make_model(kind, num_hidden_layers=1)
     shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
     shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
-    if ends and rank:
-        free = target.generate(**inputs, **shared).sequences
-        shared["eos_token_id"] = [int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)]
-    alone = target.generate(**inputs, **shared)
     own |= {"assistant_model": draft} if noise is not None else {}
-    for _ in range(1 + ("draft_state" in own)):  # in the second call the draft has read its prompt
-        with gathering(target, draft) as num_forwards:
-            ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
+    plain = own if name == "sampled drafts of NaN" else {}  # plain sampling draws other tokens
+    with drafts_of_nan(target, draft, embedding_is_nan) if name in OF_NAN else nullcontext():
+        if ends and rank:
+            free = target.generate(**inputs, **shared, **plain).sequences
+            shared["eos_token_id"] = [int(row[end - NUM_NEW]) for row, end in zip(free, ends, strict=True)]
+        alone = target.generate(**inputs, **shared, **plain)
+        for _ in range(1 + ("draft_state" in own)):  # in the second call the draft has read its prompt
+            with gathering(target, draft) as num_forwards:
+                ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (alone, ours)), STATE_TOLERANCE)
+    tolerance = FLOAT32_TOLERANCE if kind == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
+    assert_same_contents(*(cache_contents(one.past_key_values) for one in (alone, ours)), tolerance)
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
     num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
     first, second = of_all_ranks(num_forwards[0] - (1 + max(num_rounds) + num_more))
-    assert first == second and (first > 0) == (name == "early exit"), name  # whose drafts are forwards of the target
+    # drafts of an early exit are forwards of the target
+    assert first == second and (first > 0) == (name == "early exit" or name in OF_NAN), name
     assert (num_forwards[1] > 0) == (noise is not None), name
     assert rank or ours.speculation.num_drafted > 0 or name == "alone", name
+    assert (max(of_all_ranks(ours.speculation.num_rescored)) > 0) == (name in OF_NAN), name
     if name != "rows of rank 1 end apart" and (ends or most < NUM_NEW):
         assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
 
@@ -203,6 +214,9 @@ SPLIT_CALLS = {
     "coupled, lock step": {**K, **COUPLED, "logits_processor": [Unchanged()], "ends": True},
     "alone": {**COUPLED, "assistant_model": None},
     "adaptive": {**ADAPTIVE, "small": True, "ends": True},
+    "drafts of NaN": {**K},
+    "drafts of NaN that a processor hides": {**K, "remove_invalid_values": True},
+    "drafts of NaN in lock step": {**K, "logits_processor": [Unchanged()]},
 }
 
 
@@ -278,12 +292,16 @@ def run_split_call(models, name):
     """One call, on the split model and on the whole one."""
     own = {"kind": "llama", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **SPLIT_CALLS[name]}
     target, whole = models[own["kind"]]
-    ends, inputs = own.pop("ends", False), ragged_prompts(own.pop("num_rows", 3), seed=1)
+    ends, inputs = own.pop("ends", False), without_nan(ragged_prompts(own.pop("num_rows", 3), seed=1))
     own = {**draft_of(own), **own}
     own.pop("kind", None)
     if ends:
         own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[:, 5 - NUM_NEW].tolist()
-    alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
+    is_nan = name.startswith("drafts of NaN")
+    with ExitStack() as stack:
+        for model, draft in ((target, own["assistant_model"]), (whole, None)) if is_nan else ():
+            stack.enter_context(drafts_of_nan(model, draft, embedding_is_nan))
+        alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
     for one, other in zip(alone.past_key_values.layers, ours.past_key_values.layers, strict=True):
@@ -293,6 +311,7 @@ def run_split_call(models, name):
     assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, name
     assert ours.speculation.num_drafted > 0 or name == "alone", name
     assert ours.speculation.lock_step == ("lock step" in name), name
+    assert (ours.speculation.num_rescored > 0) == is_nan, name
 
 
 def run_split_rank(rank, port, folder):

@@ -12,7 +12,8 @@ from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
 from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
-from tests.cases import assert_decodes_as_plain
+from tests.cases import assert_decodes_as_plain, assert_equal_ids
+from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.random_calls import Case
 from tests.random_search import run_case
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
@@ -89,6 +90,40 @@ def test_positions_that_a_class_leaves_out_count_columns(case):
     assert run_case(case).kind == "equal"
 
 
+NUM_COLUMNS = 24
+TABLES_BY_COLUMNS = {
+    "gpt_neo": lambda: make_model("gpt_neo", max_position_embeddings=NUM_COLUMNS),
+    "imagegpt": lambda: make_family("imagegpt", n_positions=NUM_COLUMNS),
+    "mpt": lambda: make_model("mpt", max_seq_len=NUM_COLUMNS, dtype=torch.float32),  # as in test_models.py
+}
+
+
+@pytest.mark.parametrize("kind", TABLES_BY_COLUMNS)
+@pytest.mark.parametrize("keeps_rows", [False, True])
+@pytest.mark.parametrize("num_columns", [NUM_COLUMNS, NUM_COLUMNS + 1])
+def test_rows_of_different_lengths_reach_the_last_column_of_a_table(kind, keeps_rows, num_columns):
+    target = hf_speculate.enable(TABLES_BY_COLUMNS[kind]())
+    inputs = ragged_prompts(3, seed=5, min_len=2, max_len=8)
+    options = {"max_new_tokens": num_columns - inputs["input_ids"].shape[1], "return_dict_in_generate": keeps_rows}
+    stats = assert_decodes_as_plain(target, noisy_copy(target), inputs, **options, num_assistant_tokens=3)
+    assert stats.num_drafted > stats.num_accepted > 0
+    assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a row that is full leaves no room
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "imagegpt"])
+def test_padding_after_a_row_ends_before_the_last_column_of_a_table(kind):
+    target = hf_speculate.enable(TABLES_BY_COLUMNS[kind]())
+    prompt = torch.randint(1, 48, (2, 7), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}  # a token and four full rounds
+    text = target.generate(prompt, **options).sequences[:, 7:]
+    options["eos_token_id"] = end = int(text[0, 13])  # the first of the last round
+    assert int((text == end).sum()) == 1
+    drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
+    plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), FLOAT32_TOLERANCE)
+
+
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
 def test_padded_decoder_prompts_that_plain_reads_otherwise_are_refused(model_type):
     prompts = ragged_prompts(3, seed=2, min_len=3, max_len=6)
@@ -137,10 +172,15 @@ def packages_with(pattern):
 
 COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
 TABLES = [(quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set())]
+BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.TABLE_BY_COLUMNS}
+READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
+TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a loop of its own
 TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # not yet in the oldest version
 
 
-@pytest.mark.parametrize(("table", "pattern", "later"), TABLES, ids=["masks by kind", "compares the attention"])
+@pytest.mark.parametrize(
+    ("table", "pattern", "later"), TABLES, ids=["masks by kind", "tables by columns", "compares the attention"]
+)
 def test_a_table_names_the_packages_of_this_version(table, pattern, later):
     found, installed = packages_with(pattern)
     assert found | (later & installed) == table & installed

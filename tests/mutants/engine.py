@@ -2,6 +2,9 @@
 
 from tests.mutants.base import Fault, mutants_of
 
+NAN = "reliability/test_nan_of_drafts.py"
+COLUMNS = "models/test_quirks.py"
+
 MUTANTS = mutants_of(
     {
         ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
@@ -24,12 +27,14 @@ MUTANTS = mutants_of(
             "a window layer keeps its first column when rows join": Fault(
                 "min(self.base, other.base)", "max(self.base, other.base)"
             ),
+            "the first rejected column stays": Fault("(columns >= upload(lens", "(columns > upload(lens"),
         },
         (
             "hf_speculate/engine/decoder.py",
             "generation/test_prompts.py generation/test_rollback.py test_stats.py",
         ): {
             "finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
+            "a round that was scored again leaves NaN": Fault("if verified.is_rescored:", "if False:", NAN),
             "verification keeps dropped rows": Fault(
                 "(batch, self.stops, self.target, self.drafts, self.verification)",
                 "(batch, self.stops, self.target, self.drafts)",
@@ -58,6 +63,16 @@ MUTANTS = mutants_of(
                 "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_caches.py"
             ),
             "chunks are placed wrongly": Fault("num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"),
+            "padding at the end reads rejected columns": Fault(
+                "if num_forwards and kv_cache.holds_rejected:", "if False:", NAN
+            ),
+            "plain steps are never spoilt": Fault(" or self.kv_cache.holds_rejected or", " or", NAN),
+            "drafts end one column past a table": Fault(
+                "self.kv_cache.num_columns - 1\n", "self.kv_cache.num_columns\n", COLUMNS
+            ),
+            "padding ends past a table": Fault(
+                "min(max_query, self.max_columns - kv_cache.num_columns)", "max_query", COLUMNS
+            ),
             "ids without a meaning reach the model": Fault(
                 "draft.token_ids.clamp_min(0)",
                 "draft.token_ids.clamp_min(1)",
@@ -106,16 +121,30 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/engine/verification.py", "generation/test_options.py generation/test_matrix.py"): {
-            "flags are lost": Fault("reduce(or_, flags, 0)", "0", "reliability/test_bad_logits.py"),
+            "flags are lost": Fault(
+                "reduce(or_, (flags[row] for row in live), 0)", "0", "reliability/test_bad_logits.py"
+            ),
             "one token too few": Fault("[row[: num + 1] for", "[row[: max(num, 1)] for", "generation/test_options.py"),
+            "NaN is not looked for": Fault(
+                "if flags[row] & BAD_LOGITS] if checks_logits", "if False] if checks_logits", NAN
+            ),
+            "a processor hides NaN": Fault("if loses_nan or flagged:", "if flagged:", NAN),
+            "a processor is shown NaN": Fault("scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)", "pass", NAN),
+            "NaN after the end counts": Fault("[: num_accepted[row] + 1])", ")", NAN),
+            "processors are shown NaN in lock step": Fault(
+                "if checks_logits and self._agreed(self._begins_with_nan(batch, logits)):", "if False:", NAN
+            ),
+            "a processor keeps its state of a round that is scored again": Fault(
+                "self.processors.rollback([num_positions] * batch.num_rows)", "pass", NAN
+            ),
             "processors are not rolled back": Fault(
                 "[num_positions - num for num in trimmed.num_emitted]",
                 "[0 for num in trimmed.num_emitted]",
                 "generation/test_rollback.py processors",
             ),
             "criteria are asked once a round": Fault(
-                "if not bool(stays.all()) or bool((is_finished != was_finished).any()):",
-                "if not bool(stays.all()):",
+                "if not all(accepted[row] for row in live) or self._has_ended != had_ended:",
+                "if not all(accepted[row] for row in live):",
                 "generation/test_options.py generation/test_matrix.py",
             ),
             "all positions share their noise": Fault(
@@ -123,6 +152,18 @@ MUTANTS = mutants_of(
             ),
             "processors write into the logits": Fault(
                 "torch.float32, copy=True))\n            verifier", "torch.float32))\n            verifier"
+            ),
+        },
+        ("hf_speculate/engine/second_scoring.py", NAN): {
+            "the draft is dropped for what the target computes for it": Fault(
+                "draft if self.depends_on_draft else batch.no_draft()", "batch.no_draft()"
+            ),
+            "rejected columns stay NaN": Fault("+ 1)\n        self.target.kv_cache.clear_rejected()", "+ 1)", NAN),
+            "columns of single tokens are shifted": Fault(
+                "(width - gap - row.shape[-1], gap)", "(gap, width - gap - row.shape[-1])", NAN
+            ),
+            "the target's own NaN is scored as if it were the draft's": Fault(
+                "if verified.has_bad_logits:", "if False:", f"reliability/test_bad_logits.py {NAN}"
             ),
         },
         ("hf_speculate/engine/outputs.py", "generation/test_options.py generation/test_matrix.py"): {

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,18 @@ def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -
     if name == "InfNanRemoveLogitsProcessor":
         block.scores[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     assert not torch.equal(run_block([make()], block), block.scores), "the example changes nothing"
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_scores_are_nan_where_logits_are_unless_the_class_loses_it(name: str) -> None:
+    """What tells a round with NaN from others reads the scores, unless a processor hides it, or fails for it."""
+    are_nan = []
+    for block in (Block([1, 4]), Block(RAGGED_LENS)):
+        block.scores[0] = torch.nan
+        with suppress(ValueError):
+            are_nan.append(bool(run_block([EXAMPLES[name]()], block)[0].isnan().any(-1).all()))
+    assert BlockLogitsProcessorList([EXAMPLES[name]()]).keep_nan == (are_nan == [True, True])
+    assert not BlockLogitsProcessorList([FavoursFrequent()]).keep_nan
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

@@ -38,6 +38,7 @@ def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind)
         stats = assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), **options)
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
+    assert stats.num_rescored > 0  # which found the same
 
 
 @each_value(value=[NAN, INF, -INF], verifier=["rejection", "block", "coupled", "typical", None])

@@ -18,7 +18,6 @@ FLAT, IDS, KEYS, SUMS = (
     make_keys(1),
     torch.ones(1, 2),
 )
-QUERY, KEY = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
 DRAFT, ROW = FLAT[:, :2], FLAT[:, 0]
 
 
@@ -42,7 +41,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sample": (None, {"logits": ROW, "keys": KEYS, "stream": Stream.DRAFT}),
     "draws": (draw_twice, {"first": ROW, "second": ROW}),
     "warp_logits": (None, {"logits": ROW}),
-    "split_key_attention": (None, {"query": QUERY, "key": KEY, "value": KEY}),
     "chain_speculative_sampling": (None, {"draft_probs": DRAFT, "draft_token_ids": IDS, "target_probs": FLAT}),
     "greedy_match": (None, {"target_dists": FLAT[0], "candidate_tokens": IDS[0]}),
     "speculative_sampling": (
@@ -89,11 +87,6 @@ MISFITS = [
     ("warp_logits", "top_k", 0, "must be"),
     *(("warp_logits", "top_p", value, "must be") for value in (0.0, 1.5)),
     *(("warp_logits", "min_p", value, "must be") for value in (-0.1, 1.1)),
-    ("split_key_attention", "key", KEY[..., :3], "must be"),
-    ("split_key_attention", "query", torch.zeros(1, 3, 3, 4), "must have a multiple of"),
-    ("split_key_attention", "query", QUERY.double(), "must be one of"),
-    ("split_key_attention", "mask", torch.ones(2, 1, 5, 7, dtype=torch.bool), "must"),
-    ("split_key_attention", "num_splits", 0, "must"),
     ("chain_speculative_sampling", "draft_probs", FLAT, "must be"),
     ("chain_speculative_sampling", "draft_token_ids", IDS[:, :1], "must be"),
     ("chain_speculative_sampling", "target_probs", FLAT[0], "must be"),

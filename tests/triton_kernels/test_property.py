@@ -1,12 +1,15 @@
 """Whatever comes in, what goes out is well formed."""
 
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_speculate.triton_kernels import Stream, sample
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.operations import OPERATIONS, assert_well_formed, make_round
+
+pytest.importorskip("hypothesis", reason="needs hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SPOILERS = [torch.nan, torch.inf, -torch.inf, 0.0, 6e4, -6e4]

@@ -1,11 +1,9 @@
 """Triton kernels of every operation; importing this package requires Triton.
 
 A call has two launches: `stats` reads every row once, `decide` tests the drafted tokens and samples the final token.
-Block verification and entropies with an epsilon read the rows a second time in between. `cut` is one launch,
-`attend` has one or two.
+Block verification and entropies with an epsilon read the rows a second time in between. `cut` is one launch.
 """
 
-from .attention import attend
 from .operations import block, coupled, cut, greedy, reject, reject_and_test, sample, typical
 
-__all__ = ["attend", "block", "coupled", "cut", "greedy", "reject", "reject_and_test", "sample", "typical"]
+__all__ = ["block", "coupled", "cut", "greedy", "reject", "reject_and_test", "sample", "typical"]

@@ -6,14 +6,16 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report.page import write_html
 from hf_speculate.tools.bench.report.plots import Bar, axis_of_counts, axis_of_values, plot_bars, rounded_axis
 from hf_speculate.tools.bench.report.values import Spread
 from tests.tools.bench.report.results import FALLBACK, make_result, method
+
+pytest.importorskip("hypothesis", reason="needs hypothesis")
+from hypothesis import given
+from hypothesis import strategies as st
 
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"><svg onload=alert(3)>{{ 7 * 7 }}&amp;"
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}

@@ -1,0 +1,147 @@
+"""Tokens per second of every method with an 8B target and a 1B draft; an oracle fixes all texts, and acceptance."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from _gpu_calls import CONSTANT, EAGER, GRAPHS, decode
+from _gpu_device import Device, Models
+from _gpu_report import Report
+from _subjects import Oracle
+from torch import Tensor
+
+import hf_speculate
+from hf_speculate.stats import SpeculationStats
+
+PROMPT_LEN, NUM_NEW, REPEATS = 512, 64, 3
+DRY_PROMPT_LEN, DRY_NUM_NEW = 32, 6
+BATCH_SIZES = (1, 8)
+COMPILED = {"cache_implementation": "static"}
+COMPILE_LIMIT_S = 120.0  # of a cell that compiles
+COMPILE_NEEDS_S = 25.0  # none begins when less is left
+PLAIN, OURS, GRAPHED, ASSISTED = "plain", "ours, eager", "ours, graphs", "transformers' assisted"
+PLAIN_COMPILED, OURS_COMPILED = "plain, compiled", "ours, compiled"
+# Compilation may take minutes: it comes when everything else is written.
+METHODS = (PLAIN, OURS, GRAPHED, ASSISTED)
+COMPILED_METHODS = (PLAIN_COMPILED, OURS_COMPILED)
+# What runs compiled or from a graph of its own: the draft's and the target's forwards.
+NUM_MODELS = 2
+
+
+class Setting(NamedTuple):
+    """Models, prompts and texts of a cell."""
+
+    models: Models
+    inputs: dict[str, Tensor]
+    expected: Tensor  # [B, T + N], on the CPU
+    num_new: int
+
+
+def end_to_end(report: Report, device: Device) -> None:
+    """One cell for each method and number of rows."""
+    models, oracle = device.large_pair()
+    models.draft.generation_config.update(**CONSTANT, assistant_confidence_threshold=0.0)  # for transformers
+    report.cell(what="models", peak_gb=device.peak_bytes() / 1e9)
+    for method, batch_size in cells():
+        name = name_of(method, batch_size)
+        is_compiled = method in COMPILED_METHODS
+        if is_compiled and device.is_dry:
+            report.leave_out(name, "the simulated device does not compile")
+        elif method == ASSISTED and batch_size > 1:
+            report.leave_out(name, "transformers takes one sequence")
+        else:
+            limits = {"limit_s": COMPILE_LIMIT_S, "needs_s": COMPILE_NEEDS_S} if is_compiled else {}
+            report.attempt(name, lambda: _time(report, device, models, oracle, method, batch_size), **limits)  # noqa: B023
+
+
+def cells() -> list[tuple[str, int]]:
+    """Methods and numbers of rows, in their order."""
+    return [
+        (method, batch_size)
+        for methods in (METHODS, COMPILED_METHODS)
+        for batch_size in BATCH_SIZES
+        for method in methods
+    ]
+
+
+def name_of(method: str, batch_size: int) -> str:
+    """The name of a cell."""
+    return f"{method}, B={batch_size}"
+
+
+def _time(report: Report, device: Device, models: Models, oracle: Oracle, method: str, batch_size: int) -> None:
+    """First a run that compiles, captures and fills pools, whose text is checked; then the runs that are timed."""
+    prompt_len, num_new, repeats = (DRY_PROMPT_LEN, DRY_NUM_NEW, 1) if device.is_dry else (PROMPT_LEN, NUM_NEW, REPEATS)
+    ids = torch.randint(64, (batch_size, prompt_len), generator=torch.Generator().manual_seed(batch_size))
+    inputs = {"input_ids": ids.to("cuda:0"), "attention_mask": torch.ones_like(ids).to("cuda:0")}
+    setting = Setting(models, inputs, oracle.text(ids, num_new), num_new)
+    name, stats = name_of(method, batch_size), SpeculationStats()
+    run = _run_of(method, setting, stats)
+    device.peak_bytes()
+    begin = time.perf_counter()
+    text = run().cpu()
+    first_s = time.perf_counter() - begin
+    is_right = bool(torch.equal(text, setting.expected))
+    report.check(f"{name}: the text is the oracle's", is_right, _difference(text, setting.expected))
+    if method == GRAPHED:
+        report.check(f"{name}: runs from graphs", len(stats.graphed) == NUM_MODELS, stats.fallbacks)
+    if method == OURS_COMPILED:
+        report.check(f"{name}: runs compiled", len(stats.compiled) == NUM_MODELS, stats.fallbacks)
+    seconds = sorted(device.seconds(run, 1) for _ in range(repeats))
+    report.cell(
+        what="end to end",
+        method=method,
+        batch_size=batch_size,
+        is_right=is_right,
+        tokens_per_s=[batch_size * num_new / one for one in seconds],
+        ms_per_step=1e3 * median(seconds) / num_new,
+        first_s=first_s,
+        peak_gb=device.peak_bytes() / 1e9,
+        acceptance_rate=stats.acceptance_rate if stats.num_drafted else None,
+        mean_acceptance_length=stats.mean_acceptance_length if stats.num_drafted else None,
+        fallbacks=stats.fallbacks,
+    )
+
+
+def _difference(text: Tensor, expected: Tensor) -> str:
+    """Where two texts [B, T] differ."""
+    if text.shape != expected.shape:
+        return f"shape {list(text.shape)}, expected {list(expected.shape)}"
+    wrong = (text != expected).nonzero()
+    return f"{len(wrong)} of {text.numel()} tokens differ" + (f", first at {wrong[0].tolist()}" if len(wrong) else "")
+
+
+def _run_of(method: str, setting: Setting, stats: SpeculationStats) -> Callable[[], Tensor]:
+    """Decodes [B, T + N]; statistics of ours go to `stats`."""
+    models, inputs, _, num_new = setting
+    theirs: dict[str, dict[str, Any]] = {
+        PLAIN: {},
+        PLAIN_COMPILED: COMPILED,
+        ASSISTED: {"assistant_model": models.draft},
+    }
+    if method in theirs:
+        return lambda: models.target.generate(**inputs, **theirs[method], max_new_tokens=num_new)
+    ours: dict[str, dict[str, Any]] = {OURS: EAGER, GRAPHED: GRAPHS, OURS_COMPILED: COMPILED}
+    options = {**CONSTANT, **ours[method], "max_new_tokens": num_new, "speculation_stats": stats}
+    return lambda: decode(models, inputs, "model", **options)
+
+
+def compilation(report: Report, device: Device) -> None:
+    """Seconds of a first compiled call of a small pair, of one with another prompt length, and of a third."""
+    models = device.small_pair(torch.bfloat16)
+    for number, length in enumerate((32, 96, 32)):
+        name = f"compiled call {number + 1}, {length} tokens"
+        report.attempt(name, lambda: _compiled_call(report, device, models, name, length), limit_s=400.0)  # noqa: B023
+
+
+def _compiled_call(report: Report, device: Device, models: Models, name: str, length: int) -> None:
+    ids = torch.randint(3, 60, (1, length), device="cuda:0")
+    inputs, stats = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, hf_speculate.SpeculationStats()
+    options = {} if device.is_dry else COMPILED
+    begin = time.perf_counter()
+    decode(models, inputs, "model", **CONSTANT, **options, max_new_tokens=8, speculation_stats=stats)
+    report.cell(what=name, prompt_len=length, seconds=time.perf_counter() - begin, compiled=stats.compiled)
+    is_right = device.is_dry or len(stats.compiled) == NUM_MODELS
+    report.check(f"{name}: runs compiled", is_right, stats.compiled)

@@ -1,0 +1,22 @@
+"""A plugin of pytest that prints what failed at once: a run that is stopped prints no summary."""
+
+import pytest
+
+_SHOWN_CHARS = 2000
+
+
+class InstantFailures:
+    """Writes the end of each failure's traceback."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid}\n{report.longreprtext[-_SHOWN_CHARS:]}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers report to one process
+        config.pluginmanager.register(InstantFailures(config))

@@ -1,0 +1,63 @@
+"""Runs the Python blocks of a page one after the other, as a reader would paste them.
+
+    python -m tests.page_code docs/statistics.md
+
+A block that needs an extra that is not installed may end in an error of one line that names it; the line is printed,
+and the next block runs.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_speculate
+from tests.pages import EXAMPLES, ROOT, blocks, extras_named_in
+
+PAIR = ROOT / "examples" / "pair"
+FROM_NOTHING = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
+# Models on the Hub that pages name, each with the bundled model that stands in for it here.
+STAND_INS = {
+    "Qwen/Qwen3-8B": "target",
+    "Qwen/Qwen3-0.6B": "draft",
+    "meta-llama/Llama-3.1-8B-Instruct": "target",
+    "meta-llama/Llama-3.2-1B-Instruct": "draft",
+}
+CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
+NOT_RUN = ("head = hf_speculate.load_drafter(", "print(head.check_layers(")  # blocks that need a head of the reader's
+
+
+def names_of_the_example() -> dict[str, Any]:
+    """The names of the quick start, which other pages continue."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
+    target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft"))
+    names = {"hf_speculate": hf_speculate, "tokenizer": tokenizer, "model": hf_speculate.enable(target), "draft": draft}
+    prompts = ["def main():\n", "class Stack:\n"]
+    return {**names, "prompts": prompts, "inputs": tokenizer(prompts, return_tensors="pt", padding=True)}
+
+
+def run_blocks(page: str) -> Iterator[str]:
+    """Run a page's blocks in order, all in one namespace; yield the error of each that an extra is missing for."""
+    names = {} if page in FROM_NOTHING else names_of_the_example()
+    if page in CARDS:
+        names = {"target_name": str(PAIR / "target"), "draft_name": str(PAIR / "draft")}
+    for number, code in enumerate(blocks(page, "python")):
+        if code.startswith(NOT_RUN):
+            continue
+        torch.manual_seed(0)
+        for name, folder in STAND_INS.items():
+            code = code.replace(f'"{name}"', f'"{(PAIR / folder).as_posix()}"')
+        try:
+            exec(compile(code, f"{page}, block {number}", "exec"), names)
+        except hf_speculate.MissingExtraError as error:
+            if "\n" in str(error) or not extras_named_in(str(error)):
+                raise
+            yield str(error)
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:]:
+        for line in run_blocks(page):
+            print(line)

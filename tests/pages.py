@@ -1,0 +1,49 @@
+"""The pages, and the blocks, commands and scripts that they show."""
+
+import configparser
+import re
+from pathlib import Path
+from textwrap import dedent
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)
+BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
+PROGRAM = re.compile(r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )")
+COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
+# The row of a script in the examples' table: its name and its extras, "-" where there are none.
+ROW = re.compile(r"^\| `([^`]+)` \| `?([^`\s]+)`? \|", re.M)
+EXTRA = re.compile(r'pip install (?:-U )?"\.\[([\w,]+)\]"')
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The page's blocks of one language, in order."""
+    return [dedent(code) for _, kind, code in BLOCK.findall(read(page)) if kind == language]
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page's blocks of sh, in order, each with the lines that it goes on in."""
+    return [command for block in blocks(page, "sh") for command in re.split(r"(?<!\\)\n", block.strip())]
+
+
+def named_commands(page: str) -> list[str]:
+    """The commands that a page names in its text, many without their arguments."""
+    return [" ".join(command.split()) for command in COMMAND.findall(BLOCK.sub("", read(page)))]
+
+
+def extras_of_scripts() -> dict[str, set[str]]:
+    """The extras of each row of the examples' table."""
+    return {name: set(extras.split(",")) - {"-"} for name, extras in ROW.findall(read("examples/README.md"))}
+
+
+def extras_named_in(text: str) -> set[str]:
+    """The extras of setup.cfg that a text says how to install."""
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    named = {extra for extras in EXTRA.findall(text) for extra in extras.split(",")}
+    return named & set(parser["options.extras_require"])

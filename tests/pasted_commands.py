@@ -1,0 +1,79 @@
+"""Pastes a page's commands, one after the other, in a copy of the tree that is as a clone is."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.pages import ROOT
+
+# What commands end sooner with, or need where no GPU is, by page and by how a command begins. Where an option is given
+# twice, the last one counts.
+FEW = "--num-prompts 2 --max-new-tokens 8"
+DEMO = 'DEMO_ARGS="--prompts 2 --max-new-tokens 8 --passes 1"'
+ADDED = {
+    "README.md": {"make demo": DEMO, "hf-speculate bench": FEW, "hf-speculate batch": "--max-new-tokens 4"},
+    "docs/install.md": {"make demo": DEMO},
+    "docs/batch.md": dict.fromkeys(("hf-speculate batch", "torchrun"), "--max-new-tokens 4")
+    | {"accelerate launch --multi_gpu": "--max-new-tokens 4 --device cpu"},
+    "docs/benchmarks.md": {"python benchmarks/suffix.py": "--lengths 512 1024 --batch-sizes 1 --rounds 50"},
+    "docs/cli.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW, "hf-speculate batch": "--max-new-tokens 4"},
+    "docs/measuring.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW},
+    "docs/tutorial.md": {"hf-speculate generate my-model": "--max-new-tokens 4"},
+    "examples/heads/README.md": {
+        "python -m heads.train": "--batches 1 --minutes 0.02",
+        "python -m heads.measure": "--prompts 2 --max-new-tokens 8 --passes 1",
+    },
+}
+MAY_SAY_NO = "hf-speculate tune "  # with status 1, where plain decoding is as fast
+STAMPS = (".installed", ".installed-dev")  # of the Makefile
+LIMIT_S = 600  # of a command, on a busy machine
+
+Result = subprocess.CompletedProcess[str]
+
+
+def git(tree: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=tree, capture_output=True, text=True, check=True).stdout
+
+
+def make_clone(tree: Path, environment: Path) -> None:
+    """Put the tracked files as they are now into `tree`, a repository of its own with an installed environment."""
+    for name in git(ROOT, "ls-files", "-z").split("\0")[:-1]:
+        if os.path.lexists(ROOT / name):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
+    git(tree, "init", "--quiet")
+    git(tree, "add", "--all")
+    (tree / ".venv").mkdir()
+    for path in environment.iterdir():
+        if path.name not in STAMPS:
+            (tree / ".venv" / path.name).symlink_to(path)
+    for stamp in STAMPS:  # newer than what `make` compares them with
+        (tree / ".venv" / stamp).touch()
+    shutil.copytree(tree / "examples" / "pair" / "target", tree / "my-model")  # which a block of Python makes
+
+
+def paste(
+    page: str, commands: Iterable[str], clone: Path, variables: dict[str, str], left_out: Iterable[str] = ()
+) -> Iterator[tuple[str, Result]]:
+    """Run a page's commands in order, those aside that begin with one of `left_out`; yield each with its result."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    environment["PATH"] = os.pathsep.join([str(clone / ".venv" / "bin"), os.environ["PATH"]])
+    # The examples' model can neither be found nor fetched, so they decode with the bundled pair.
+    environment |= {"PIP_NO_INDEX": "1", "HF_SPECULATE_CACHE": str(clone.parent / "cache")}
+    folder, left_out = clone, tuple(left_out)
+    for command in commands:
+        if command.startswith("cd "):
+            folder = folder / command.removeprefix("cd ")
+        elif not command.startswith(left_out):
+            added = [words for begin, words in ADDED.get(page, {}).items() if command.startswith(begin)]
+            pasted = ["bash", "-c", " ".join([command, *added])]
+            options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": LIMIT_S}
+            yield command, subprocess.run(pasted, cwd=folder, env=environment, check=False, **options)
+    assert git(clone, "diff", "--name-only") == ""
+    assert git(clone, "ls-files", "--others", "--exclude-standard") == "", "left in the clone, not in .gitignore"
+
+
+def has_run(command: str, result: Result) -> bool:
+    return result.returncode in ((0, 1) if command.startswith(MAY_SAY_NO) else (0,))

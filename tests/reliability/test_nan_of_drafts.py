@@ -1,0 +1,237 @@
+"""NaN that the target computes for a drafted token which it then rejects leaves text, scores and caches those of plain.
+
+`NAN_ID` is part of no text, but drafted again and again. Either its embedding is NaN, as where half precision
+overflows, and attention spreads that over its row; or what a forward wrote for it is overwritten with NaN before the
+rollback, as attention that skips masked columns would leave it.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_speculate
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
+from tests.draft.test_custom import Watcher
+from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
+from tests.generation.test_compiled import compile_config, compiled_and_eager, small_pair
+from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
+from tests.generation.test_graphs import backend as backend
+from tests.generation.test_graphs import decode
+from tests.grammars import Brackets, Grammar, WatchedGrammar
+from tests.nan_drafts import NAN_ID, drafts_of_nan, embedding_is_nan, without_nan, written_states_are_nan
+from tests.recurrent_cases import assert_equal_caches
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import RECURRENT_KINDS
+
+NUM_NEW = 16
+PAD = 2
+LENS = (3, 0, 3, 1)  # draft lengths; after a shorter draft, attention reads columns that a longer one has written
+
+
+def call_of(kind: str, batch_size: int) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Tensor]]:
+    is_pair = kind in ("t5", "bart")
+    inputs = inputs_of(kind, batch_size) if is_pair else ragged_prompts(batch_size, seed=4, min_len=3, max_len=11)
+    return *(encoder_pair(kind) if is_pair else pair(kind)), without_nan(inputs)
+
+
+def assert_equal_outputs(plain: Any, ours: Any, kind: str) -> None:
+    assert_equal_ids(plain.sequences, ours.sequences)
+    caches = plain.past_key_values, ours.past_key_values
+    if kind in RECURRENT_KINDS:
+        assert_equal_caches(*caches, FLOAT32_TOLERANCE)
+    else:
+        assert_same_contents(*map(cache_contents, caches), FLOAT32_TOLERANCE)
+
+
+STATES = {"output_hidden_states": True, "output_logits": True}
+COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 9}
+PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cache": "dynamic"}
+Call = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, rows, options of the call, those of ours
+# Those whose buffers attention reads past a row's end; elsewhere a rollback takes all that was written.
+BUFFERED: list[Call] = [
+    *((kind, 4, {}, PREALLOCATED) for kind in ("llama", "mistral_window", "gemma2")),
+    ("llama", 3, COUPLED, {}),
+    *(("llama", 3, options, {}) for options in ({"remove_invalid_values": True}, {**COUPLED, "eta_cutoff": 1e-3})),
+    ("llama", 3, {"cache_implementation": "static"}, {}),
+]
+CALLS: list[Call] = [
+    *BUFFERED,
+    *((kind, 4, {}, DYNAMIC) for kind in ("llama", "mistral_window")),
+    ("llama", 1, STATES, {}),
+    ("llama", 3, {"logits_processor": [Unchanged()]}, {}),
+    *((kind, 3, {}, {}) for kind in ("bloom", "gpt_oss", "deepseek_v3", "llama4", "gpt_neo", "t5", "bart")),
+    *((kind, 3, {}, {}) for kind in ("falcon_h1", "lfm2")),
+    ("mamba2", 3, {**COUPLED, "eta_cutoff": 1e-3}, {}),  # a warper that fails for NaN
+]
+
+
+def assert_equal_states(one: Any, other: Any) -> None:
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        found = getattr(one, name, None), getattr(other, name, None)
+        torch.testing.assert_close(*found, atol=FLOAT32_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("scripted", [LENS], indirect=True)
+@pytest.mark.parametrize(
+    ("spoil", "kind", "batch_size", "options", "own"),
+    [(embedding_is_nan, *call) for call in CALLS] + [(written_states_are_nan, *call) for call in BUFFERED],
+)
+def test_text_scores_and_caches_are_those_of_plain(spoil, kind, batch_size, options, own, scripted):
+    target, draft, inputs = call_of(kind, batch_size)
+    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True, **options}
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, **own}
+    with drafts_of_nan(target, draft, spoil):
+        plain, ours = target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
+        new = plain.sequences[:, -NUM_NEW:]
+        options |= {"eos_token_id": [int(new[row, 2 + 4 * row]) for row in range(batch_size - 1)], "pad_token_id": PAD}
+        ended, ours_ended = target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
+    assert NAN_ID not in new
+    assert_equal_outputs(plain, ours, kind)
+    assert_equal_outputs(ended, ours_ended, kind)
+    assert_equal_states(plain, ours)
+    stats = ours.speculation
+    assert (stats.num_rescored > 0) == (kind != "mamba2")  # whose states after a token do not depend on later ones
+    assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
+    assert stats.status == 0
+
+
+INSIDE = {"verifier": "typical", "do_sample": True, "relax_only_inside": (5, 9)}
+
+
+@pytest.mark.parametrize("verifier", [*VERIFIERS, "spans"])
+def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
+    """So what is sampled keeps its distribution: a draft is not dropped for what the target computes for it."""
+    (target, draft), texts = pair("llama"), []
+    options = {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 40, "seed": 5}
+    options |= {**VERIFIERS.get(verifier, INSIDE), "draft_sampling": "sample", "return_dict_in_generate": True}
+    for spoil in (embedding_is_nan, lambda target: nullcontext()):
+        with drafts_of_nan(target, draft, spoil, likely=0.0, every=1):
+            output = target.generate(**call_of("llama", 3)[2], **options)
+        texts.append((output.sequences.tolist(), output.speculation))
+    (text, nan), (finite_text, finite) = texts
+    assert text == finite_text
+    assert nan.num_rescored > 0 == finite.num_rescored
+    if verifier not in ("greedy", "coupled"):  # whose rounds become plain steps
+        assert nan.accepted_per_position == finite.accepted_per_position
+        assert nan.drafted_per_position == finite.drafted_per_position
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(kind):
+    (target, draft), inputs, outputs = new_pair(kind, attn_implementation="eager"), call_of("llama", 1)[2], []
+    options = {**VERIFIERS["rejection"], "seed": 5, **STATES, "output_attentions": True, "output_scores": True}
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 24, "draft_sampling": "sample"}
+    for spoil in (embedding_is_nan, lambda target: nullcontext()):
+        with drafts_of_nan(target, draft, spoil, likely=0.0, every=1):
+            outputs.append(target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4))
+    assert_equal_ids(*(output.sequences for output in outputs))
+    assert_equal_states(*outputs)
+    assert 0 < outputs[0].speculation.num_rescored < outputs[0].speculation.num_batch_rounds
+
+
+def test_a_processor_with_state_follows_the_text_alone():
+    target, draft, inputs = call_of("llama", 3)
+    watched, options = WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]), {"max_new_tokens": NUM_NEW}
+    stats = hf_speculate.SpeculationStats()
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        plain = target.generate(**inputs, **options, logits_processor=[Grammar(Brackets())])
+        assert_equal_ids(plain, target.generate(**inputs, **options, **own, logits_processor=[watched]))
+    texts = plain[:, -NUM_NEW:].tolist()
+    assert all(texts[row][: len(followed)] == followed for row, followed in watched.log)
+    assert stats.num_rescored > 0
+    assert not stats.lock_step
+
+
+class DraftsNan(Watcher):
+    """Is told the states of plain forwards, whatever it drafts."""
+
+    def continued(self, row, text, num):
+        wrong = zip(text[-1:] + super().continued(row, text, num), super().continued(row, text, num), strict=False)
+        return [NAN_ID if before % 3 == 0 else token_id for before, token_id in wrong]
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_processor": [Unchanged()]}, PREALLOCATED])
+def test_drafters_are_told_the_states_of_the_second_scoring(options):
+    target, draft, inputs = call_of("llama", 3)
+    factory = lambda setup: DraftsNan(target, setup, layers=(0, 1, -1))  # noqa: E731
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+        stats = hf_speculate.SpeculationStats()
+        own = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats, **options}
+        assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+    assert 0 < stats.num_rescored < stats.num_batch_rounds
+
+
+@pytest.mark.parametrize("options", [{}, COUPLED])
+def test_rows_that_join_a_running_batch_stay_as_alone(options):
+    target, draft = pair("llama")
+    arguments = [{"max_new_tokens": (5, 30, 12)[key % 3], **options} for key in range(7)]
+    rows = [RowPrompt([8 + key, 9, 11 + 2 * key], seed=3, arguments=own, key=key) for key, own in enumerate(arguments)]
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        decoder = ContinuousDecoder(target, 3, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
+        results = [one for finished in decoder.decode(partial(next, iter(rows), None)) for one in finished]
+        for one in results:
+            alone = target.generate(torch.tensor([one.prompt.token_ids]), **{**one.prompt.arguments, "seed": 3})
+            assert alone[0, 3:].tolist() == one.token_ids, one.prompt.key
+    assert len(results) == len(rows)
+    assert 0 < decoder.stats.num_rescored < decoder.stats.num_batch_rounds
+
+
+@pytest.mark.slow
+def test_compiled_rounds_are_scored_again_eagerly():
+    target, draft = small_pair("llama")
+    inputs = call_of("llama", 3)[2]
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        ids, _, stats = compiled_and_eager(target, draft, inputs, compile_config())
+        assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
+    assert stats.compiled == ["target", "draft"]
+    assert stats.num_rescored > 0
+
+
+def test_rounds_from_graphs_are_scored_again_eagerly(backend):
+    target, draft = pair("llama")
+    inputs = call_of("llama", 3)[2]
+    with drafts_of_nan(target, draft, embedding_is_nan):
+        ids, stats = decode(target, inputs, assistant_model=draft)
+        assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
+    assert stats.graphed == ["target", "draft"]
+    assert stats.num_rescored > 0
+
+
+@pytest.mark.parametrize("scripted", [LENS], indirect=True)
+def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scripted):
+    (target, draft), inputs, found = pair("llama"), call_of("llama", 4)[2], []
+    with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
+        for own in (PREALLOCATED, DYNAMIC):
+            stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own)
+            found.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
+    assert found[0] == found[1]
+    assert found[0][0] > 0
+
+
+def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A pair in half precision whose target has a neuron that reaches 2e5 for `NAN_ID`, and 0 for other tokens."""
+    target = make_model("llama", dtype=torch.float16)
+    embeddings, layer = target.get_input_embeddings().weight, target.model.layers[0]
+    embeddings[:, -1], layer.self_attn.o_proj.weight[-1] = 0, 0
+    layer.mlp.up_proj.weight[0], layer.mlp.gate_proj.weight[0] = 0, 0
+    draft = noisy_copy(target, 0.02)
+    embeddings[NAN_ID, -1] = 1
+    layer.mlp.up_proj.weight[0, -1], layer.mlp.gate_proj.weight[0, -1] = 2000, 200
+    return hf_speculate.enable(target), draft
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_token_that_overflows_in_half_precision_may_be_drafted(batch_size):
+    (target, draft), inputs = overflowing(), call_of("llama", batch_size)[2]
+    with drafts_of_nan(target, draft, lambda target: nullcontext(), every=9):
+        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=24, num_assistant_tokens=3)
+    assert stats.num_rescored > 0
+    assert stats.num_accepted > 0
