@@ -50,6 +50,7 @@ CAPABILITIES = {
         "schedule/costs.py",
         "schedule/exploration.py",
         "schedule/history.py",
+        "schedule/machine_speed.py",
         "schedule/options.py",
         "schedule/plain_steps.py",
         "schedule/prior.py",

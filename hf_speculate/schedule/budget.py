@@ -1,6 +1,7 @@
 """The budget of a call: drafted rounds may lose a fiftieth of its seconds against plain decoding.
 
-- p(n) is the mean of the measured seconds of a plain step of n rows; a single step counts as less (`CostModel`).
+- p(n) is the mean of the measured seconds of a plain step of n rows; a single step counts as less (`CostModel`). A
+  round counts with p as it was then: if the machine becomes slower later, what was replaced before it gains nothing.
 - L is what drafting has lost so far: the seconds of drafted rounds, minus p(n) for each plain step that all rounds
   replaced (n is the number of rows that plain decoding has in that step, see `Progress`), plus p of each plain round.
   Rows that are ahead of the one furthest behind have replaced no step yet, but plain decoding would have them in its
@@ -32,12 +33,15 @@ has it in. With k_j rows in step j from here, and n_j in plain decoding's, k_j <
 tokens ahead, and p(n_j) - p(k_j) >= b (n_j - k_j).
 
 **What lies outside.** Seconds count as the schedule measures them: in units of its own p, whose error it cannot know.
+If all forwards become faster by less than 1.4 times, that lasts until p is measured again; if by more, a few rounds.
 The preparation of a call, the difference between a plain round of this library and a step of transformers' own loop,
 and plain rounds of rows of different lengths (a few percent slower than p) are not in it. Nor are pauses of the process
 and forwards that run for the first time, which may load kernels or compile: a round counts as three times its estimate
 at most, and one of a size that was never measured as one and a half times a plain step with its drafts.
 """
 
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,6 +52,7 @@ from hf_speculate.schedule.progress import Progress
 SHARE = 0.02  # of the seconds of a call that drafted rounds may lose
 _MOST = 3.0  # times its estimate that a round counts as at most; a pause of the process may take a hundred times
 _MOST_FIRST = 1.5  # times what is usual that the first round of a size counts as at most
+_UNSETTLED = 8  # newest rounds whose p may still turn out to have been too high, see `MachineSpeed`
 
 
 class _FirstRound(NamedTuple):
@@ -58,6 +63,14 @@ class _FirstRound(NamedTuple):
     num_rows: int
     num_steps: float  # plain steps that its drafts were expected to take
     read_s: float  # seconds in which the drafter was expected to read
+
+
+class _Replaced(NamedTuple):
+    """Plain steps that a round has replaced; fewer than none if it was plain and had more rows."""
+
+    num_rows: int
+    num_steps: int
+    known_s: float  # p after the round; infinite if it was not known
 
 
 class Budget:
@@ -78,7 +91,9 @@ class Budget:
         self._drafted_s = 0.0  # as counted
         self._overshoot_s = 0.0  # the largest of a round that was not the first of its size
         self._paused_s = 0.0  # of drafted rounds, that do not count
-        self._replaced: dict[int, int] = {}  # plain steps that were replaced, less plain rounds, by rows
+        self._newest: deque[_Replaced] = deque()
+        self._settled_s = 0.0  # p of plain steps that older rounds have replaced, less those rounds that were plain
+        self._most_rows = 0  # of a plain step that was replaced
         self._firsts: list[_FirstRound] = []  # without the free round
         self._free: _FirstRound | None = None
 
@@ -86,8 +101,7 @@ class Budget:
         """Add a round without drafts; E grows by `counted_s`, and what a drafter that found nothing took is lost."""
         self.elapsed_s += counted_s + outcome.draft_s
         self._drafted_s += outcome.draft_s
-        self._replace(self._progress.advance(outcome))
-        self._replaced[outcome.num_rows] = self._replaced.get(outcome.num_rows, 0) - 1
+        self._replace(self._progress.advance(outcome), outcome.num_rows)
 
     def add_drafted(self, outcome: RoundOutcome, expected_s: float) -> None:
         """Add a drafted round that was expected to take `expected_s`."""
@@ -120,9 +134,9 @@ class Budget:
     def loss_s(self) -> float:
         """L; negative if drafting has gained."""
         spent_s = self._drafted_s + sum(map(self._counted_s, [*self._firsts, self._free]))
-        lost_s = spent_s - sum(num * self._p(rows) for rows, num in self._replaced.items() if num)
-        if not self._keeps_rows and self._replaced:
-            lost_s -= self._progress.num_ahead * self._costs.plain.least_row_s(max(self._replaced))
+        lost_s = spent_s - self._settled_s - sum(map(self._replaced_s, self._newest))
+        if not self._keeps_rows and self._most_rows:
+            lost_s -= self._progress.num_ahead * self._costs.plain.least_row_s(self._most_rows)
         return lost_s
 
     def shortfall_s(self, extra_s: float) -> float:
@@ -152,10 +166,22 @@ class Budget:
         """What the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
         return SHARE * self.elapsed_s - self.loss_s
 
-    def _replace(self, steps: Sequence[int]) -> None:
-        """Count plain steps, by their number of rows, as replaced."""
-        for num_rows in steps:
-            self._replaced[num_rows] = self._replaced.get(num_rows, 0) + 1
+    def _replace(self, steps: Sequence[int], plain_rows: int = 0) -> None:
+        """Count plain steps, by their number of rows, as replaced; a round that was plain itself had `plain_rows`."""
+        counts = Counter(steps)
+        counts[plain_rows] -= 1 if plain_rows else 0
+        self._most_rows = max([self._most_rows, *steps])
+        plain = self._costs.plain
+        for num_rows, num in counts.items():
+            if num:
+                known_s = self._p(num_rows) if plain.is_known(num_rows) else math.inf
+                self._newest.append(_Replaced(num_rows, num, known_s))
+        while len(self._newest) > _UNSETTLED and plain.is_known(self._newest[0].num_rows):
+            self._settled_s += self._replaced_s(self._newest.popleft())
+
+    def _replaced_s(self, replaced: "_Replaced") -> float:
+        """Seconds of plain steps, at the lower of two prices if the machine has become faster or slower since."""
+        return replaced.num_steps * min(replaced.known_s, self._p(replaced.num_rows))
 
     def _counted_s(self, first: _FirstRound | None) -> float:
         if first is None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 TINY = 1e-18  # keeps a division from failing if all kinds lie on the line, or the clock is too coarse
 _NUM_SAMPLES = 24  # newest rounds of one kind that are kept
 _MOST_TIMES = 3.0  # the expected seconds that a sample counts as; a pause of the process may take a hundred times
+_FEW = 3  # rounds whose median may be compared with other seconds
 _BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
 _OTHER_WEIGHT = 0.1  # of the residual of another size, at most
 _NOISE = 0.025  # share of a round's seconds; half as much or twice as much loses 1 % where some sizes are slow
@@ -66,6 +67,18 @@ class CostLine:
                 self.kinds[key] = kind._replace(median_s=most_s(key))
                 self._samples.pop(key, None)
 
+    def usual_s(self, rows: int, size: int) -> float | None:
+        """Seconds of a kind that was measured more than once; None of others."""
+        kind = self.kinds.get((rows, size))
+        return None if kind is None or kind.num_samples < 2 else kind.median_s
+
+    def scale(self, factor: float) -> None:
+        """Let all kinds take `factor` times as long, because the machine has become slower or faster."""
+        for key, samples in self._samples.items():
+            self._samples[key] = tuple(factor * sample for sample in samples)
+        for key, kind in self.kinds.items():
+            self.kinds[key] = kind._replace(median_s=factor * kind.median_s)
+
     def line(self, rows: int) -> tuple[float, float]:
         """Intercept and slope; kinds of other numbers of rows and older kinds weigh less."""
         return self._fit(self._weights(rows))
@@ -113,6 +126,11 @@ class CostLine:
     def medians(self) -> list[tuple[int, float]]:
         """Size and seconds of each kind."""
         return [(size, kind.median_s) for (_, size), kind in self.kinds.items()]
+
+    def least_median_s(self, size: int) -> float:
+        """Seconds of the fastest kind of at least a size that was measured a few times; infinite without any."""
+        medians = (kind.median_s for (_, at), kind in self.kinds.items() if at >= size and kind.num_samples >= _FEW)
+        return min(medians, default=math.inf)
 
     def copy(self) -> "CostLine":
         twin = CostLine(self._is_proportional)

@@ -7,6 +7,7 @@ from operator import add
 
 from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.cost_line import TINY, CostLine
+from hf_speculate.schedule.machine_speed import MachineSpeed
 from hf_speculate.schedule.plain_steps import PlainSteps
 from hf_speculate.schedule.prior import DraftPrior
 from hf_speculate.schedule.read_costs import ReadCosts
@@ -34,6 +35,8 @@ class CostModel:
         self._num_drafted = 0
         self._verify = CostLine()  # by query rows: scoring and all that follows
         self._draft = CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
+        self._plain_ratios: dict[int, float] = {}  # seconds of a plain step over a verification's, by rows; at least 1
+        self._speed = MachineSpeed()
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
         self._reads = ReadCosts(prior.step_ratio or 0.0)
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
@@ -51,7 +54,9 @@ class CostModel:
             self.plain.add(num_rows, verify_s, self._num_drafted)
             if not was_known and self.plain.is_known(num_rows):
                 self._cap_first(num_rows)
+            self._compare_plain(num_rows)
             return
+        self._follow_speed(num_rows * (num + 1), verify_s)
         plain_s = self.plain_s(num_rows) if self.plain.is_known(num_rows) else math.inf
         if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
             self._known_s.clear()
@@ -63,6 +68,18 @@ class CostModel:
             step_s = outcome.draft_s / num
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
             self._reads.add(num_rows, outcome.num_fed, num, outcome.draft_s, has_read_prompt)
+        self._compare_plain(num_rows)
+
+    def _follow_speed(self, size: int, verify_s: float) -> None:
+        """Measure plain steps anew if the machine has become faster or slower; other seconds are scaled."""
+        usual_s = self._verify.usual_s(1, size)
+        factor = self._speed.add(verify_s / max(usual_s, TINY)) if usual_s else 1.0
+        if factor == 1.0:
+            return
+        self._known_s.clear()
+        self._verify.scale(factor)
+        self._draft.scale(factor)
+        self.plain = PlainSteps()
 
     def _cap_first(self, num_rows: int) -> None:
         """Let first rounds of a size, which may load kernels or compile, count as what is likely at most."""
@@ -74,7 +91,8 @@ class CostModel:
         """A copy for a later call, which learns apart from this one."""
         twin = copy.copy(self)
         twin._verify, twin.plain, twin._draft = self._verify.copy(), self.plain.recent(), self._draft.copy()
-        twin._known_s, twin._reads = dict(self._known_s), self._reads.copy()
+        twin._known_s, twin._reads, twin._speed = dict(self._known_s), self._reads.copy(), MachineSpeed()
+        twin._plain_ratios = dict(self._plain_ratios)
         return twin
 
     def plain_s(self, num_rows: int) -> float:
@@ -85,11 +103,23 @@ class CostModel:
         return self._within_verification(seconds, num_rows)
 
     def counted_plain_s(self, num_rows: int) -> float:
-        """p(n), as which the budget counts a plain step; 0 before any measurement."""
+        """p(n), as which the budget counts a plain step; 0 before any measurement.
+
+        It is no more than a verification of as many query rows takes, or as many times that as when both were first
+        measured: a verification that takes less by now says that the machine has become faster.
+        """
         seconds = self.plain.counted_s(num_rows)
         if seconds is None:
             return self.plain_s(num_rows) if self._verify.kinds else 0.0
-        return self._within_verification(seconds, num_rows)
+        shortest_s = self._verify.least_median_s(num_rows) * self._plain_ratios.get(num_rows, 1.0)
+        return min(self._within_verification(seconds, num_rows), shortest_s)
+
+    def _compare_plain(self, num_rows: int) -> None:
+        """Note how many verifications a plain step takes, where these are faster: they take another path."""
+        verify_s = self._verify.least_median_s(num_rows)
+        if verify_s < math.inf and not self.plain.is_remembered(num_rows) and self.plain.is_known(num_rows):
+            ratio = max(self.plain_s(num_rows) / max(verify_s, TINY), 1.0)
+            self._plain_ratios[num_rows] = min(self._plain_ratios.get(num_rows, ratio), ratio)
 
     def _within_verification(self, plain_s: float, num_rows: int) -> float:
         """A single plain step, the first of its size, takes no longer than any verification of as many query rows."""

@@ -1,7 +1,7 @@
 """Plain steps: the seconds of a round without drafts, by its number of rows."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median_low
 
@@ -10,6 +10,7 @@ _NUM_FRESH = 2  # of them that are kept if the next step comes long after
 _LEAST_SAMPLES = 2  # steps that a mean is made of
 _ALONE = 0.7  # share of its seconds that a single step counts as where too long a step would be dear
 _PAUSE = 1.3  # times the median above which a step is left out: the process paused, or it was the first of its size
+_NUM_CHANGED = 3  # steps in a row that differ by as much, after which those before them count no more
 _ALIKE = 2.0  # factor in the number of rows within which the steps of one number serve for another
 _STALE = 200  # drafted rounds, including those of earlier calls, after which a step is measured again
 
@@ -19,6 +20,7 @@ class PlainSteps:
 
     def __init__(self) -> None:
         self._samples: dict[int, tuple[float, ...]] = {}
+        self._num_own: dict[int, int] = {}  # steps of this call, and not of earlier ones
         self._newest: dict[int, int] = {}  # drafted rounds before the newest step
         self._means: dict[int, float] = {}
         self._counted: dict[int, float] = {}  # the same, but less for a number of rows with a single step
@@ -28,8 +30,12 @@ class PlainSteps:
         """Add a step, which `num_drafted` drafted rounds came before."""
         samples = self._samples.get(num_rows, ())
         kept = _NUM_SAMPLES - 1 if num_drafted - self._newest.get(num_rows, 0) <= _STALE else _NUM_FRESH
-        self._samples[num_rows] = samples = (*samples[-kept:], seconds)
+        samples = (*samples[-kept:], seconds)
+        if _has_changed(samples):
+            samples = samples[-_NUM_CHANGED:]
+        self._samples[num_rows] = samples
         self._newest[num_rows] = num_drafted
+        self._num_own[num_rows] = self._num_own.get(num_rows, 0) + 1
         self._known.clear()
         longest = _PAUSE * median_low(samples)
         usual = [sample for sample in samples if sample <= longest]
@@ -68,8 +74,16 @@ class PlainSteps:
 
     def is_stale(self, num_rows: int, num_drafted: int) -> bool:
         """Whether the nearest number of rows was last measured long ago, now that `num_drafted` rounds have drafted."""
-        nearest = min(self._newest, key=lambda rows: abs(rows - num_rows), default=None)
+        nearest = self._nearest(num_rows)
         return nearest is not None and num_drafted - self._newest[nearest] > _STALE
+
+    def is_remembered(self, num_rows: int) -> bool:
+        """Whether the nearest number of rows was measured in earlier calls alone: the speed may have changed since."""
+        nearest = self._nearest(num_rows)
+        return nearest is not None and self._num_own.get(nearest, 0) < _LEAST_SAMPLES
+
+    def _nearest(self, num_rows: int) -> int | None:
+        return min(self._newest, key=lambda rows: abs(rows - num_rows), default=None)
 
     def recent(self) -> "PlainSteps":
         """A copy for a later call, whose own steps soon outweigh these: the machine may be slower or faster by then."""
@@ -78,6 +92,15 @@ class PlainSteps:
             twin._samples[num_rows] = (self._means[num_rows],) * min(len(samples), _LEAST_SAMPLES)
         twin._newest, twin._means, twin._counted = dict(self._newest), dict(self._means), dict(self._counted)
         return twin
+
+
+def _has_changed(samples: Sequence[float]) -> bool:
+    """Whether the newest steps are all slower, or all faster, than those before them: pauses come one by one."""
+    before, newest = samples[:-_NUM_CHANGED], samples[-_NUM_CHANGED:]
+    if not before:
+        return False
+    usual_s = median_low(before)
+    return min(newest) > _PAUSE * usual_s or _PAUSE * max(newest) < usual_s
 
 
 def _between(by_rows: Mapping[int, float], num_rows: int) -> float:

@@ -81,6 +81,10 @@ MUTANTS = mutants_of(
         ("hf_speculate/schedule/costs.py", "schedule"): {
             "a draft takes as long for every K": Fault("add(num_rows, num, outcome", "add(num_rows, 1, outcome"),
             "a first verification counts whatever it takes": Fault("_MOST_FIRST = 3.0", "_MOST_FIRST = 1e9"),
+            "a plain step counts as longer than a verification": Fault("num_rows), shortest_s)", "num_rows), 1e9)"),
+        },
+        ("hf_speculate/schedule/machine_speed.py", "schedule"): {
+            "a machine that becomes faster is not noticed": Fault("1 / _CHANGE < factor", "0 < factor"),
         },
         ("hf_speculate/schedule/read_costs.py", "schedule"): {
             "a first read counts whatever it takes": Fault("if len(by_token) > 1 else", "if by_token else"),
@@ -89,6 +93,7 @@ MUTANTS = mutants_of(
             "a pause counts as a plain step": Fault("_PAUSE = 1.3", "_PAUSE = 1e9"),
             "a single step counts in full": Fault("else _ALONE * mean", "else mean"),
             "plain steps are never measured again": Fault("_STALE = 200", "_STALE = 10**9"),
+            "steps of another speed count for long": Fault("_NUM_CHANGED = 3", "_NUM_CHANGED = 12"),
         },
         ("hf_speculate/schedule/progress.py", "schedule"): {
             "the row that is furthest ahead counts": Fault("max(min(live) if live", "max(max(live) if live"),
@@ -104,9 +109,10 @@ MUTANTS = mutants_of(
             "first rounds of a size cost nothing": Fault(
                 "sum(map(self._counted_s, [*", "0.0 * sum(map(self._counted_s, [*"
             ),
+            "what was replaced counts as it would now": Fault("min(replaced.known_s, self._p", "min(1e9, self._p"),
             "a tenth may be lost": Fault("SHARE = 0.02", "SHARE = 0.1"),
             "rows ahead count though they stay": Fault(
-                "if not self._keeps_rows and self._replaced", "if self._replaced"
+                "if not self._keeps_rows and self._most_rows", "if self._most_rows"
             ),
         },
         ("hf_speculate/schedule/options.py", "schedule"): {

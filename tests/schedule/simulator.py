@@ -24,6 +24,7 @@ class Machine(NamedTuple):
     prefill_s: float = 2.0  # of the target
     prompt_len: int = 64
     pause_rate: float = 0.0  # of rounds in which the process pauses for thirty times as long
+    slowness: Callable[[int], float] = lambda num_tokens: 1.0  # of all rounds, by tokens of the shortest live row
 
     def plain_s(self, num_rows: int) -> float:
         return self.forward_s(num_rows) + self.other_s
@@ -55,7 +56,7 @@ class Run(NamedTuple):
 def plain_rounds_s(machine: Machine, lens: Sequence[int], keeps_rows: bool = False) -> float:
     """Seconds of plain decoding, where row r has `lens[r]` tokens; finished rows stay in the batch if `keeps_rows`."""
     counts = [len(lens) if keeps_rows else sum(length > step for length in lens) for step in range(max(lens))]
-    return sum(map(machine.plain_s, counts))
+    return sum(machine.slowness(step) * machine.plain_s(count) for step, count in enumerate(counts))
 
 
 def run(
@@ -79,6 +80,7 @@ def run(
         num_rows = len(traces) if keeps_rows else len(rows)
         num_query = num_rows * (num + 1)
         noise = rng.lognormvariate(0, machine.jitter) * (1 if num_query in sizes else machine.first_call_factor)
+        noise *= machine.slowness(min(rows.values()))
         pause = 30 if rng.random() < machine.pause_rate else 1
         sizes.add(num_query)
         score_s, draft_s, num_fed = machine.forward_s(num_query), 0.0, 0

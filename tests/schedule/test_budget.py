@@ -20,6 +20,7 @@ from tests.schedule.simulator import Machine, plain_rounds_s, run
 MAX_DRAFT_TOKENS = 10
 SHARE = 0.02  # of a call's seconds that drafts may lose
 ROUNDING = 1e-6
+JUMP = 0.015  # of the seconds of a call, for the rounds before a jump of the machine's speed is noticed
 NOISE = 0.03  # of p: a mean of as few as two steps that vary by a twelfth
 
 
@@ -149,6 +150,31 @@ def test_noise_and_pauses_of_the_process_cost_little_more(name, machine):
         assert seconds <= (plain_s + budget.granted_s + budget.overshoot_s) / (1 - SHARE)
 
 
+# How the machine's speed changes, or all forwards with the context, by tokens of the shortest live row.
+JUMPS = {
+    "half as fast": lambda num_tokens: 2.0 if num_tokens >= 60 else 1.0,
+    "twice as fast": lambda num_tokens: 0.5 if num_tokens >= 60 else 1.0,
+    "to and fro": lambda num_tokens: 1.0 + num_tokens // 40 % 2,
+    "slower and slower": lambda num_tokens: 1.0 + num_tokens / 100,
+}
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize("pair", ["cheap", "half the target", "as dear as the target", "dear to catch up with"])
+def test_a_machine_that_becomes_faster_or_slower_exceeds_the_bound_by_little(jump, pair):
+    machine, ratio = PAIRS[pair]
+    machine = machine._replace(slowness=JUMPS[jump])
+    for rows, lens in ADVERSARIES.values():
+        history = history_of_plain_steps(machine, ratio, len(rows))
+        for number in range(4):
+            schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, DraftPrior(ratio), history, len(rows))
+            done, budget = run(schedule, rows, machine, lens, number), schedule.budget
+            plain_s = machine.prefill_s + plain_rounds_s(machine, lens)
+            seconds = machine.prefill_s + done.seconds - budget.uncounted_s
+            most_s = (plain_s + budget.granted_s + budget.overshoot_s) / (1 - SHARE)
+            assert seconds <= (1 + JUMP) * most_s
+
+
 # Gemma 3 270M on two cores, in plain steps of one row: a draft half as dear, and its own first 6 of 18 layers.
 REAL_FORWARD = {1: 1.0, 2: 1.06, 4: 1.15, 6: 1.25, 11: 1.5}
 REAL_PAIRS = {
@@ -223,6 +249,46 @@ def test_p_is_a_mean_of_steps_on_a_line_between_numbers_of_rows():
     assert plain.least_row_s(5) == pytest.approx(0.25)
     assert plain.least_row_s(9) == 0.0  # nobody knows what more rows cost
     assert [num_rows for num_rows in range(1, 13) if plain.is_known(num_rows)] == list(range(1, 11))
+
+
+def test_three_steps_in_a_row_say_that_the_machine_has_become_faster_or_slower():
+    for factor in (0.5, 2.0):
+        plain = PlainSteps()
+        for seconds in (1.0, 1.1, 1.0, 1.1, 1.0, factor, factor):
+            plain.add(1, seconds, 0)
+        assert plain.seconds(1) != pytest.approx(factor, rel=0.1)
+        plain.add(1, factor, 0)
+        assert plain.seconds(1) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_three_of_five_rounds_say_that_the_machine_has_become_faster_or_slower(factor):
+    """Plain steps are then measured anew, and what other lengths take is scaled."""
+    costs = CostModel(DraftPrior(0.1))
+    for score_s in (1.0, 1.0):
+        costs.observe(RoundOutcome([0], [0], [0], 0, 1, score_s=score_s))
+    for number in range(16):
+        seconds = factor if number > 10 else 1.0
+        for num in (2, 6) if number < 10 else (2,):
+            costs.observe(
+                RoundOutcome([0], [num], [num], num, 1, num_fed=1, draft_s=0.1 * num * seconds, score_s=seconds)
+            )
+        assert costs.plain.is_measured is (number < 13)
+    assert costs.rounds_s(1, 6)[6] == pytest.approx(1.6 * factor, rel=0.05)
+
+
+def test_p_is_no_longer_than_a_verification_by_now():
+    costs = CostModel(DraftPrior(0.1))
+    for _ in range(2):
+        costs.observe(RoundOutcome([0], [0], [0], 0, 1, score_s=2.0))
+    costs = costs.recent()
+    for _ in range(3):
+        assert costs.counted_plain_s(1) == 2.0
+        costs.observe(RoundOutcome([0], [2], [2], 2, 1, num_fed=1, draft_s=0.2, score_s=1.0))
+    assert costs.counted_plain_s(1) == 1.0
+    for _ in range(2):  # it is the path of plain steps that is slow
+        costs.observe(RoundOutcome([0], [0], [0], 0, 1, score_s=2.0))
+    assert costs.counted_plain_s(1) == 2.0
 
 
 def test_a_single_step_counts_as_less_and_one_row_is_measured_by_itself():
