@@ -129,7 +129,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         stops=stops,
         draft_length=draft_length,
         output=output,
-        observers=[*_make_observers(call, stats, stops), output, draft_length],
+        observers=[*_make_observers(plan, stats, stops), output, draft_length],
         clock=clock,
         keeps_rows=plan.keeps_rows,
     )
@@ -220,8 +220,8 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
     history = ScheduleHistory(model_state(target).history, key.draft, kind)
-    rows_stay = plan.keeps_rows or plan.pad_token_id is None  # without padding, rows go on until the last one stops
-    return build_schedule(config, draft_prior(target, call.draft, config), history, call.batch_size, rows_stay)
+    prior = draft_prior(target, call.draft, config)
+    return build_schedule(config, prior, history, call.batch_size, plan.steps_have_all_rows)
 
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
@@ -234,9 +234,10 @@ def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verificat
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
 
-def _make_observers(call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
+def _make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
+    call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
-    observers.append(StatsObserver(stats, num_user_host_syncs=int(call.streamer is not None)))
+    observers.append(StatsObserver(stats, int(call.streamer is not None), keeps_rows=plan.steps_have_all_rows))
     if call.streamer is not None:
         observers.append(StreamObserver(call.streamer))
     if call.config.speculation_callback is not None:

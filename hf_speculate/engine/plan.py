@@ -41,6 +41,11 @@ class Plan:
         return bool(self.lock_step)
 
     @property
+    def steps_have_all_rows(self) -> bool:
+        """Whether a plain step has all rows of the batch: without padding, rows go on until the last one stops."""
+        return self.keeps_rows or self.pad_token_id is None
+
+    @property
     def end_padding_id(self) -> int | None:
         """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
         pad, call = self.pad_token_id, self.call

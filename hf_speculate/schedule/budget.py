@@ -42,7 +42,6 @@ at most, and one of a size that was never measured as one and a half times a pla
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_speculate.schedule.base import RoundOutcome
@@ -87,7 +86,7 @@ class Budget:
         self.elapsed_s = 0.0  # E
         self.num_drafted = 0  # drafted rounds
         self._costs, self._keeps_rows = costs, keeps_rows
-        self._progress = Progress()
+        self._progress = Progress(keeps_rows)
         self._drafted_s = 0.0  # as counted
         self._overshoot_s = 0.0  # the largest of a round that was not the first of its size
         self._paused_s = 0.0  # of drafted rounds, that do not count
@@ -101,7 +100,7 @@ class Budget:
         """Add a round without drafts; E grows by `counted_s`, and what a drafter that found nothing took is lost."""
         self.elapsed_s += counted_s + outcome.draft_s
         self._drafted_s += outcome.draft_s
-        self._replace(self._progress.advance(outcome), outcome.num_rows)
+        self._replace(outcome, outcome.num_rows)
 
     def add_drafted(self, outcome: RoundOutcome, expected_s: float) -> None:
         """Add a drafted round that was expected to take `expected_s`."""
@@ -111,7 +110,7 @@ class Budget:
         self.num_drafted += 1
         self._drafted_s += seconds
         self._paused_s += outcome.seconds - seconds
-        self._replace(self._progress.advance(outcome))
+        self._replace(outcome)
 
     def add_first(self, outcome: RoundOutcome, expected_s: float, num_steps: float, read_s: float) -> None:
         """Add a drafted round of a size that was never measured.
@@ -128,7 +127,7 @@ class Budget:
         else:
             self._firsts.append(first)
         self.num_drafted += 1
-        self._replace(self._progress.advance(outcome))
+        self._replace(outcome)
 
     @property
     def loss_s(self) -> float:
@@ -166,8 +165,11 @@ class Budget:
         """What the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
         return SHARE * self.elapsed_s - self.loss_s
 
-    def _replace(self, steps: Sequence[int], plain_rows: int = 0) -> None:
-        """Count plain steps, by their number of rows, as replaced; a round that was plain itself had `plain_rows`."""
+    def _replace(self, outcome: RoundOutcome, plain_rows: int = 0) -> None:
+        """Count the plain steps that a round has replaced; one that was plain itself had `plain_rows`."""
+        num_left = outcome.num_left or [1] * len(outcome.row_ids)
+        num_emitted = outcome.num_emitted or [num + 1 for num in outcome.num_accepted]
+        steps = self._progress.advance(outcome.row_ids, num_emitted, num_left, outcome.num_rows)
         counts = Counter(steps)
         counts[plain_rows] -= 1 if plain_rows else 0
         self._most_rows = max([self._most_rows, *steps])

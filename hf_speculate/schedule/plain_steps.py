@@ -1,9 +1,10 @@
 """Plain steps: the seconds of a round without drafts, by its number of rows."""
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median_low
+
+from hf_speculate.interpolation import between
 
 _NUM_SAMPLES = 16  # newest steps of one number of rows that are kept
 _NUM_FRESH = 2  # of them that are kept if the next step comes long after
@@ -48,11 +49,11 @@ class PlainSteps:
 
     def seconds(self, num_rows: int) -> float | None:
         """The mean; None before the first step."""
-        return _between(self._means, num_rows) if self._means else None
+        return between(self._means, num_rows) if self._means else None
 
     def counted_s(self, num_rows: int) -> float | None:
         """p(n): the mean, but 0.7 of it after a single step; None before the first step."""
-        return _between(self._counted, num_rows) if self._counted else None
+        return between(self._counted, num_rows) if self._counted else None
 
     def least_row_s(self, num_rows: int) -> float:
         """The least by which p of at most `num_rows` rows falls for each row less; 0 if not known."""
@@ -101,16 +102,3 @@ def _has_changed(samples: Sequence[float]) -> bool:
         return False
     usual_s = median_low(before)
     return min(newest) > _PAUSE * usual_s or _PAUSE * max(newest) < usual_s
-
-
-def _between(by_rows: Mapping[int, float], num_rows: int) -> float:
-    """Of the two nearest numbers of rows, on a line; of the nearest one outside."""
-    if num_rows in by_rows:
-        return by_rows[num_rows]
-    measured = sorted(by_rows)
-    right = bisect_left(measured, num_rows)
-    if right in (0, len(measured)):
-        return by_rows[measured[min(right, len(measured) - 1)]]
-    below, above = measured[right - 1], measured[right]
-    share = (num_rows - below) / (above - below)
-    return (1 - share) * by_rows[below] + share * by_rows[above]

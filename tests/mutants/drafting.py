@@ -98,6 +98,7 @@ MUTANTS = mutants_of(
         ("hf_speculate/schedule/progress.py", "schedule"): {
             "the row that is furthest ahead counts": Fault("max(min(live) if live", "max(max(live) if live"),
             "rows that have ended are in no step": Fault("len(live) + sum(", "len(live) + 0 * sum("),
+            "rows that leave stay in plain steps": Fault("if self._keeps_rows:", "if num_rows:"),
         },
         ("hf_speculate/schedule/budget.py", "schedule"): {
             "the budget pays for everything": Fault(
@@ -139,6 +140,22 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/schedule/work.py", "schedule"): {
             "the fastest row counts": Fault("(max(of_k), sum", "(min(of_k), sum"),
+        },
+        ("hf_speculate/stats.py", "test_stats.py generation/test_headline.py"): {
+            "preparation costs nothing": Fault(
+                "(self.total_s - self.preparation_s - self.rounds_s", "(self.total_s - self.rounds_s"
+            ),
+            "all steps take as long as those of one row": Fault("between(medians, num_rows)", "between(medians, 1)"),
+        },
+        ("hf_speculate/interpolation.py", "schedule"): {
+            "sizes between two take as long as the smaller": Fault(
+                "share = (size - below) / (above - below)", "share = 0.0"
+            ),
+        },
+        ("hf_speculate/engine/stage_clock.py", "generation/test_headline.py"): {
+            "the time to the first token begins with the prefill": Fault(
+                "return self._since - self._created", "return self._since - self._began"
+            ),
         },
         ("hf_speculate/engine/history_key.py", "engine/test_draft_prior.py"): {
             "early exits share a history": Fault("early exit after {source.early_exit} layers", "early exit"),

@@ -199,29 +199,22 @@ def test_a_useless_draft_costs_ten_calls_of_a_real_model_one_and_a_half_percent(
     assert prod(shares) ** 0.1 >= least_mean
 
 
-def outcome(tokens: Sequence[int], left: Sequence[int], num_rows: int | None = None, first: int = 0) -> RoundOutcome:
-    num = len(tokens)
-    accepted = [count - 1 for count in tokens]
-    return RoundOutcome(range(first, first + num), [4] * num, accepted, 4, num_rows or num, left, num_emitted=tokens)
-
-
 def test_progress_is_that_of_the_row_that_is_furthest_behind():
     progress = Progress()
-    assert progress.advance(outcome([3, 1, 2], [9, 9, 9])) == [3]
+    assert progress.advance([0, 1, 2], [3, 1, 2], [9, 9, 9], 3) == [3]
     assert progress.num_ahead == 3
-    assert progress.advance(outcome([1, 4, 1], [9, 9, 9])) == [3, 3]  # rows of 4, 5 and 3 tokens
-    assert progress.advance(outcome([1, 1, 1], [0, 0, 9])) == [3]  # 5, 6 and 4: two have ended ahead
+    assert progress.advance([0, 1, 2], [1, 4, 1], [9, 9, 9], 3) == [3, 3]  # rows of 4, 5 and 3 tokens
+    assert progress.advance([0, 1, 2], [1, 1, 1], [0, 0, 9], 3) == [3]  # 5, 6 and 4: two have ended ahead
     assert progress.num_ahead == 3
-    joined = RoundOutcome([2, 7], [4, 4], [0, 0], 4, 2, [9, 9], num_emitted=[1, 1])
-    assert progress.advance(joined) == [4]  # the two that are live, and the two that have ended
-    assert progress.advance(RoundOutcome([7], [4], [0], 4, 1, [9], num_emitted=[1])) == [2]  # one was cancelled
-    assert progress.advance(RoundOutcome([7], [4], [0], 4, 1, [0], num_emitted=[2])) == [1, 1]
+    assert progress.advance([2, 7], [1, 1], [9, 9], 2) == [4]  # the two that are live, and the two that have ended
+    assert progress.advance([7], [1], [9], 1) == [2]  # one was cancelled
+    assert progress.advance([7], [2], [0], 1) == [1, 1]
 
 
 def test_rows_that_stay_in_the_batch_are_in_plain_steps_too():
-    progress = Progress()
-    assert progress.advance(outcome([2, 1], [0, 9], num_rows=2)) == [2]
-    assert progress.advance(RoundOutcome([1], [4], [3], 4, 2, [9], num_emitted=[4])) == [2] * 4
+    progress = Progress(keeps_rows=True)
+    assert progress.advance([0, 1], [2, 1], [0, 9], 2) == [2]
+    assert progress.advance([1], [4], [9], 2) == [2] * 4
 
 
 @given(data=st.data())
@@ -232,9 +225,7 @@ def test_replaced_steps_add_up_to_those_of_plain_decoding(data):
         emitted = {index: min(data.draw(st.integers(1, 5)), lens[index] - num) for index, num in counts.items()}
         counts = {index: num + emitted[index] for index, num in counts.items()}
         left = [lens[index] - num for index, num in counts.items()]
-        num = len(counts)
-        tokens = list(emitted.values())
-        steps += progress.advance(RoundOutcome(list(counts), [4] * num, [0] * num, 4, 0, left, num_emitted=tokens))
+        steps += progress.advance(list(counts), list(emitted.values()), left, len(counts))
         counts = {index: num for index, num in counts.items() if num < lens[index]}
     assert steps == [sum(length > step for length in lens.values()) for step in range(max(lens.values()))]
 
