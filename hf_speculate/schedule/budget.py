@@ -69,7 +69,7 @@ class _Replaced(NamedTuple):
 
     num_rows: int
     num_steps: int
-    known_s: float  # p after the round; infinite if it was not known
+    known_s: float  # p after the round, infinite if it was not known; the lower of this and of p now counts
 
 
 class Budget:
@@ -133,7 +133,9 @@ class Budget:
     def loss_s(self) -> float:
         """L; negative if drafting has gained."""
         spent_s = self._drafted_s + sum(map(self._counted_s, [*self._firsts, self._free]))
-        lost_s = spent_s - self._settled_s - sum(map(self._replaced_s, self._newest))
+        price_s = {num_rows: self._p(num_rows) for num_rows in {replaced.num_rows for replaced in self._newest}}
+        newest_s = sum(num_steps * min(known_s, price_s[rows]) for rows, num_steps, known_s in self._newest)
+        lost_s = spent_s - self._settled_s - newest_s
         if not self._keeps_rows and self._most_rows:
             lost_s -= self._progress.num_ahead * self._costs.plain.least_row_s(self._most_rows)
         return lost_s
@@ -170,20 +172,20 @@ class Budget:
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         num_emitted = outcome.num_emitted or [num + 1 for num in outcome.num_accepted]
         steps = self._progress.advance(outcome.row_ids, num_emitted, num_left, outcome.num_rows)
-        counts = Counter(steps)
-        counts[plain_rows] -= 1 if plain_rows else 0
-        self._most_rows = max([self._most_rows, *steps])
+        self._most_rows = max(self._most_rows, steps[0])
+        if steps == [plain_rows]:  # a plain step for a plain step
+            return
+        counts = Counter(steps) if steps[0] != steps[-1] else {steps[0]: len(steps)}
+        if plain_rows:
+            counts[plain_rows] = counts.get(plain_rows, 0) - 1
         plain = self._costs.plain
         for num_rows, num in counts.items():
             if num:
                 known_s = self._p(num_rows) if plain.is_known(num_rows) else math.inf
                 self._newest.append(_Replaced(num_rows, num, known_s))
         while len(self._newest) > _UNSETTLED and plain.is_known(self._newest[0].num_rows):
-            self._settled_s += self._replaced_s(self._newest.popleft())
-
-    def _replaced_s(self, replaced: "_Replaced") -> float:
-        """Seconds of plain steps, at the lower of two prices if the machine has become faster or slower since."""
-        return replaced.num_steps * min(replaced.known_s, self._p(replaced.num_rows))
+            num_rows, num, known_s = self._newest.popleft()
+            self._settled_s += num * min(known_s, self._p(num_rows))
 
     def _counted_s(self, first: _FirstRound | None) -> float:
         if first is None:

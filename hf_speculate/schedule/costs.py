@@ -40,6 +40,7 @@ class CostModel:
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
         self._reads = ReadCosts(prior.step_ratio or 0.0)
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
+        self._counted_s: dict[int, float] = {}  # results of `counted_plain_s` since the last round
 
     def begin(self, prefill_s: float, num_read: int) -> None:
         """Note the seconds of a target's prefill that read `num_read` tokens of each row."""
@@ -48,18 +49,21 @@ class CostModel:
     def observe(self, outcome: RoundOutcome, has_read_prompt: bool = False) -> None:
         """Add a round's seconds; `has_read_prompt` says whether the drafter read a prompt before its first step."""
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
+        self._counted_s.clear()
         if num == 0:
             self._known_s.clear()
             was_known = self.plain.is_known(num_rows)
             self.plain.add(num_rows, verify_s, self._num_drafted)
             if not was_known and self.plain.is_known(num_rows):
                 self._cap_first(num_rows)
-            self._compare_plain(num_rows)
+            if num_rows not in self._plain_ratios:
+                self._compare_plain(num_rows)
             return
         self._follow_speed(num_rows * (num + 1), verify_s)
         plain_s = self.plain_s(num_rows) if self.plain.is_known(num_rows) else math.inf
         if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
             self._known_s.clear()
+            self._compare_plain(num_rows)
         self._num_drafted += 1
         self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted, _MOST_FIRST * plain_s)
         if outcome.num_fed <= _FEW_FED:
@@ -68,7 +72,6 @@ class CostModel:
             step_s = outcome.draft_s / num
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
             self._reads.add(num_rows, outcome.num_fed, num, outcome.draft_s, has_read_prompt)
-        self._compare_plain(num_rows)
 
     def _follow_speed(self, size: int, verify_s: float) -> None:
         """Measure plain steps anew if the machine has become faster or slower; other seconds are scaled."""
@@ -92,7 +95,7 @@ class CostModel:
         twin = copy.copy(self)
         twin._verify, twin.plain, twin._draft = self._verify.copy(), self.plain.recent(), self._draft.copy()
         twin._known_s, twin._reads, twin._speed = dict(self._known_s), self._reads.copy(), MachineSpeed()
-        twin._plain_ratios = dict(self._plain_ratios)
+        twin._plain_ratios, twin._counted_s = dict(self._plain_ratios), {}
         return twin
 
     def plain_s(self, num_rows: int) -> float:
@@ -108,6 +111,11 @@ class CostModel:
         It is no more than a verification of as many query rows takes, or as many times that as when both were first
         measured: a verification that takes less by now says that the machine has become faster.
         """
+        if num_rows not in self._counted_s:
+            self._counted_s[num_rows] = self._count_plain(num_rows)
+        return self._counted_s[num_rows]
+
+    def _count_plain(self, num_rows: int) -> float:
         seconds = self.plain.counted_s(num_rows)
         if seconds is None:
             return self.plain_s(num_rows) if self._verify.kinds else 0.0

@@ -110,7 +110,9 @@ MUTANTS = mutants_of(
             "first rounds of a size cost nothing": Fault(
                 "sum(map(self._counted_s, [*", "0.0 * sum(map(self._counted_s, [*"
             ),
-            "what was replaced counts as it would now": Fault("min(replaced.known_s, self._p", "min(1e9, self._p"),
+            "what was replaced counts as it would now": Fault(
+                "known_s = self._p(num_rows) if plain.is_known(num_rows) else math.inf", "known_s = math.inf"
+            ),
             "a tenth may be lost": Fault("SHARE = 0.02", "SHARE = 0.1"),
             "rows ahead count though they stay": Fault(
                 "if not self._keeps_rows and self._most_rows", "if self._most_rows"
