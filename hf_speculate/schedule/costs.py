@@ -63,7 +63,6 @@ class CostModel:
         plain_s = self.plain_s(num_rows) if self.plain.is_known(num_rows) else math.inf
         if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
             self._known_s.clear()
-            self._compare_plain(num_rows)
         self._num_drafted += 1
         self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted, _MOST_FIRST * plain_s)
         if outcome.num_fed <= _FEW_FED:
@@ -72,6 +71,7 @@ class CostModel:
             step_s = outcome.draft_s / num
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
             self._reads.add(num_rows, outcome.num_fed, num, outcome.draft_s, has_read_prompt)
+        self._compare_plain(num_rows)
 
     def _follow_speed(self, size: int, verify_s: float) -> None:
         """Measure plain steps anew if the machine has become faster or slower; other seconds are scaled."""
