@@ -12,7 +12,7 @@ import rich.jupyter
 import rich.markup
 import rich.table
 
-from hf_speculate.errors import import_extra
+from hf_speculate.errors import counted, import_extra
 from hf_speculate.interpolation import between
 from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
@@ -209,7 +209,8 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         if not self.num_rounds:
             return f"{self.verifier or 'no'} verification: no rounds in {self.total_s:.2f} s"
         return (
-            f"{self.headline}; {self.verifier} verification: {self.num_emitted} tokens in {self.num_rounds} rounds, "
+            f"{self.headline}; {self.verifier} verification: {counted(self.num_emitted, 'token')} in "
+            f"{counted(self.num_rounds, 'round')}, "
             f"mean acceptance length {self.mean_acceptance_length:.2f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.total_s:.2f} s, {self.tokens_per_s:.1f} tokens/s"
         )
@@ -220,7 +221,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         speedup, num = self.speedup, sum(map(len, self.plain_step_s_by_rows.values()))
         if speedup is None:
             return "speed-up over plain decoding not measured (the call took no plain step)"
-        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {num} plain step{'s' * (num != 1)})"
+        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {counted(num, 'plain step')})"
 
     def as_table(self) -> rich.table.Table:
         """A table for rich; `rich.print(stats)` shows it."""
@@ -254,7 +255,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         )
         lines = {
             "mean acceptance length": f"{self.mean_acceptance_length:.2f} "
-            f"({self.num_emitted} tokens in {self.num_rounds} round{'s' * (self.num_rounds != 1)})",
+            f"({counted(self.num_emitted, 'token')} in {counted(self.num_rounds, 'round')})",
             "acceptance rate": f"{self.acceptance_rate:.3f} ({self.num_accepted} of {self.num_drafted} drafted tokens)",
             "verified acceptance rate": f"{self.verified_acceptance_rate:.3f} "
             f"({self.num_accepted} of {self.num_verified} verified tokens)",

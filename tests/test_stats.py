@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 
 import hf_speculate
 from hf_speculate import RoundReport
-from hf_speculate.draft.assistant import AcceptanceTallies
+from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.tiny import make_model, ragged_prompts
@@ -160,6 +160,7 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
     assert min(stats.seconds_by_stage.values()) > 0
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_lock_step", [False, True])
 def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
     stats, reports = SpeculationStats(), []
@@ -232,13 +233,13 @@ def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask
 
 
 def test_low_acceptance_is_reported_once_also_after_it_rose():
-    tallies, draft = AcceptanceTallies(), make_model("llama")
-    calls = [(100, 1), (100, 10), (1000, 0), (100, 90), (9000, 0)]
-    assert [tallies.add(draft, SpeculationStats(num_verified=n, num_accepted=a)) for n, a in calls] == [
-        *(True, False, False, False, False)
-    ]
+    tallies, draft, bound = AcceptanceTallies(), make_model("llama"), AcceptanceBound(0.02, 64)
+    calls = [(63, 0), (37, 1), (100, 10), (1000, 0), (100, 90), (9000, 0)]
+    reported = [tallies.add(draft, DraftCounts(*counts), bound) for counts in calls]
+    assert reported == [False, True, False, False, False, False]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     "options",
     [

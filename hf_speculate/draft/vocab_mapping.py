@@ -171,9 +171,25 @@ class DraftVocabulary:
 
     size: int | None = None  # V, of the target; None if logits have as many columns
     target_ids: Tensor | None = None  # [Vd] int64, those of the columns, increasing; None if column j is id j
+    num_columns: int | None = None  # the first ones, which stand for ids of the target; None for all
+
+    def resized(self, size: int) -> "DraftVocabulary":
+        """The same for a target of V = `size` ids: those that it lacks are not proposed."""
+        ids = self.target_ids
+        if ids is None:
+            return replace(self, size=size, num_columns=size)
+        if self.size is not None and size >= self.size:
+            return replace(self, size=size)
+        ids = ids[ids < size]
+        return DraftVocabulary(size, ids, len(ids))
 
     def ids(self, columns: Tensor) -> Tensor:
         return columns if self.target_ids is None else self.target_ids[columns]
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """[..., Vd'] of logits [..., Vd], without the columns of ids that the target lacks."""
+        has_more = self.num_columns is not None and self.num_columns < logits.shape[-1]
+        return logits[..., : self.num_columns] if has_more else logits
 
     def scattered(self, logits: Tensor) -> Tensor:
         """[..., V] from logits [..., Vd]: -inf at every id that the head cannot propose."""
@@ -182,7 +198,7 @@ class DraftVocabulary:
         if self.target_ids is None:
             return _resized(logits, self.size)
         full = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-        return full.index_copy_(-1, self.target_ids, logits)
+        return full.index_copy_(-1, self.target_ids, self.cut(logits))
 
 
 def _resized(logits: Tensor, size: int) -> Tensor:

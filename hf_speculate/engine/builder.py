@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,26 +13,30 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, make_compiled_model
+from hf_speculate.engine.compile_plan import make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
+from hf_speculate.engine.draft_faults import DraftFaults
+from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_prior import draft_prior
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.history_key import history_key
+from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
-from hf_speculate.engine.plan import Plan, make_plan
+from hf_speculate.engine.plan import Plan, drafter_text, make_plan
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
-from hf_speculate.models.language_model import LanguageModel, device_of, max_columns
+from hf_speculate.models.context import max_columns
+from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
@@ -86,7 +91,9 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     language_model = compiled or LanguageModel(
         call.target, call.max_position, keeps_states, call.target_inputs, capture=capture
     )
-    drafter = custom or make_drafter(plan, forget_compiled)
+    faults = _make_faults(plan, stats)
+    drafter = custom or make_drafter(plan, forget_compiled, partial(faults.meet, is_last=False))
+    faults.is_callers = drafter.is_callers
     hidden_states = None
     if plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
@@ -123,7 +130,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     verification = _make_verification(plan, criteria)
     decoder = SpeculativeDecoder(
         target=target,
-        drafts=_make_draft_session(plan, drafter, hidden_states),
+        drafts=_make_drafts(plan, drafter, hidden_states, faults),
         verification=verification,
         second_scoring=SecondScoring(target, verification, depends_on_draft(call.config), call.ranks),
         stops=stops,
@@ -165,7 +172,8 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
     capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
-    pool = model_state(one.model).buffers if plan.compile.keeps_buffers else None
+    is_pooled = one.part in (*plan.compile.settings, *plan.compile.graphed)  # eager forwards make inference tensors
+    pool = model_state(one.model).buffers if is_pooled else None
     return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, pool)
 
 
@@ -188,12 +196,19 @@ def _make_capture(plan: Plan) -> LayerCapture | None:
     return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
 
-def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None) -> DraftSession:
-    kv_cache, reuse = None, None
+def _make_faults(plan: Plan, stats: SpeculationStats) -> DraftFaults:
+    call, device = plan.call, (plan.target if plan.draft is None else plan.draft).device
+    return DraftFaults(
+        stats, f"the drafter ({drafter_text(call)})", device, lambda error: True, call.ranks or call.group
+    )
+
+
+def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None, faults: DraftFaults) -> DraftGuard:
+    call, kv_cache, reuse = plan.call, None, None
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)
         reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
-    return DraftSession(
+    session = DraftSession(
         drafter,
         kv_cache,
         plan.draft_strategy,
@@ -201,8 +216,11 @@ def _make_draft_session(plan: Plan, drafter: Drafter, hidden_states: HiddenState
         reuse,
         placeless_id(plan.target.model),
         hidden_states,
-        plan.call.group,
+        call.group,
     )
+    is_fixed = plan.is_lock_step or "draft" in (*plan.compile.settings, *plan.compile.graphed)
+    rows_may_leave = not is_fixed and reuse is None and call.ranks is None
+    return DraftGuard(session, faults, call.num_pads, rows_may_leave, call.ranks)
 
 
 def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:

@@ -176,7 +176,8 @@ class ContinuousDecoder:
         stats.rounds_s += seconds.draft  # plain decoding reads no prompt a second time
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
-            stats.fallbacks = list(read.fallbacks)
+        for reason in read.fallbacks:
+            stats.add_fallback(reason)
         return finished
 
     def _isolate(self, error: Exception) -> list[RowResult]:

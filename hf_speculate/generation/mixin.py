@@ -14,9 +14,20 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import CACHE_NAMES, check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
-from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
-from hf_speculate.draft.heads.mtp import SERVED_TARGETS
+from hf_speculate.draft.acceptance_tallies import DraftCounts
+from hf_speculate.draft.assistant import (
+    VERIFIED_TOKENS_BOUND,
+    find_tokenizer,
+    resolve_assistant,
+    warn_of_low_acceptance,
+)
+from hf_speculate.draft.heads.head import (
+    FIRST_TOKENS_BOUND,
+    DraftHead,
+    first_tokens,
+    warn_of_low_first_acceptance,
+)
+from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
@@ -35,8 +46,9 @@ from hf_speculate.generation.arguments import (
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
+from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_models
+from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -49,10 +61,17 @@ _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), n
 class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
-    `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
-    it then draws, token by token, the text that every assistant gives with the same seed.
+    `generate()` takes the arguments of transformers', and the fields of `SpeculationConfig` as keywords or from a
+    `GenerationConfig`; with a source of drafts, what cannot be decoded speculatively raises an error. Without a source
+    it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that
+    every assistant gives with the same seed.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = SpeculativeGenerationMixin.generate
+        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between has one of its own
+            cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
@@ -142,10 +161,12 @@ def _generate(
     assistant, head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
     reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
     is_tallied = assistant.is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
-    if assistant.model is not None and is_tallied and model_state(model).tallies.add(assistant.model, stats):
-        warn_of_low_acceptance(model, assistant.model)
-    if isinstance(head, DraftHead) and decoding.source in (ASSISTED, MTP):
-        warn_of_low_first_acceptance(head.spec, stats)
+    tallies, verified = model_state(model).tallies, DraftCounts(stats.num_verified, stats.num_accepted)
+    draft = assistant.model
+    if draft is not None and is_tallied and tallies.add(draft, verified, VERIFIED_TOKENS_BOUND):
+        warn_of_low_acceptance(model, draft)
+    if isinstance(head, DraftHead) and tallies.add(head, first_tokens(stats), FIRST_TOKENS_BOUND):
+        warn_of_low_first_acceptance(head.spec)
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", stats.summary())
     if isinstance(output, ModelOutput):
@@ -171,8 +192,8 @@ def _find_decoding(
     call = bound.call
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = unwrapped(call.pop("assistant_model", None))
-    if isinstance(assistant, str | Path):  # a draft head's folder or id
-        assistant = model_state(model).heads.get(assistant, model)
+    if isinstance(assistant, str | Path):
+        assistant = _named_draft(model, call, str(assistant))
     sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
@@ -181,7 +202,7 @@ def _find_decoding(
     source = find_draft_source(assistant, early_exit, config, samples(model, bound))
     has_mtp = source in (None, COUPLED_ALONE) and model.config.model_type in SERVED_TARGETS
     if has_mtp and take_over(model, call, "use_mtp", left=False):
-        source, assistant = MTP, model_state(model).heads.get(str(model.config.name_or_path), model)
+        source, assistant = MTP, _named_draft(model, call, str(model.config.name_or_path), is_mtp=True)
     if isinstance(assistant, DraftHead):
         config, assistant = with_head(config, assistant, source or ASSISTED), None
     if source is None and first_row is None:
@@ -192,7 +213,9 @@ def _find_decoding(
     source = source or NO_DRAFTS
     check_call(model, call, config, source)
     check_private_names(model)
-    check_models([model] if assistant is None else [model, assistant], source)
+    models = [model] if assistant is None else [model, assistant]
+    check_models(models, source)
+    check_weights(models, source)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
@@ -205,6 +228,16 @@ def _find_decoding(
         call["cache_implementation"] = "dynamic"
     passed = {name: value for name, value in call.items() if value is not None}
     return SpeculativeDecoding(resolved, config, passed, is_static, source, clock, first_row)
+
+
+def _named_draft(model: PreTrainedModel, call: dict[str, Any], name: str, is_mtp: bool = False) -> Any:
+    """The draft of a folder or an id; a model comes with its tokenizer if the call has the target's."""
+    draft = model_state(model).named_drafts.get(name, model, is_mtp)
+    needs_tokenizer = call.get("tokenizer") is not None and call.get("assistant_tokenizer") is None
+    tokenizer = find_tokenizer(name) if needs_tokenizer and not isinstance(draft, DraftHead) else None
+    if tokenizer is not None:
+        call["assistant_tokenizer"] = tokenizer
+    return draft
 
 
 def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:

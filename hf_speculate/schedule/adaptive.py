@@ -52,6 +52,7 @@ class AdaptiveSchedule(Schedule):
         budget = Budget(costs, keeps_rows)
         self._call = CallState(max_draft_tokens, prior, acceptance, costs, budget)
         self._state: State = Plain()
+        self._is_remembered = True  # whether the history has all that was learnt
         self.num_draft_tokens = 0
 
     @property
@@ -90,6 +91,7 @@ class AdaptiveSchedule(Schedule):
         call, num = self._call, outcome.num_draft_tokens
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
+        self._is_remembered = False
         has_drafted = num > 0 and any(outcome.num_drafted)
         self._account(outcome)
         if has_drafted or not num:  # if no draft counted, its drafter has failed, and tells nothing
@@ -102,10 +104,18 @@ class AdaptiveSchedule(Schedule):
             self._grant_first_credit(outcome.num_rows)
             found_nothing = self.num_draft_tokens > 0 and not has_drafted
             self._choose(self._state.next(Options(call, outcome.num_rows, left_of, found_nothing)))
-        elif self._history is not None:
-            record = self._record.after(call.budget, self._state.expects_gain)
-            records = {**self._records, self._num_rows.bit_length(): record}
-            self._history.remember(ScheduleEstimates(call.acceptance, call.costs, records))
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Keep the estimates for the next call."""
+        if self._history is None or self._is_remembered:
+            return
+        self._is_remembered = True
+        call = self._call
+        record = self._record.after(call.budget, self._state.expects_gain)
+        records = {**self._records, self._num_rows.bit_length(): record}
+        self._history.remember(ScheduleEstimates(call.acceptance, call.costs, records))
 
     def _account(self, outcome: RoundOutcome) -> None:
         """Add a round to the budget, before its seconds change any estimate."""

@@ -4,6 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
+class RowGain(NamedTuple):
+    """What a round added to a row."""
+
+    row_id: int
+    num_emitted: int
+    num_left: int  # tokens that it may still emit, 0 if it stopped
+
+
 class RoundOutcome(NamedTuple):
     """What a round emitted and how long it took."""
 
@@ -18,6 +26,7 @@ class RoundOutcome(NamedTuple):
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, cropping and recording
     num_emitted: Sequence[int] = ()  # [N] tokens that each row gained; empty if one more than were accepted
+    others: Sequence["RowGain"] = ()  # live rows that the drafter could not draft for
 
     @property
     def seconds(self) -> float:
@@ -51,4 +60,8 @@ class Schedule(Protocol):
 
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""
+        return
+
+    def end(self) -> None:
+        """Called after the last round, of which the schedule is not told if the drafter had ended before."""
         return

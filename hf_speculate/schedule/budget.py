@@ -171,7 +171,12 @@ class Budget:
         """Count the plain steps that a round has replaced; one that was plain itself had `plain_rows`."""
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         num_emitted = outcome.num_emitted or [num + 1 for num in outcome.num_accepted]
-        steps = self._progress.advance(outcome.row_ids, num_emitted, num_left, outcome.num_rows)
+        row_ids = outcome.row_ids
+        if outcome.others:
+            row_ids = [*row_ids, *(row.row_id for row in outcome.others)]
+            num_emitted = [*num_emitted, *(row.num_emitted for row in outcome.others)]
+            num_left = [*num_left, *(row.num_left for row in outcome.others)]
+        steps = self._progress.advance(row_ids, num_emitted, num_left, outcome.num_rows)
         self._most_rows = max(self._most_rows, steps[0])
         if steps == [plain_rows]:  # a plain step for a plain step
             return

@@ -118,7 +118,9 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            target.generate(**ragged_prompts(1, seed=9), assistant_model=draft, max_new_tokens=3)
+            target.generate(
+                **ragged_prompts(1, seed=9), assistant_model=draft, num_assistant_tokens=2, max_new_tokens=3
+            )
     assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]  # once for all calls
     draft.name_or_path = str(tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="their tokenizers differ; pass tokenizer= and"):

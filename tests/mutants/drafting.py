@@ -34,6 +34,24 @@ MUTANTS = mutants_of(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
             ),
         },
+        ("hf_speculate/draft/heads/network.py", "draft/heads/test_targets.py"): {
+            "ids that a table lacks are looked up": Fault("token_ids.clamp_max(num_rows - 1)", "token_ids"),
+            "an adapter's rows keep the scale": Fault("rows = rows / self._scale", "pass"),
+        },
+        ("hf_speculate/draft/vocab_mapping.py", "draft/heads/test_targets.py"): {
+            "ids that the target lacks are proposed": Fault(
+                "ids = ids[ids < size]\n", "ids = ids.clamp_max(size - 1)\n"
+            ),
+            "columns of ids that the target lacks count": Fault(
+                "return logits[..., : self.num_columns] if has_more else logits", "return logits"
+            ),
+        },
+        ("hf_speculate/draft/heads/target_ids.py", "draft/heads/test_kinds.py"): {
+            "ids are read as offsets": Fault("return readings[-1]", "return readings[0]"),
+        },
+        ("hf_speculate/draft/heads/weight_files.py", "draft/heads/test_damaged.py"): {
+            "a shard may lack weights": Fault("if lacking:", "if False:"),
+        },
         ("hf_speculate/draft/token_choice.py", "draft/test_model.py processors"): {
             "processors see no drafted token": Fault(
                 "history.append(token_ids[:, None])", "history.append(token_ids[:, None], [0] * len(token_ids))"

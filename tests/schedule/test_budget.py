@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_speculate.schedule import AdaptiveSchedule, DraftPrior, HistoryStore, RoundOutcome, ScheduleHistory
+from hf_speculate.schedule import AdaptiveSchedule, DraftPrior, HistoryStore, RoundOutcome, RowGain, ScheduleHistory
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.budget import Budget
 from hf_speculate.schedule.costs import CostModel
@@ -215,6 +215,14 @@ def test_rows_that_stay_in_the_batch_are_in_plain_steps_too():
     progress = Progress(keeps_rows=True)
     assert progress.advance([0, 1], [2, 1], [0, 9], 2) == [2]
     assert progress.advance([1], [4], [9], 2) == [2] * 4
+
+
+def test_a_row_that_the_drafter_cannot_serve_holds_back_what_a_round_replaces():
+    costs = history_of_plain_steps(Machine(), 0.1, 2).recall().costs
+    budget, p_s = Budget(costs), costs.counted_plain_s(2)
+    outcome = RoundOutcome([0], [4], [4], 4, 2, [9], 1, 0.4, 1.0, num_emitted=[5], others=[RowGain(1, 1, 9)])
+    budget.add_drafted(outcome, 1.4)
+    assert budget.loss_s == pytest.approx(1.4 - p_s - 4 * costs.plain.least_row_s(2))  # one step, and four ahead
 
 
 @given(data=st.data())
