@@ -174,7 +174,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
 
     @property
     def total_s(self) -> float:
-        """Seconds of all stages: of the call, from the start of `generate()` to its end."""
+        """Seconds of the whole call, from the start of `generate()` to its end."""
         return sum(self.seconds_by_stage.values())
 
     @property
