@@ -64,8 +64,8 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
     parts = tuple(weakref.ref(module) for module in innermost)
     adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
     adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
-    ids = b"" if call.vocabulary is None else call.vocabulary.draft_ids.cpu().numpy().tobytes()
-    key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids)
+    table = None if call.vocabulary is None else call.vocabulary.table
+    key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, table)
     return DraftCacheReuse(state, key, kv_cache, call.num_pads)
 
 

@@ -7,7 +7,7 @@ from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, Dra
 from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import CompiledDrafter, ModelDrafter
+from hf_speculate.draft.model import CompiledDrafter, ModelDrafter, TranslatedDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
@@ -109,6 +109,11 @@ def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str]
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
     if compiled is not None:
         return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings)
-    make = LanguageModel if call.vocabulary is None else partial(TranslatedLanguageModel, call.vocabulary)
-    eager = make(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
-    return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)
+    if call.vocabulary is None:
+        eager = LanguageModel(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
+        return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)
+    translated = TranslatedLanguageModel(
+        call.vocabulary, draft.model, max_position, is_synced, draft.inputs, is_draft=True
+    )
+    inferencer = Inferencer(translated, chunk_size, not is_synced)
+    return TranslatedDrafter(inferencer, translated, of_rows, settings, plan.target.device)
