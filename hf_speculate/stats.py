@@ -64,6 +64,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     score_s: float = 0.0  #: seconds of the target's forwards in rounds
     verify_s: float = 0.0  #: seconds of verification
     bookkeeping_s: float = 0.0  #: seconds of all else in rounds
+    vocabulary_s: float = 0.0  #: seconds of comparing the vocabularies of target and draft model, before the prefill
 
     def reset(self) -> None:
         """Reset every field, in place."""
@@ -146,30 +147,33 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed-up over plain decoding, without the prefill; None if no plain step was measured.
+        """Estimated speed-up over plain decoding, from the first round on; None if no plain step was measured.
 
         Plain decoding is taken to need the median of `plain_step_s` for each token of the longest row.
         """
-        decoding_s = self.total_s - self.prefill_s
-        if not self.plain_step_s or decoding_s <= 0:
+        if not self.plain_step_s or self._rounds_s <= 0:
             return None
-        return self.num_longest * median(self.plain_step_s) / decoding_s
+        return self.num_longest * median(self.plain_step_s) / self._rounds_s
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds of prefill, draft, score, verify and bookkeeping."""
+        """Seconds of prefill, draft, score, verify, bookkeeping and vocabulary."""
         return {stage: getattr(self, f"{stage}_s") for stage in STAGES}
 
     @property
     def total_s(self) -> float:
-        """Seconds of all stages; what `generate()` does before and after decoding is not included."""
+        """Seconds of all stages; what else `generate()` does before and after decoding is not included."""
         return sum(self.seconds_by_stage.values())
 
     @property
+    def _rounds_s(self) -> float:
+        """Seconds of all rounds."""
+        return self.total_s - self.prefill_s - self.vocabulary_s
+
+    @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second of all stages but the prefill, summed over rows; 0 before the first round."""
-        decoding_s = self.total_s - self.prefill_s
-        return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
+        """Emitted tokens per second of all rounds, summed over rows; 0 before the first round."""
+        return self.num_emitted / self._rounds_s if self._rounds_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Every count, and the rates that follow from them, as values that JSON can hold."""
@@ -238,6 +242,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         stages = ", ".join(
             f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
             for stage, seconds in self.seconds_by_stage.items()
+            if stage != "vocabulary" or seconds >= 5e-4  # most calls compare none
         )
         lines = {
             "mean acceptance length": f"{self.mean_acceptance_length:.2f} "

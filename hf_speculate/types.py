@@ -112,6 +112,7 @@ class StageSeconds(NamedTuple):
     score: float = 0.0
     verify: float = 0.0
     bookkeeping: float = 0.0
+    vocabulary: float = 0.0
 
 
 class RoundRecord(NamedTuple):

@@ -87,7 +87,7 @@ def test_calls_add_up():
 
 def test_the_speedup_compares_with_the_median_plain_step():
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
-    stats.num_longest, stats.prefill_s, stats.draft_s, stats.score_s = 10, 9.0, 1.0, 4.0
+    stats.num_longest, stats.prefill_s, stats.draft_s, stats.score_s, stats.vocabulary_s = 10, 9.0, 1.0, 4.0, 7.0
     assert stats.speedup is None
     assert stats.headline == "speed-up over plain decoding not measured (the call took no plain step)"
     stats.add_plain_step(0.5)
@@ -208,7 +208,7 @@ def test_a_plot_has_three_panels_that_say_what_was_counted():
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
-    assert [text.get_text() for text in seconds.texts] == ["20%", "10%", "40%", "20%", "10%"]
+    assert [text.get_text() for text in seconds.texts] == ["20%", "10%", "40%", "20%", "10%", "0%"]
     stats.num_batch_rounds = 50  # more than was kept
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
     assert SpeculationStats().plot().axes[0].texts[0].get_text() == "nothing was drafted"

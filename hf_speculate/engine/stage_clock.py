@@ -15,6 +15,7 @@ _PREFIX = "hf_speculate: raised while "
 class Stage(Enum):
     """What a call is doing, in the words of the note on an error."""
 
+    VOCABULARY = "the vocabularies were compared"
     PREPARE = "the call was prepared"
     PREFILL = "the target read the prompt"
     DRAFT = "tokens were drafted"
@@ -29,7 +30,13 @@ class Stage(Enum):
     RETURN = "the output was put together"
 
 
-_FIELD_OF = {Stage.PREFILL: "prefill", Stage.DRAFT: "draft", Stage.SCORE: "score", Stage.VERIFY: "verify"}
+_FIELD_OF = {
+    Stage.VOCABULARY: "vocabulary",
+    Stage.PREFILL: "prefill",
+    Stage.DRAFT: "draft",
+    Stage.SCORE: "score",
+    Stage.VERIFY: "verify",
+}
 
 
 class StageClock:

@@ -55,6 +55,7 @@ class SpeculativeDecoding:
     passed: dict[str, Any]  # the arguments of the call that are not None
     is_static: bool  # whether the call asks for fixed buffers
     source: DraftSource
+    clock: StageClock  # has timed what the call needed so far
     first_row: int | None = None  # if given, the decoder is made but not run, so that its rows may join others
 
     def __post_init__(self) -> None:
@@ -62,8 +63,8 @@ class SpeculativeDecoding:
         self.stats = self.config.speculation_stats or SpeculationStats()
         self.stats.reset()
         self.config = replace(self.config, speculation_stats=self.stats)
+        self.stats.add_seconds(self.clock.lap())
         self.num_runs = 0
-        self.clock = StageClock()
         self.is_cache_passed = not self.passed.keys().isdisjoint(CACHE_NAMES)
 
     def __call__(

@@ -20,6 +20,7 @@ from hf_speculate.draft.heads.mtp import SERVED_TARGETS
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.arguments import (
     BoundCall,
@@ -177,8 +178,10 @@ def _find_decoding(
     check_call(model, call, config, source)
     check_private_names(model)
     check_models([model] if assistant is None else [model, assistant], source)
-    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    tokenizers, clock = (call.get("tokenizer"), call.get("assistant_tokenizer")), StageClock()
+    clock.enter(None if assistant is None else Stage.VOCABULARY)
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
+    clock.enter(None)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     # a static cache cannot roll back by row
@@ -188,7 +191,7 @@ def _find_decoding(
     if is_static:
         call["cache_implementation"] = "dynamic"
     passed = {name: value for name, value in call.items() if value is not None}
-    return SpeculativeDecoding(resolved, config, passed, is_static, source, first_row)
+    return SpeculativeDecoding(resolved, config, passed, is_static, source, clock, first_row)
 
 
 def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import warnings
 import weakref
 from functools import partial
@@ -237,6 +238,9 @@ def test_ids_past_a_model_are_not_used():
     assert found.encoded(torch.arange(3)).max() < 2
 
 
+READING_S = 0.02
+
+
 class CountingTokenizer(PreTrainedTokenizerFast):
     """Counts what takes long in large vocabularies."""
 
@@ -244,6 +248,7 @@ class CountingTokenizer(PreTrainedTokenizerFast):
 
     def get_vocab(self):
         self.num_read += 1
+        time.sleep(READING_S)
         return super().get_vocab()
 
     def __call__(self, text, **options):
@@ -287,7 +292,9 @@ def test_calls_read_no_vocabulary_again_and_encode_a_token_once(target, foreign)
     ours, theirs = counting(OURS), counting(foreign[1])
     inputs = ragged_prompts(3, seed=5)
     options = {"assistant_model": foreign[0], "max_new_tokens": 8, "tokenizer": ours, "assistant_tokenizer": theirs}
-    target.generate(**inputs, **options)
+    stats = hf_speculate.SpeculationStats()
+    target.generate(**inputs, **options, speculation_stats=stats)
+    assert stats.vocabulary_s >= 2 * READING_S
     counts = ours.num_read, theirs.num_read, theirs.num_encoded
     assert 0 < counts[2] < 8  # of the 8 tokens that the draft lacks, those that have occurred
     target.generate(**inputs, **options)
