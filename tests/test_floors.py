@@ -27,6 +27,7 @@ FLOORS = {
     "hf_speculate.plotting": 2,
     "hf_speculate.compat": 1,
     "hf_speculate.field_checks": 1,
+    "hf_speculate.module_walk": 0,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
     "hf_speculate.transfers": 0,
@@ -37,6 +38,7 @@ MAX_CORE_LINES = 16_500  # of the library without the capabilities below; the ke
 # Capabilities that decoding with a draft model does without -> their files, or the folders of these.
 CAPABILITIES = {
     "draft heads": ("draft/heads", "models/layer_capture.py"),
+    "drafts of another vocabulary": ("draft/vocab_mapping.py", "draft/vocab_intersection.py"),
     "recurrent layers": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
     "refilled rows": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "server": ("tools/server", "tools/cli/serve.py"),

@@ -14,6 +14,7 @@ from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens,
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import counts_columns, device_of, max_columns, vocab_size_of
+from hf_speculate.module_walk import parameters_of
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
@@ -96,7 +97,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
         keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
-        or adapters_by_row(call.target),
+        or (call.batch_size > 1 and adapters_by_row(call.target)),
         fallbacks=tuple(fallbacks),
     )
 
@@ -137,12 +138,15 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
             "lock step, because rows without EOS are cut back to one length, past what window or recurrent layers can "
             "restore"
         )
+    if call.batch_size == 1:
+        return ""
     counting = {type(model).__name__ for model in call.models if counts_columns(model, model is call.draft)}
-    if counting and call.batch_size > 1:
+    if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
-    keeps_rows = call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target)
     num_columns = max_columns(call.target)
-    if num_columns is not None and call.max_columns > num_columns and call.batch_size > 1 and keeps_rows:
+    if num_columns is None or call.max_columns <= num_columns:
+        return ""
+    if call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target):
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 
@@ -227,5 +231,5 @@ def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelP
 def _num_bytes(model: PreTrainedModel) -> int:
     """Of the parameters that a decoding step reads in one process, once each; an encoder's are not counted."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    num = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
+    num = sum([parameter.numel() * parameter.element_size() for parameter in parameters_of(decoder)])
     return num // tensor_parallel_size(model)
