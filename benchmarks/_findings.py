@@ -8,6 +8,7 @@ from _gpu_report import Content
 
 Contents = dict[str, Content]  # by part
 GRAPHED, OURS, PLAIN, ASSISTED = "ours, graphs", "ours, eager", "plain", "transformers' assisted"
+DEFAULT = "ours, no setting"
 PLAIN_COMPILED, OURS_COMPILED = "plain, compiled", "ours, compiled"
 UNKNOWN = "no answer"
 _NUM_NAMED = 3  # faults that a line names
@@ -80,6 +81,8 @@ def _graphs(texts: Content, speed: Content, batch_size: int) -> Finding:
     found = (
         f"plain {plain:.0f}, eager {eager:.0f} ({eager / plain:.2f}x), graphs {graphed:.0f} ({graphed / plain:.2f}x)"
     )
+    default = _rate(speed, DEFAULT, batch_size)
+    found += f", no setting {default:.0f} ({default / plain:.2f}x)" if default else ""
     is_right = not any("graphs" in check["name"] and not check["is_right"] for check in _checks(texts, speed))
     is_faster = graphed > eager
     verdict = "auto -> on" if is_right and is_faster else "auto stays off"

@@ -4,6 +4,7 @@ import bisect
 import gc
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from _gpu_device import ACCEPTANCE, Call, Models, RoundCost
 from _subjects import Oracle, load_pair, random_pair
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync")
+_NUM_KERNELS, _MAX_NAME = 24, 90  # that are named, and characters of a name
 _FORWARD, _ROUND_END = "a model's forward", "the end of a round"
 _SYNCHRONIZES = "called a synchronizing"  # in the warnings of torch.cuda.set_sync_debug_mode
 
@@ -61,6 +64,26 @@ class CudaDevice:
                 plans[bisect.bisect_left(ends, begin)] += 1
         waits = self._waits(call)
         return [RoundCost(*cost) for cost in zip(own, waits, plans, strict=False)][1:]
+
+    def kernels_of(self, run: Callable[[], object]) -> dict[str, Any]:
+        """See `Device.kernels_of`."""
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            run()
+            torch.cuda.synchronize()
+        spans, by_name = [], Counter[str]()
+        counts = Counter[str]()
+        for event in profiled.profiler.kineto_results.events():
+            if event.device_type() == DeviceType.CUDA:
+                spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+                by_name[event.name()] += event.duration_ns()
+                counts[event.name()] += 1
+        busy, end = 0, 0
+        for begin, until in sorted(spans):
+            busy += max(until - max(begin, end), 0)
+            end = max(end, until)
+        total = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        kernels = [(name[:_MAX_NAME], counts[name], ns / 1e6) for name, ns in by_name.most_common(_NUM_KERNELS)]
+        return {"total_ms": total / 1e6, "idle_ms": (total - busy) / 1e6, "num_kernels": len(spans), "kernels": kernels}
 
     def seconds(self, run: Callable[[], object], repeats: int) -> float:
         """See `Device.seconds`."""

@@ -47,6 +47,9 @@ class Device(Protocol):
     def count_rounds(self, models: Models, call: Call) -> list[RoundCost]:
         """What each round of a call costs, the first one left out."""
 
+    def kernels_of(self, run: Callable[[], object]) -> dict[str, Any]:
+        """The device's milliseconds in a run: from the first kernel to the last, idle, and by name of the kernel."""
+
     def seconds(self, run: Callable[[], object], repeats: int) -> float:
         """Seconds of one run, on average, until the device has done it."""
 

@@ -256,11 +256,16 @@ def test_a_cell_that_hangs_ends_its_process_and_says_where(scripts: Any, tmp_pat
 
 
 def test_compiled_methods_come_when_all_else_is_measured(scripts: Any) -> None:
-    speed = scripts.gpu_speed
-    cells = speed.cells()
-    is_compiled = [method in speed.COMPILED_METHODS for method, _ in cells]
-    assert is_compiled == sorted(is_compiled) and len(set(cells)) == len(cells)
-    assert cells[:3] == [(speed.PLAIN, 1), (speed.OURS, 1), (speed.GRAPHED, 1)]
+    speed, begun = scripts.gpu_speed, []
+    device = SimpleNamespace(is_dry=False, large_pair=lambda: (None, None), peak_bytes=lambda: 0)
+    attempt = lambda name, run, **limits: begun.append((name, "limit_s" in limits))  # noqa: E731
+    speed.end_to_end(SimpleNamespace(attempt=attempt, cell=lambda **values: None, leave_out=print), device)
+    names, are_limited = zip(*begun, strict=True)
+    assert list(are_limited) == sorted(are_limited) and len(set(names)) == len(names)
+    assert names[:3] == ("plain, B=1", "ours, eager, B=1", "ours, graphs, B=1")
+    assert names[-4:] == tuple(
+        f"{who}, compiled, B={num}" for num, who in [(1, "plain"), (1, "ours"), (8, "plain"), (8, "ours")]
+    )
 
 
 def contents(**changes: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compile plan: which forwards of a call run compiled, and why the others do not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.cache_selection import CachePlan, memory_bytes
 from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -24,6 +24,9 @@ from hf_speculate.models.quirks import growing_rope
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
+# Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
+# asked for, or a call that allows many more tokens than it generates would run out of memory.
+MAX_BUFFER_SHARE = 0.125
 _warn_once = cache(LOGGER.warning)
 
 
@@ -104,17 +107,19 @@ def make_compile_plan(
     requested: CompilePlan,
     lens: tuple[int, ...],
     models: Sequence[ModelPlan],
-    graphs: str,  # with "on", eager forwards run from graphs if they can; "auto" is "off" until tested
+    graphs: str,  # `speculation_graphs`
+    batch_size: int,
 ) -> CompilePlan:
     """What can run compiled or from graphs."""
     wanted = [one for one in models if one.part in requested.settings]
     uncompiled = {one.part: _eager_reason(one, requested.settings[one.part]) for one in wanted}
     settings = {part: requested.settings[part] for part, reason in uncompiled.items() if not reason}
-    ungraphed = {one.part: _ungraphed_reason(one, one.part in settings) for one in models if graphs == "on"}
+    ungraphed = _ungraphed_reasons(models, graphs, settings, batch_size)
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
     reasons = tuple(filter(None, (*requested.reasons, *uncompiled.values(), *ungraphed.values())))
     for reason in reasons:
-        _warn_once(reason)
+        if graphs == "on" or reason not in ungraphed.values():  # nobody asked for what "auto" cannot do
+            _warn_once(reason)
     is_static = requested.is_static or bool(graphed)
     return CompilePlan(is_static, settings, lens if is_static else (), requested.min_columns, reasons, graphed)
 
@@ -167,6 +172,32 @@ def _eager_reason(one: ModelPlan, config: CompileConfig) -> str:
         return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
     failure = model_state(one.model).units.failures.get(settings_key(config))
     return "" if failure is None else f"{one.part}: {failure}"
+
+
+def _ungraphed_reasons(
+    models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int
+) -> dict[str, str]:
+    """Why the models that are to run from graphs cannot, empty for those that can, by part."""
+    if graphs == "off":
+        return {}
+    if graphs == "on":
+        return {one.part: _ungraphed_reason(one, one.part in compiled) for one in models}
+    models = [one for one in models if one.model.device.type in GRAPH_BACKENDS and one.part not in compiled]
+    num_bytes = sum(batch_size * (one.cache.max_columns or 0) * _bytes_per_token(one.model) for one in models)
+    if models and num_bytes > MAX_BUFFER_SHARE * memory_bytes(models[0].model.device):
+        size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_BUFFER_SHARE:.0%}"
+        reason = f"no graphs: KV buffers of full length may take {size}, more than {share} of the device's memory"
+        return {one.part: reason for one in models}
+    return {one.part: _ungraphed_reason(one, is_compiled=False) for one in models}
+
+
+def _bytes_per_token(model: PreTrainedModel) -> int:
+    """Of keys and values in all layers, if every layer keeps both of every token."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return int(2 * config.num_hidden_layers * num_kv_heads * head_dim * model.dtype.itemsize)
 
 
 def _ungraphed_reason(one: ModelPlan, is_compiled: bool) -> str:

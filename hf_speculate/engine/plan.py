@@ -83,7 +83,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
-    compile_plan = make_compile_plan(call.static, lens, models, call.config.speculation_graphs)
+    compile_plan = make_compile_plan(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
     fallbacks += compile_plan.reasons
     reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(

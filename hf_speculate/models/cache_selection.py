@@ -204,14 +204,19 @@ def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device:
     )
 
 
+def memory_bytes(device: torch.device) -> int:
+    """The memory of a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not POSIX
+        return _UNKNOWN_MEMORY_BYTES
+
+
 def _max_kept_bytes(device: torch.device) -> int:
     """What the states after each token of a verification may take of a device's memory."""
-    if device.type == "cuda":
-        return int(MAX_STATE_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return int(MAX_STATE_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):  # not POSIX
-        return int(MAX_STATE_SHARE * _UNKNOWN_MEMORY_BYTES)
+    return int(MAX_STATE_SHARE * memory_bytes(device))
 
 
 def _with_full_attention(cache: Cache) -> Cache:
