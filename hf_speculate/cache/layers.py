@@ -59,11 +59,11 @@ def attention_layers(layers: Iterable[Any]) -> list[Any]:
 def is_recurrent(cache: Cache) -> bool:
     """Whether a layer of a cache holds convolution or recurrent states."""
     kinds = set(map(type, text_cache(cache).layers))  # one or two: asking each layer shows in a call of a deep model
-    return any([issubclass(kind, LinearAttentionCacheLayerMixin) for kind in kinds])
+    return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
 
 
 def only_attends(config: PreTrainedConfig) -> bool:
-    """Whether a decoder's config names layers of attention alone, so that no cache must be made to look at its kinds."""
+    """Whether a decoder's config names layers of attention alone: no cache need be made to see their kinds."""
     return set(getattr(config, "layer_types", None) or ()) <= _ATTENTION_TYPES
 
 

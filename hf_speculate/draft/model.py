@@ -34,7 +34,9 @@ class ModelDrafter(Drafter):
         self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()
         processors = BlockLogitsProcessorList() if processors is None else processors
-        self.chooser = TokenChooser(processors, self.settings, self.language_model.device, vocabulary or DraftVocabulary())
+        self.chooser = TokenChooser(
+            processors, self.settings, self.language_model.device, vocabulary or DraftVocabulary()
+        )
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
         self.draft_model: PreTrainedModel = self.language_model.model  # whose states `kv_cache` holds
 

@@ -23,7 +23,7 @@ _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
 _NO_BYTE = 0xFFFF  # a character that no byte is written as
 # Character -> character with the byte's number, for the 256 characters of byte-level vocabularies.
-_BYTES = {code: _NO_BYTE for code in range(256)} | {ord(char): byte for byte, char in bytes_to_unicode().items()}
+_BYTES = dict.fromkeys(range(256), _NO_BYTE) | {ord(char): byte for byte, char in bytes_to_unicode().items()}
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id", "unk_token_id")
 _NUM_PROBES = 16
 

@@ -137,8 +137,7 @@ class CachePlan:
             "it takes one mask for layers of two kinds": len(windows) > 1 and not takes_mask_by_kind(model),
             "its cache has layers of another kind": not cache.layers
             or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)),
-            "its cache was made without its config, and knows no windows": windows
-            != _windows_by(config),
+            "its cache was made without its config, and knows no windows": windows != _windows_by(config),
             "its cache is offloaded": bool(cache.offloading),
             "attention weights are returned": self.records_attentions,
             "autocast picks the dtypes": torch.is_autocast_enabled(device.type),

@@ -156,13 +156,15 @@ class Inferencer:
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
-    """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's."""
+    """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's.
+
+    The target reads `num_query` tokens at once, the draft in its first round also those that follow the prompt.
+    """
     if num_query <= MIN_CHUNK_TOKENS:
         return MIN_CHUNK_TOKENS
     draft_bytes = widest_bytes(draft)
-    if not draft_bytes:
-        return max(num_query, MIN_CHUNK_TOKENS)
-    return max(num_query * widest_bytes(target) // draft_bytes, MIN_CHUNK_TOKENS)
+    num_tokens = num_query * widest_bytes(target) // draft_bytes if draft_bytes else num_query
+    return max(num_tokens + MAX_EXPECTED_QUERY, MIN_CHUNK_TOKENS)
 
 
 def widest_bytes(model: PreTrainedModel) -> int:
