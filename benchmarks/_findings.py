@@ -8,7 +8,7 @@ from _gpu_report import Content
 
 Contents = dict[str, Content]  # by part
 GRAPHED, OURS, PLAIN, ASSISTED = "ours, graphs", "ours, eager", "plain", "transformers' assisted"
-DEFAULT = "ours, no setting"
+DEFAULT = "ours, default schedule"
 PLAIN_COMPILED, OURS_COMPILED = "plain, compiled", "ours, compiled"
 UNKNOWN = "no answer"
 _NUM_NAMED = 3  # faults that a line names
@@ -82,10 +82,10 @@ def _graphs(texts: Content, speed: Content, batch_size: int) -> Finding:
         f"plain {plain:.0f}, eager {eager:.0f} ({eager / plain:.2f}x), graphs {graphed:.0f} ({graphed / plain:.2f}x)"
     )
     default = _rate(speed, DEFAULT, batch_size)
-    found += f", no setting {default:.0f} ({default / plain:.2f}x)" if default else ""
+    found += f", default schedule {default:.0f} ({default / plain:.2f}x)" if default else ""
     is_right = not any("graphs" in check["name"] and not check["is_right"] for check in _checks(texts, speed))
     is_faster = graphed > eager
-    verdict = "auto -> on" if is_right and is_faster else "auto stays off"
+    verdict = "auto stays on" if is_right and is_faster else "auto -> off"
     reason = "" if is_right and is_faster else " (not right)" if not is_right else " (not faster)"
     return Finding(question, found, f"speculation_graphs: {verdict}{reason}")
 

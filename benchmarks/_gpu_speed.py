@@ -24,7 +24,7 @@ COMPILED = {"cache_implementation": "static"}
 COMPILE_LIMIT_S = 120.0  # of a cell that compiles
 COMPILE_NEEDS_S = 25.0  # none begins when less is left
 PLAIN, OURS, GRAPHED, ASSISTED = "plain", "ours, eager", "ours, graphs", "transformers' assisted"
-DEFAULT = "ours, no setting"
+DEFAULT = "ours, default schedule"
 PLAIN_COMPILED, OURS_COMPILED = "plain, compiled", "ours, compiled"
 # Compilation may take minutes: it comes when everything else is written.
 METHODS = (PLAIN, OURS, GRAPHED, DEFAULT, ASSISTED)
@@ -155,8 +155,8 @@ def _run_of(method: str, setting: Setting, stats: SpeculationStats) -> Callable[
         return lambda: models.target.generate(**inputs, **theirs[method], max_new_tokens=num_new)
     ours: dict[str, dict[str, Any]] = {OURS: EAGER, GRAPHED: GRAPHS, OURS_COMPILED: COMPILED}
     options = {"max_new_tokens": num_new, "speculation_stats": stats}
-    if method != DEFAULT:
-        options |= {**CONSTANT, **ours[method]}
+    # By itself a call runs no model with hooks from graphs, and the oracle is one.
+    options |= GRAPHS if method == DEFAULT else {**CONSTANT, **ours[method]}
     return lambda: decode(models, inputs, "model", **options)
 
 

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, P
 
 import hf_speculate
 from hf_speculate.cache.layers import attention_layers
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.models.cache_selection import make_hybrid_cache
 from hf_speculate.models.language_model import LanguageModel
@@ -98,7 +99,7 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
     prompt, query = ids.split([args.prompt_len, num_query], dim=1)
     own = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(prompt, past_key_values=own, use_cache=True)
+        model(prompt, **{CACHE_NAME: own}, use_cache=True)
     language_model = LanguageModel(model, keeps_states=False)
     caches = {
         name: make_hybrid_cache(model, None, batch_size, None, device, max_bytes) for name, max_bytes in MODES.items()
@@ -111,7 +112,7 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
 
     def of_its_own(length: int) -> None:
         with torch.inference_mode():
-            model(query[:, :length], past_key_values=own, use_cache=True)
+            model(query[:, :length], **{CACHE_NAME: own}, use_cache=True)
 
     def prepare() -> None:
         for layer in attention_layers(own.layers):

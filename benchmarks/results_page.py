@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _gpu_page
 import acceptance
 import compilation
 import drafters
@@ -350,7 +351,7 @@ def page(folder: Path) -> str:
             parts += ["", made(content), "", section.table(content).strip()]
             if (folder / f"{file}.png").exists():
                 parts += ["", f"![{section.title}](results/{file}.png)"]
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *_gpu_page.section(folder)]) + "\n"
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from _pictures import Panel, draw
 from _subjects import DTYPES, SHAPES, Subject, load_shape
 from transformers.cache_utils import DynamicCache
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.tools.bench.methods import OURS
 from hf_speculate.tools.bench.results import spread
 
@@ -103,7 +104,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     @torch.no_grad()
     def theirs(num_query: int) -> None:
         some = mask[:, : length + num_query]
-        target(input_ids=ids[:, :num_query], attention_mask=some, past_key_values=cache, use_cache=True)
+        target(input_ids=ids[:, :num_query], attention_mask=some, **{CACHE_NAME: cache}, use_cache=True)
 
     def undo() -> None:
         undo_ours()

@@ -63,7 +63,10 @@ class Methods:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         load = AutoModelForCausalLM.from_pretrained
-        self.target, self.draft = (load(PAIR / name).to(args.device).eval() for name in ("target", "draft"))
+        models = (
+            load(PAIR / name, dtype=torch.bfloat16) for name in ("target", "draft")
+        )  # as in the committed results
+        self.target, self.draft = (model.to(args.device).eval() for model in models)
         random = torch.Generator().manual_seed(0)
         self.peer_target = copy.deepcopy(self.target)  # its attention changes
         spans = (args.median_len * torch.exp(args.sigma * torch.randn(args.prompts, generator=random))).tolist()

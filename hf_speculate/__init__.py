@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_speculate.config import SpeculationConfig as SpeculationConfig
     from hf_speculate.draft.base import Drafter as Drafter
     from hf_speculate.draft.base import DrafterSetup as DrafterSetup
     from hf_speculate.draft.base import DraftRequest as DraftRequest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from hf_speculate.errors import ConfigError as ConfigError
     from hf_speculate.errors import KernelUnavailableError as KernelUnavailableError
     from hf_speculate.errors import MissingExtraError as MissingExtraError
+    from hf_speculate.errors import OtherRankError as OtherRankError
     from hf_speculate.errors import ShapeError as ShapeError
     from hf_speculate.errors import SpeculateError as SpeculateError
     from hf_speculate.errors import UnsupportedGenerationError as UnsupportedGenerationError
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 # Public names by the module that defines them. They are imported on first use, so `import hf_speculate` loads none.
 _NAMES = {
+    "config": ("SpeculationConfig",),
     "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),
     "draft.heads.head": ("DraftHead",),
     "draft.heads.load": ("load_drafter",),
@@ -55,6 +58,7 @@ _NAMES = {
         "ConfigError",
         "KernelUnavailableError",
         "MissingExtraError",
+        "OtherRankError",
         "ShapeError",
         "SpeculateError",
         "UnsupportedGenerationError",

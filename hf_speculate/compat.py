@@ -115,6 +115,12 @@ def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(found for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for found in held)
 
 
+def has_hooks_of_others(model: PreTrainedModel) -> bool:
+    """Whether the model has forward hooks that transformers did not register to record outputs."""
+    held = (hooks for one in model.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks))
+    return any(not hook.__module__.startswith("transformers.") for hooks in held for hook in hooks.values())
+
+
 def attention_name(config: PreTrainedConfig) -> str | None:
     """Attention implementation that layers with this config use."""
     name: str | None = config._attn_implementation

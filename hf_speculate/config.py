@@ -118,7 +118,8 @@ class SpeculationConfig:
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
             the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications on a CUDA device run
-            from CUDA graphs of the eager forwards; "auto" is "off" until that has been tested on a device.
+            from CUDA graphs of the eager forwards; "auto" is "on", but for models with forward hooks and for KV
+            buffers that may take more than an eighth of the device's memory.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.

@@ -28,6 +28,15 @@ class BadLogitsError(SpeculateError, RuntimeError):
     """Logits define no distribution: they hold a NaN or a +inf, or only -inf."""
 
 
+class OtherRankError(SpeculateError, RuntimeError):
+    """Another process of a distributed call has raised an error, which ends the call in all of them."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: "1 row", "2 rows"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def import_extra(name: str, extra: str, package: str | None = None) -> Any:
     """Import a module that an extra of this package installs; `package` is what pip calls it if not by its name."""
     try:

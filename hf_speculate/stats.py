@@ -12,13 +12,15 @@ import rich.jupyter
 import rich.markup
 import rich.table
 
-from hf_speculate.errors import import_extra
+from hf_speculate.errors import counted, import_extra
+from hf_speculate.interpolation import between
 from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
 
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
-MAX_PLAIN_STEPS = 256  # plain steps whose seconds are kept
+MAX_PLAIN_STEPS = 256  # plain steps of one number of rows whose seconds are kept
+_BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", "plain_step_s_by_rows")  # dicts with int keys
 _DERIVED = (  # properties in `as_dict`
     *("speedup", "mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position"),
     *("verified_acceptance_rate", "verified_acceptance_rate_per_position", "tokens_per_s", "total_s"),
@@ -58,13 +60,20 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     accepted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)  #: of the batch; 0 counts the plain steps
     draft_lens: list[int] = field(default_factory=list)  #: of each round of the batch, in order; the first 16,384
-    plain_step_s: list[float] = field(default_factory=list)  #: seconds of each round without drafts; the first 256
+    #: seconds of rounds without drafts, by the number of their rows; the first 256 of each
+    plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
+    #: steps that plain decoding takes for what rounds emitted, by the number of rows that are live in them
+    replaced_steps: dict[int, int] = field(default_factory=dict)
+    time_to_first_token_s: float = 0.0  #: seconds from the start of `generate()`; 0 if rows are refilled
+    rounds_s: float = 0.0  #: seconds of all rounds
+    inputs_s: float = 0.0  #: seconds in which transformers prepared the call, as it does for plain decoding
+    preparation_s: float = 0.0  #: seconds of our own preparation before the prefill
+    vocabulary_s: float = 0.0  #: seconds of comparing the draft model's vocabulary with the target's
     prefill_s: float = 0.0  #: seconds of the target's prefill
     draft_s: float = 0.0  #: seconds of drafting
     score_s: float = 0.0  #: seconds of the target's forwards in rounds
     verify_s: float = 0.0  #: seconds of verification
-    bookkeeping_s: float = 0.0  #: seconds of all else in rounds
-    vocabulary_s: float = 0.0  #: seconds of comparing the vocabularies of target and draft model, before the prefill
+    bookkeeping_s: float = 0.0  #: seconds of all else
 
     def reset(self) -> None:
         """Reset every field, in place."""
@@ -114,10 +123,11 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         for stage, spent in zip(STAGES, seconds, strict=True):
             setattr(self, f"{stage}_s", getattr(self, f"{stage}_s") + spent)
 
-    def add_plain_step(self, seconds: float) -> None:
+    def add_plain_step(self, seconds: float, num_rows: int = 1) -> None:
         """Record the seconds of a round without drafts."""
-        if len(self.plain_step_s) < MAX_PLAIN_STEPS:
-            self.plain_step_s.append(seconds)
+        steps_s = self.plain_step_s_by_rows.setdefault(num_rows, [])
+        if len(steps_s) < MAX_PLAIN_STEPS:
+            steps_s.append(seconds)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -147,38 +157,38 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed-up over plain decoding, from the first round on; None if no plain step was measured.
+        """Estimated speed-up of the whole call over plain decoding; None if no plain step was measured.
 
-        Plain decoding is taken to need the median of `plain_step_s` for each token of the longest row.
+        Plain decoding is taken to need no preparation but transformers' own, and in place of the rounds the steps of
+        `replaced_steps`. A step takes the median of the plain steps of as many rows, interpolated between two numbers.
         """
-        if not self.plain_step_s or self._rounds_s <= 0:
+        if not self.plain_step_s_by_rows or self.total_s <= 0:
             return None
-        return self.num_longest * median(self.plain_step_s) / self._rounds_s
+        medians = {num_rows: median(steps_s) for num_rows, steps_s in self.plain_step_s_by_rows.items()}
+        steps_s = sum(num * between(medians, num_rows) for num_rows, num in self.replaced_steps.items())
+        return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds of prefill, draft, score, verify, bookkeeping and vocabulary."""
+        """Seconds of inputs, preparation, vocabulary, prefill, draft, score, verify and bookkeeping."""
         return {stage: getattr(self, f"{stage}_s") for stage in STAGES}
 
     @property
     def total_s(self) -> float:
-        """Seconds of all stages; what else `generate()` does before and after decoding is not included."""
+        """Seconds of all stages: of the call, from the start of `generate()` to its end."""
         return sum(self.seconds_by_stage.values())
 
     @property
-    def _rounds_s(self) -> float:
-        """Seconds of all rounds."""
-        return self.total_s - self.prefill_s - self.vocabulary_s
-
-    @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second of all rounds, summed over rows; 0 before the first round."""
-        return self.num_emitted / self._rounds_s if self._rounds_s > 0 else 0.0
+        """Emitted tokens per second after the prefill, summed over rows; 0 before the first round."""
+        decoding_s = self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
+        return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Every count, and the rates that follow from them, as values that JSON can hold."""
-        lens = {str(num): count for num, count in sorted(self.rounds_by_draft_len.items())}
-        return asdict(self) | {"rounds_by_draft_len": lens} | {name: getattr(self, name) for name in _DERIVED}
+        by_number = {name: dict(sorted(getattr(self, name).items())) for name in _BY_NUMBER}
+        texts = {name: {str(num): value for num, value in counts.items()} for name, counts in by_number.items()}
+        return asdict(self) | texts | {name: getattr(self, name) for name in _DERIVED}
 
     def to_pandas(self) -> Any:
         """A data frame of one row: `as_dict()` with a column per position, and lists of strings joined.
@@ -200,7 +210,8 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         if not self.num_rounds:
             return f"{self.verifier or 'no'} verification: no rounds in {self.total_s:.2f} s"
         return (
-            f"{self.headline}; {self.verifier} verification: {self.num_emitted} tokens in {self.num_rounds} rounds, "
+            f"{self.headline}; {self.verifier} verification: {counted(self.num_emitted, 'token')} in "
+            f"{counted(self.num_rounds, 'round')}, "
             f"mean acceptance length {self.mean_acceptance_length:.2f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.total_s:.2f} s, {self.tokens_per_s:.1f} tokens/s"
         )
@@ -208,10 +219,10 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     @property
     def headline(self) -> str:
         """Estimated speed-up over plain decoding, or that it was not measured."""
-        speedup, num = self.speedup, len(self.plain_step_s)
+        speedup, num = self.speedup, sum(map(len, self.plain_step_s_by_rows.values()))
         if speedup is None:
             return "speed-up over plain decoding not measured (the call took no plain step)"
-        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {num} plain step{'s' * (num != 1)})"
+        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {counted(num, 'plain step')})"
 
     def as_table(self) -> rich.table.Table:
         """A table for rich; `rich.print(stats)` shows it."""
@@ -242,16 +253,16 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         stages = ", ".join(
             f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
             for stage, seconds in self.seconds_by_stage.items()
-            if stage != "vocabulary" or seconds >= 5e-4  # most calls compare none
         )
         lines = {
             "mean acceptance length": f"{self.mean_acceptance_length:.2f} "
-            f"({self.num_emitted} tokens in {self.num_rounds} round{'s' * (self.num_rounds != 1)})",
+            f"({counted(self.num_emitted, 'token')} in {counted(self.num_rounds, 'round')})",
             "acceptance rate": f"{self.acceptance_rate:.3f} ({self.num_accepted} of {self.num_drafted} drafted tokens)",
             "verified acceptance rate": f"{self.verified_acceptance_rate:.3f} "
             f"({self.num_accepted} of {self.num_verified} verified tokens)",
             "acceptance rate per position": positions,
             "tokens per second": f"{self.tokens_per_s:.1f}",
+            "time to first token": f"{self.time_to_first_token_s:.3f} s" if self.time_to_first_token_s else "",
             "rounds by draft length": lens,
             "rounds scored again": f"{self.num_rescored}, after NaN or infinite logits" if self.num_rescored else "",
             "time by stage": stages,
@@ -274,9 +285,11 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda one, other: list(dict.fromkeys([*one, *other]))),
     **dict.fromkeys(("status", "lock_step"), operator.or_),
     **dict.fromkeys(_COUNTS, lambda one, other: [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]),
-    "rounds_by_draft_len": lambda one, other: dict(Counter(one) + Counter(other)),
+    **dict.fromkeys(("rounds_by_draft_len", "replaced_steps"), lambda one, other: dict(Counter(one) + Counter(other))),
     "draft_lens": lambda one, other: (one + other)[:MAX_DRAFT_LENS],
-    "plain_step_s": lambda one, other: (one + other)[:MAX_PLAIN_STEPS],
+    "plain_step_s_by_rows": lambda one, other: {
+        num: [*one.get(num, ()), *other.get(num, ())][:MAX_PLAIN_STEPS] for num in one | other
+    },
 }
 
 

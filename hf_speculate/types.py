@@ -107,12 +107,14 @@ class Trimmed(NamedTuple):
 class StageSeconds(NamedTuple):
     """Seconds spent in each stage."""
 
+    inputs: float = 0.0
+    preparation: float = 0.0
+    vocabulary: float = 0.0
     prefill: float = 0.0
     draft: float = 0.0
     score: float = 0.0
     verify: float = 0.0
     bookkeeping: float = 0.0
-    vocabulary: float = 0.0
 
 
 class RoundRecord(NamedTuple):
@@ -121,6 +123,7 @@ class RoundRecord(NamedTuple):
     num_round: int  # counted from 1; 0 for the token that follows the prompt
     row_ids: list[int]  # [B] the output row of each row
     was_live: list[bool]  # [B] rows that were not finished before the round
+    is_served: list[bool]  # [B] rows that the drafter could draft for
     num_draft_tokens: int  # K, the number that the drafter was asked for
     num_fed: int  # tokens of each row that the drafter read
     num_left: list[int]  # [B] tokens that each row has room for
@@ -130,6 +133,7 @@ class RoundRecord(NamedTuple):
     trimmed: Trimmed
     seconds: StageSeconds  # since the last record
     total_s: float  # since the run began
+    call_s: float = 0.0  # since the call of `generate()` began
 
     @property
     def live_rows(self) -> list[int]:

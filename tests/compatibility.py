@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
@@ -27,10 +26,11 @@ from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
-from tests.generation.test_caches import FITTING
-from tests.generation.test_models import DYNAMIC_ONLY
-from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
+from tests.random_calls import READER_NAMES, Case, target_of
+from tests.random_calls import prompts_of as prompts_of_case
+from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
 from tests.tiny_configs import RECURRENT_KINDS, UNSUPPORTED_RECURRENT, unsupported_config
+from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -63,7 +63,7 @@ Greedy text is plain decoding's in float64 (MPT's in float32), with left-padded 
 their cache and modules follow the same protocols; `check_pair` says it from configs.
 
 - *preallocated, or dynamic*: keys and values; `speculation_cache` chooses.
-- *dynamic*: keys and values in transformers' own cache.
+- *dynamic*: keys and values in transformers' own cache, for the reason that `SpeculationStats.fallbacks` gives.
 - *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification reads tokens one by one over
   projections of all of them, which gives the states of plain decoding after each token.
 
@@ -191,20 +191,35 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 BUFFERS = "preallocated, or dynamic"
-_READERS = {  # what attends to an encoder or reads images
-    "T5ForConditionalGeneration": "dynamic",
-    "BartForConditionalGeneration": "dynamic",
-    "WhisperForConditionalGeneration": "dynamic",
-    "LlavaForConditionalGeneration": BUFFERS,
-    "Qwen2VLForConditionalGeneration": BUFFERS,
-    "Qwen3_5ForConditionalGeneration": "hybrid",
-}
+_WITH_PICTURES = (make_llava, make_qwen2_vl, make_qwen3_5_vl)
 
 
 def family_rows() -> list[tuple[str, str]]:
-    """Class of a model whose text tests compare with plain decoding, and its KV cache."""
-    rows = {(_class_name(kind), _cache_kind(kind)) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)}
-    return sorted(rows | set(_READERS.items()), key=lambda row: (row[0].lower(), row[1]))
+    """Class of a model whose text tests compare with plain decoding, and the KV cache with which a call runs."""
+    rows = {
+        _family_row(name) for name in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS, "t5", "bart", "whisper", *READER_NAMES)
+    }
+    for make in _WITH_PICTURES:
+        target = make()
+        rows.add((type(target).__name__, _cache_of(target, picture_prompts(target, 1))))
+    return sorted(rows, key=lambda row: (row[0].lower(), row[1]))
+
+
+def _family_row(name: str) -> tuple[str, str]:
+    target, inputs = target_of(name)[0], prompts_of_case(Case(name))
+    class_name = type(target).__name__
+    return f"{class_name} with ALiBi" if name == "falcon_alibi" else class_name, _cache_of(target, inputs)
+
+
+def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
+    """The KV cache of a call that leaves the choice open, with the reason if it is not the preferred one."""
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 2, "prompt_lookup_num_tokens": 2, "speculation_stats": stats}
+    hf_speculate.generate(target, **inputs, **options)
+    if stats.cache == "dynamic":
+        (text,) = (text for text in stats.fallbacks if text.startswith("target cache: "))
+        return text.removeprefix("target cache: ")
+    return BUFFERS if stats.cache == "preallocated" else stats.cache
 
 
 def refused_rows() -> Iterator[tuple[str, str]]:
@@ -214,17 +229,6 @@ def refused_rows() -> Iterator[tuple[str, str]]:
         with pytest.raises(UnsupportedModelError) as caught:
             check_models([model], ASSISTED)
         yield type(model).__name__, str(caught.value)
-
-
-def _class_name(kind: str) -> str:
-    name: str = MODEL_FOR_CAUSAL_LM_MAPPING[type(make_config(kind))].__name__
-    return f"{name} with ALiBi" if kind == "falcon_alibi" else name
-
-
-def _cache_kind(kind: str) -> str:
-    if kind in RECURRENT_KINDS:
-        return "hybrid"
-    return BUFFERS if kind in FITTING or (kind in MORE_KINDS and kind not in DYNAMIC_ONLY) else "dynamic"
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ MAPPED = (
 BEAMS = (
     "only beam search, which is not supported, reads it; greedy decoding and sampling ignore it, in transformers too"
 )
+ENDED = "behind a row's end 0 at the padding id and -inf elsewhere; plain decoding has what it computed for padding"
 WARPERS = {"temperature": 0.4, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "top_h": 0.2}
 WARPERS |= {"typical_p": 0.3, "epsilon_cutoff": 0.2, "eta_cutoff": 0.5}
 OBJECT = "an object, never in JSON"
@@ -197,7 +198,7 @@ FIELDS = (
     same("do_sample", value={}, samples=True),
     refused("do_sample", 'with `verifier="greedy"`', True, verifier="greedy"),
     refused("num_beams", value=2),
-    supported("use_mtp", "for DeepSeek-V3 and GLM-4 MoE targets"),
+    supported("use_mtp", "for DeepSeek-V3, GLM-4 MoE, Qwen3-Next, Qwen3.5 and Qwen3.6 targets"),
     refused("use_mtp", value=True),
     same("use_cache", "`True`", True),
     refused("use_cache", value=False),
@@ -217,7 +218,7 @@ FIELDS = (
     same("max_cache_len", "with a static cache or compiled rounds", 64, cache_implementation="static"),
     *(supported(name, value=value, samples=True) for name, value in WARPERS.items()),
     supported("repetition_penalty", value=1.6, rows=3),
-    supported("encoder_repetition_penalty", LOCK_STEP, 3.0, rows=3),
+    supported("encoder_repetition_penalty", value=3.0, rows=3),
     ignored("length_penalty", BEAMS, 2.0),
     supported("no_repeat_ngram_size", value=1, rows=3),
     supported("bad_words_ids", value=lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
@@ -240,11 +241,12 @@ FIELDS = (
     *_each(supported, STATES, "one row, decoder-only"),
     supported("output_hidden_states", "one row, encoder-decoders too"),
     *_each(refused, STATES, "more than one row", True, return_dict_in_generate=True, rows=2),
-    *_each(same, "output_scores output_logits return_dict_in_generate", "", True, return_dict_in_generate=True, rows=3),
+    *_each(same, "output_scores output_logits", ENDED, True, return_dict_in_generate=True, rows=3),
+    same("return_dict_in_generate", value=True, rows=3),
     supported("pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, rows=3),
     same("bos_token_id", "the prompt of a call without one", 5, rows=0),
     supported("eos_token_id", value=lambda text: {"eos_token_id": [text[3], text[7]]}),
-    same("encoder_no_repeat_ngram_size", LOCK_STEP, 1, rows=3),
+    supported("encoder_no_repeat_ngram_size", value=1, rows=3),
     supported("decoder_start_token_id"),
     same(
         "is_assistant",

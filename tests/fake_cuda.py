@@ -377,6 +377,7 @@ _OF_CUDA: dict[str, Any] = {
     "Event": FakeEvent,
     **dict.fromkeys(("current_stream", "Stream"), FakeStream),
     "stream": nullcontext,
+    "set_stream": _nothing,
     "graph_pool_handle": lambda: (0, 0),
     "CUDAGraph": FakeGraph,
     "graph": _captured,

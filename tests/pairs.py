@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from tests.cases import AXES, EXCLUDED, Pair
 from tests.random_calls import Case, cache_of, draft_options, options_of, prompts_of, target_of
 from tests.random_search import eos_ids, run_case
@@ -109,7 +110,7 @@ def decode(case: Case, row: int | None = None, **more: Any) -> Any:
     model, inputs = target_of(case.family)[0], prompts_of(case)
     options = options_of(case, eos_ids(case, inputs)) | draft_options(case) | more
     if case.passed != "no":
-        options["past_key_values"] = cache_of(case) if row is None else None
+        options[CACHE_NAME] = cache_of(case) if row is None else None
     seeds = [case.prompt_seed + index for index in range(case.batch_size)]
     if row is not None:
         inputs = {name: value[row : row + 1] for name, value in inputs.items()}

@@ -1,9 +1,12 @@
 """Random `generate()` calls as plain values, and the models and arguments that they stand for."""
 
+import copy
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,25 +15,32 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import Shift, StopAtSum
+from tests.draft.heads.kinds import KINDS as HEADS
+from tests.reliability.bad_drafts import with_fault
 from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
 from tests.tiny_configs import RECURRENT_KINDS
 from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
+from tests.tiny_wrappers import WRAPPERS
 
-LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times
+LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times; heads have 32 ids
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}
 _MAKERS |= {kind: partial(make_model, kind) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)}
 _MAKERS |= {name: partial(make_family, name) for name in FAMILIES}
 _MAKERS |= {"mpt": partial(make_model, "mpt", dtype=torch.float32), "whisper": make_whisper}
-_READERS = READINGS | READERS | ENCODERS
-FAMILY_NAMES = (*_MAKERS, *_READERS)
+_READERS = READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
+READER_NAMES = tuple(_READERS)
+HEAD_NAMES = tuple(f"{kind} head" for kind in HEADS)  # as families, with the targets that they were made for
+FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
 
 PADDINGS = ("none", "left", "right", "holes", "empty row")
 CACHES = ("auto", "dynamic", "preallocated", "static")
 PASSED = ("no", "empty", "with config")
 DRAFTERS = ("model", "other model", "lookup", "model and lookup", "early exit", "generator", "store", "state")
+WITH_MODELS = ("model", "other model", "model and lookup", "state")
 SCHEDULES = ("constant", "heuristic", "adaptive")
 OUTPUTS = ("scores", "logits", "hidden_states", "attentions")
 PROCESSORS: dict[str, Any] = {
@@ -77,6 +87,8 @@ class Case:
     outputs: tuple[str, ...] = ()
     prefill_chunk_size: int = 0
     embeds: bool = False
+    fault: str = ""  # of the draft, see `tests.reliability.bad_drafts`
+    fault_at: int = 1
 
     def simpler(self) -> list["Case"]:
         """The same case with one field at its default each, or one entry less."""
@@ -95,8 +107,8 @@ class Case:
         return f"Case({self.family!r}, {', '.join(changed)})"
 
 
-def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -> Case:
-    """The case with this number; equal numbers give equal cases."""
+def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, faults: tuple[str, ...] = ()) -> Case:
+    """The case with this number, whose draft has one of the faults if there are any; equal numbers give equal cases."""
     draw = random.Random(f"{seed}:{index}")
     family = families[index % len(families)]
     is_reader = family in _READERS
@@ -108,7 +120,9 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -
     names = list(PROCESSORS) + (list(WARPERS) if samples else [])
     cache_kind = draw.choice(("auto", *CACHES))
     drafters = DRAFTERS if batch_size == 1 and not samples else tuple(set(DRAFTERS) - {"generator"})
-    return Case(
+    is_head = family in HEAD_NAMES
+    drafters = WITH_MODELS if faults else drafters
+    case = Case(
         family=family,
         prompt_seed=draw.randrange(1000),
         batch_size=batch_size,
@@ -133,15 +147,33 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -
         prefill_chunk_size=draw.choice((0, 0, 0, 3)) if not is_reader else 0,
         embeds=not is_reader and draw.random() < 0.1,
     )
+    if is_head:
+        case = replace(case, drafter="head", embeds=False)
+    if faults:  # in calls that draft: few models are refused "auto", and "adaptive" calls no draft of its target's size
+        cache_kind = "auto" if case.cache == "preallocated" else case.cache
+        schedule = "heuristic" if case.schedule == "adaptive" and case.drafter != "other model" else case.schedule
+        case = replace(case, cache=cache_kind, schedule=schedule)
+        case = replace(case, fault=draw.choice(faults), fault_at=draw.choice((1, 1, 2, 3, 4, 6, 9)))
+    return case
 
 
 @cache
 def target_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     """An enabled model, and the arguments of its prompt where they are always the same."""
+    if family in HEAD_NAMES:
+        return hf_speculate.enable(head_of(family)[1]), {}
     if family in _READERS:
         reading = _READERS[family]()
         return hf_speculate.enable(reading.target), reading.inputs
     return hf_speculate.enable(_MAKERS[family]()), {}
+
+
+@cache
+def head_of(family: str) -> tuple[Any, PreTrainedModel]:
+    """A draft head, and a target of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        head, target = HEADS[family.removesuffix(" head")](Path(folder))
+    return head, copy.deepcopy(target)
 
 
 @cache
@@ -163,21 +195,22 @@ def prompts_of(case: Case) -> dict[str, Any]:
         return dict(inputs)
     if case.family == "whisper":
         return {"input_features": speech(case.batch_size, seed=case.prompt_seed)}
-    text = _padded(case.padding, case.batch_size, case.prompt_seed)
+    num_ids = min(LARGEST_PROMPT_ID, vocab_size_of(model))
+    text = _padded(case.padding, case.batch_size, case.prompt_seed, num_ids)
     if not model.config.is_encoder_decoder:
         if case.embeds:
             embed: Any = model.get_input_embeddings()
             text["inputs_embeds"] = embed(text.pop("input_ids"))
         return text
     if case.decoder_prompt != "none":
-        decoder = _padded(case.decoder_prompt, case.batch_size, case.prompt_seed + 1)
+        decoder = _padded(case.decoder_prompt, case.batch_size, case.prompt_seed + 1, num_ids)
         text |= {f"decoder_{name}": value for name, value in decoder.items()}
     return text
 
 
-def _padded(padding: str, batch_size: int, seed: int) -> dict[str, Tensor]:
+def _padded(padding: str, batch_size: int, seed: int, num_ids: int) -> dict[str, Tensor]:
     min_len = 9 if padding == "none" else 5
-    inputs = ragged_prompts(batch_size, seed=seed, min_len=min_len, max_len=9, vocab_size=LARGEST_PROMPT_ID)
+    inputs = ragged_prompts(batch_size, seed=seed, min_len=min_len, max_len=9, vocab_size=num_ids)
     mask = inputs["attention_mask"]
     if padding == "right":
         return {name: value.flip(1) for name, value in inputs.items()}
@@ -218,10 +251,14 @@ def draft_options(case: Case) -> dict[str, Any]:
             options["candidate_generator"] = PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
         case "early exit":
             options["assistant_early_exit"] = 1
+        case "head":
+            options["assistant_model"] = head_of(case.family)[0]
         case "other model":
             options["assistant_model"] = other_draft()
         case "model" | "model and lookup" | "state":
             options["assistant_model"] = draft_of(case.family, case.noise)
+    if case.fault:
+        options["assistant_model"] = with_fault(options["assistant_model"], case.fault, case.fault_at, case.prompt_seed)
     if case.drafter in ("lookup", "store", "model and lookup"):
         options["prompt_lookup_num_tokens"] = case.num_assistant_tokens
     if case.drafter in ("store", "state"):

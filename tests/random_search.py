@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import EncoderDecoderCache
 
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import StopAtSum
 from tests.random_calls import (
     FAMILY_NAMES,
@@ -46,6 +48,7 @@ class Result(NamedTuple):
     detail: str = ""
     num_accepted: int = 0  # drafted tokens of an equal case, in all turns
     num_rejected: int = 0
+    fallbacks: tuple[str, ...] = ()  # of an equal case
 
 
 def run_case(case: Case) -> Result:
@@ -55,6 +58,7 @@ def run_case(case: Case) -> Result:
     inputs = prompts_of(case)
     eos: list[int] = []
     num_accepted = num_verified = 0
+    fallbacks: list[str] = []
     for turn in range(case.num_turns):
         ours = partial(_decode, case, own, inputs, eos, caches[1])
         try:
@@ -75,10 +79,11 @@ def run_case(case: Case) -> Result:
             return Result("tie" if _is_tie(expected, got) else "different", f"turn {turn}: {difference}")
         num_accepted += got.speculation.num_accepted
         num_verified += got.speculation.num_verified
+        fallbacks += got.speculation.fallbacks
         if "input_ids" not in inputs or model.config.is_encoder_decoder or case.num_return_sequences > 1:
             break
-        inputs = _longer(inputs, expected.sequences)
-    return Result("equal", "", num_accepted, num_verified - num_accepted)
+        inputs = _longer(inputs, expected.sequences, vocab_size_of(model))
+    return Result("equal", "", num_accepted, num_verified - num_accepted, tuple(dict.fromkeys(fallbacks)))
 
 
 def _decode(case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[int], cache: Any) -> Any:
@@ -86,7 +91,7 @@ def _decode(case: Case, own: dict[str, Any], inputs: dict[str, Any], eos: list[i
     if model.config.is_encoder_decoder:
         options.pop("prefill_chunk_size", None)  # plain decoding cuts the encoder's mask too
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE_NAME] = cache
     torch.manual_seed(0)  # some readers draw noise
     return model.generate(**copy.deepcopy(inputs), **options)  # transformers expands some in place
 
@@ -110,10 +115,10 @@ def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
     return sorted({text[min(place, len(text) - 1)] for place in case.ends})
 
 
-def _longer(inputs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+def _longer(inputs: dict[str, Any], sequences: Tensor, vocab_size: int) -> dict[str, Any]:
     """The next turn's prompt: the text so far and two tokens."""
     num_new = sequences.shape[1] - inputs["input_ids"].shape[1]
-    more = (sequences[:, -1:] + torch.tensor([[1, 2]])) % LARGEST_PROMPT_ID
+    more = (sequences[:, -1:] + torch.tensor([[1, 2]])) % min(LARGEST_PROMPT_ID, vocab_size)
     mask = inputs["attention_mask"]
     return {
         "input_ids": torch.cat([sequences, more], dim=1),
@@ -159,7 +164,7 @@ def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor
             found[f"{name} of step {step}"] = one[[row for row, length in enumerate(lens) if step < length]]
     for name in ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states"):
         found |= {f"{name}, tensor {place}": one for place, one in enumerate(tree_leaves(getattr(output, name, None)))}
-    cache = output.past_key_values if has_caches else None
+    cache = output.get(CACHE_NAME) if has_caches else None
     parts = (
         (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
     )
@@ -191,9 +196,28 @@ def shrunk(case: Case, detail: str) -> Case:
     return case
 
 
-def main() -> int:
-    """Run the cases that the command line names; 1 if one is different."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[str, ...] = ()) -> Counter[str]:
+    """Run the cases with these numbers, and print those that differ; how many there are of each kind."""
+    counts: Counter[str] = Counter()
+    with contextlib.suppress(KeyboardInterrupt):  # after which there is what has been counted
+        for index in numbers:
+            case = draw_case(seed, index, families, faults)
+            result = run_case(case)
+            counts[result.kind] += 1
+            if result.kind in ("different", "tie"):
+                small = shrunk(case, result.detail) if result.kind == "different" else case
+                print(f'{seed}:{index} {result.kind}: {result.detail[:300]}\n  --case "{small}"', flush=True)
+            elif result.kind != "equal":
+                counts[f"{result.kind}: {result.detail[:110]}"] += 1
+            if faults:
+                counts[f"with {case.fault}: drafts ended"] += any("drafter" in one for one in result.fallbacks)
+                counts[f"with {case.fault}: tokens accepted"] += result.num_accepted
+    return counts
+
+
+def main(faults: tuple[str, ...] = ()) -> int:
+    """Run the cases that the command line names, with faults of their drafts; 1 if one is different."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=200, help="cases")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
@@ -208,17 +232,8 @@ def main() -> int:
         print(run_case(eval(arguments.case, {"Case": Case})))
         return 0
     families, began = tuple(arguments.family or FAMILY_NAMES), time.perf_counter()
-    counts: Counter[str] = Counter()
-    with contextlib.suppress(KeyboardInterrupt):  # which prints what there is
-        for index in range(arguments.start, arguments.start + arguments.num):
-            case = draw_case(arguments.seed, index, families)
-            result = run_case(case)
-            counts[result.kind] += 1
-            if result.kind in ("different", "tie"):
-                small = shrunk(case, result.detail) if result.kind == "different" else case
-                print(f'{arguments.seed}:{index} {result.kind}: {result.detail[:300]}\n  --case "{small}"', flush=True)
-            elif result.kind != "equal":
-                counts[f"{result.kind}: {result.detail[:110]}"] += 1
+    numbers = range(arguments.start, arguments.start + arguments.num)
+    counts = search(arguments.seed, numbers, families, faults)
     print(f"seed {arguments.seed}, {len(families)} families, {time.perf_counter() - began:.0f} s")
     for kind, count in sorted(counts.items()):
         print(f"{count:6d} {kind}")

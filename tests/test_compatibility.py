@@ -24,7 +24,7 @@ from tests.compatibility import (
     refusal,
     render,
 )
-from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS
+from tests.compatibility_rows import ARGUMENTS, FIELDS, LOCK_STEP, OWN_FIELDS
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 
@@ -70,12 +70,14 @@ def plain_ids(number):
     return decode_plainly(ROWS[number].call)
 
 
+@pytest.mark.fallback("eager forwards", "lock step", "no graphs")
 @pytest.mark.parametrize(("row", "where"), with_places("supported", WHERE[:2]))
 def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
     call, stats = row.call, hf_speculate.SpeculationStats()
     plain = plain_ids(ROWS.index(row))
     assert_equal_ids(plain, decode_with_draft(call, where, speculation_stats=stats))
     assert stats.num_rounds > 0
+    assert stats.lock_step == (LOCK_STEP in row.note)
     if call.changes and where == "keyword":
         without = decode_plainly(call, without=row.name)
         assert plain.shape != without.shape or not torch.equal(plain, without), "the value has no effect here"
@@ -90,6 +92,7 @@ def test_a_value_that_does_not_apply_changes_nothing(row, where):
     assert stats.num_rounds > 0
 
 
+@pytest.mark.fallback("lock step")
 def test_the_page_is_what_the_table_says():
     """The page is made with the version that is pinned; for others, whose messages may differ, it has every name."""
     page = PAGE.read_text(encoding="utf-8")

@@ -87,6 +87,7 @@ def seen(registry):
     return configs
 
 
+@pytest.mark.fallback("no graphs", "because a draft model as large as its target")
 @pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
 def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
     assert set(VALUES) == set(PLAIN_NAMES)

@@ -3,6 +3,7 @@
 import ast
 import configparser
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -186,4 +187,7 @@ def test_importing_the_package_loads_no_library_and_enabling_a_model_no_tools():
 def test_dir_shows_the_public_names_and_each_can_be_imported():
     assert dir(hf_speculate) == sorted([*hf_speculate.__all__, "__version__"])
     for name in hf_speculate.__all__:
-        assert getattr(hf_speculate, name).__module__.startswith("hf_speculate.")
+        value = getattr(hf_speculate, name)
+        is_error = isinstance(value, type) and issubclass(value, Exception)
+        assert value.__module__.startswith("hf_speculate.errors" if is_error else "hf_speculate.")
+        assert pickle.loads(pickle.dumps(value)) is value

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 import hf_speculate
 from hf_speculate import SpeculationStats, triton_kernels
 from hf_speculate.config import FIELD_NAMES
-from tests.page_code import run_blocks
+from tests.page_code import PAIR, run_blocks
 from tests.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
 from tests.shown_commands import problems_in
 
@@ -35,9 +37,12 @@ def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Ite
     return tmp_path
 
 
+@pytest.mark.fallback("eager forwards")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
+def test_every_python_block_runs_in_order(page: str, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(run_blocks(page)) == []
+    for num_equal, num, dtype in re.findall(r"(\d+) of (\d+) rows? equal plain .* in (\w+)", capsys.readouterr().out):
+        assert (num_equal, dtype) == (num, "float32")  # what a reader checks first is equal
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,6 +104,12 @@ def test_lists_of_the_pages_are_whole() -> None:
     assert sorted({*hf_speculate.__all__, *triton_kernels.__all__} - shown) == []
 
 
+def test_the_reference_of_the_command_line_shows_text_without_markup() -> None:
+    text = runpy.run_path(str(ROOT / "docs" / "cli_reference.py"))["reference"]()
+    assert "| Largest number of new tokens. | `256; bench and tune: 128` |" in text
+    assert re.findall(r"\[/?[a-z]+\]|\\\[", text) == []
+
+
 RESULTS = ROOT / "benchmarks" / "results" / "end_to_end.json"
 
 
@@ -131,5 +142,6 @@ def test_readmes_table_of_benchmarks_and_statistics_are_the_committed_ones() -> 
         spreads = [cell and cell["over_plain"] for cell in cells]
         expected = [f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" if one else "-" for one in spreads]
         assert list(found[name]) == expected, name
+    assert {AutoConfig.from_pretrained(PAIR / name).dtype for name in ("target", "draft")} == {torch.float32}
     statistics = SpeculationStats(**rows["ours, adaptive", 1, "greedy"]["counts"])
     assert blocks("README.md", "text")[0].strip() in str(statistics)

@@ -171,6 +171,35 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> Pr
     return draft
 
 
+_CONTEXTS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len")
+
+
+def with_context(model: PreTrainedModel, num_tokens: int, **fields: Any) -> PreTrainedModel:
+    """A `cut_copy` whose tables of positions end after `num_tokens`."""
+    return cut_copy(model, **dict.fromkeys(_CONTEXTS, num_tokens), **fields)
+
+
+def cheaper_copy(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
+    """A noisy copy of a Llama that lacks two units of each feed-forward layer, so that "adaptive" does call it."""
+    return noisy_copy(cut_copy(model, intermediate_size=model.config.intermediate_size - 2), scale)
+
+
+def cut_copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
+    """A copy whose text config has other `fields`, as far as it knows them, with the leading part of each weight."""
+    config = copy.deepcopy(model.config)
+    for part in (config, config.get_text_config(decoder=True)):  # which is a copy in encoder-decoders
+        for name, value in fields.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    smaller = type(model)(config).to(model.dtype).eval().requires_grad_(False)
+    weights = dict(model.named_parameters())
+    for name, weight in smaller.named_parameters():
+        weight.copy_(weights[name][tuple(slice(size) for size in weight.shape)])
+    smaller.generation_config = copy.deepcopy(model.generation_config)
+    clamp_masks(smaller)
+    return smaller
+
+
 def ragged_prompts(
     batch_size: int,
     *,

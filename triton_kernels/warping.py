@@ -21,7 +21,7 @@ def warp_logits(
     min_p: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Apply temperature, then top-k, top-p and min-p, in one launch where the kernels run.
+    """Apply temperature, then top-k, top-p and min-p, in three launches where the kernels run.
 
     A row is cut between two of the 1,024 bins that its largest 16 nats are divided into. Entries that share a bin with
     the last one to be kept are kept too, and entries more than 16 nats below the largest are always dropped. The result

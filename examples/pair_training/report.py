@@ -14,8 +14,8 @@ A_DRAFT_TOKENS = 4
 HEAD = """# A small pair for speculative decoding
 
 `target` and `draft` are Llama models that continue Python code. They share one byte-level BPE tokenizer of 4096
-tokens, are stored as bfloat16 safetensors, and together take {megabytes:.1f} MB. They exist so that this
-repository's demo, tests and benchmarks need no download; they are no coding assistants. `examples/train_pair.py`
+tokens, are stored as bfloat16 safetensors, load as float32, and together take {megabytes:.1f} MB. They exist so that
+this repository's demo, tests and benchmarks need no download; they are no coding assistants. `examples/train_pair.py`
 made them from the Python {python} standard library (see `examples/NOTICE`); `sources.json` lists the files read
 and the modules held out.
 

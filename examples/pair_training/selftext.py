@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 
+from hf_speculate.compat import CACHE_NAME
 from pair_training.clock import Budget
 
 ROW_LEN = 320
@@ -38,7 +39,7 @@ def continue_rows(target: LlamaForCausalLM, prefix_ids: torch.Tensor, row_len: i
     cache = DynamicCache(config=target.config)
     step_ids, ids, hidden = prefix_ids, [prefix_ids], []
     for _ in range(row_len - prefix_ids.shape[1]):
-        state = target.model(input_ids=step_ids, past_key_values=cache, use_cache=True).last_hidden_state
+        state = target.model(input_ids=step_ids, **{CACHE_NAME: cache}, use_cache=True).last_hidden_state
         hidden.append(state.to(torch.float16).cpu())  # [B, P or 1, D]
         logits = target.lm_head(state[:, -1]).float()  # [B, V]
         sampled = torch.multinomial(logits.softmax(-1), 1)  # [B, 1]

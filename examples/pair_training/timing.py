@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+from hf_speculate.compat import CACHE_NAME
+
 CONTEXT_LEN = 256
 MAX_ROWS = 9
 NUM_REPEATS = 21
@@ -33,7 +35,7 @@ def warm_cache(model: LlamaForCausalLM, batch_size: int) -> DynamicCache:
     """Return a cache that holds CONTEXT_LEN tokens in each row."""
     cache = DynamicCache(config=model.config)
     ids = torch.randint(2, model.config.vocab_size, (batch_size, CONTEXT_LEN), device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1)
     return cache
 
 
@@ -43,7 +45,7 @@ def forward_ms(model: LlamaForCausalLM, cache: DynamicCache, batch_size: int, nu
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start_s = time.perf_counter()
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, **{CACHE_NAME: cache}, use_cache=True)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     elapsed_ms = (time.perf_counter() - start_s) * 1000

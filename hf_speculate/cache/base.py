@@ -77,6 +77,9 @@ class KVCache(Protocol):
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows, in place."""
 
+    def skip_padding(self) -> int:
+        """Of an empty cache: let the padding before all rows not come; how many columns that is."""
+
     def join(self, other: Any) -> None:
         """Add the rows of another cache of the same kind behind these, or raise an `UnsupportedModelError`."""
 

@@ -123,11 +123,17 @@ class Columns:
 
     def rows(self, indices: Sequence[int]) -> int:
         """Keep the rows `indices`; how many first columns are gone, which were padding in all of them."""
-        pads = [self.pads[row] for row in indices]
-        surplus = min(pads, default=0) if self.num_held else 0
-        self.pads = [pad - surplus for pad in pads]
+        self.pads = [self.pads[row] for row in indices]
         self.row_lens.rows(indices)
+        self._forget()
+        surplus = self.skip_padding() if self.num_held else 0
         self.row_lens.add(-surplus)
+        return surplus
+
+    def skip_padding(self) -> int:
+        """Forget the padding before all rows; how many columns it has."""
+        surplus = min(self.pads, default=0)
+        self.pads = [pad - surplus for pad in self.pads]
         if self.max_columns is not None:
             self.max_columns -= surplus
         self._forget()

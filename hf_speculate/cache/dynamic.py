@@ -39,9 +39,9 @@ class DynamicKVCache(KVCache):
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
         device: torch.device | str = "cpu",  # of masks and position ids
-        fixed_layers: Sequence[int] = (),  # layers of what the prompt's pictures gave, which is never rolled back
+        fixed_layers: frozenset[int] = frozenset(),  # of what the prompt's pictures gave, which is never rolled back
     ):
-        self._fixed_layers = frozenset(fixed_layers)
+        self._fixed_layers = fixed_layers
         self._text_cache: Any = text_cache(cache)
         check_layers(self._text_cache, self.layer_kinds)
         self.cache = cache
@@ -164,6 +164,13 @@ class DynamicKVCache(KVCache):
         if self._mask is not None:
             self._mask = self._mask[index.to(self._mask.device)]
         self._drop_common_padding()
+
+    def skip_padding(self) -> int:
+        num_columns = self._padding.skip()
+        if self._mask is not None:
+            self._mask = self._mask[:, num_columns:]
+            self._prompt_end = self._mask.shape[1]
+        return num_columns
 
     def snapshot(self) -> Callable[[], None]:
         """Full layers of a single row are cropped back, so only their length is kept."""

@@ -41,6 +41,11 @@ def holding(layers: Iterable[Any]) -> list[Any]:
     return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
 
 
+def fixed_layers(config: PreTrainedConfig) -> frozenset[int]:
+    """The layers of a text config that hold what the prompt's pictures gave, which grows with no token."""
+    return frozenset(getattr(config, "cross_attention_layers", None) or ())
+
+
 def check_layers(cache: Cache, kinds: Sequence[type]) -> None:
     """Refuse a cache with a layer that is of none of the kinds, which can be rolled back row by row."""
     for layer in holding(cache.layers):

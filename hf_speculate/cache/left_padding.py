@@ -128,6 +128,14 @@ class LeftPadding:
         self.pads = [pad - surplus for pad in self.pads]
         return surplus
 
+    def skip(self) -> int:
+        """Forget the columns of padding before all rows, before there are others; how many these are."""
+        common = min(self.pads, default=0)
+        self.pads = [pad - common for pad in self.pads]
+        self.own, self._own_there = [min(pair) for pair in zip(self.own, self.pads, strict=True)], None
+        self.expect(0)
+        return common
+
     def rows(self, indices: Sequence[int], num_columns: int) -> int:
         """Keep the rows `indices`; how many columns of their prompts' padding none of them needs."""
         self._lens_at(num_columns)

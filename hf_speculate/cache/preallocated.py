@@ -151,6 +151,9 @@ class PreallocatedKVCache(KVCache):
         for layer in self._layers:
             layer.select(indices, index, surplus)
 
+    def skip_padding(self) -> int:
+        return self.columns.skip_padding()
+
     def join(self, other: "PreallocatedKVCache") -> None:
         """Add the rows of `other` behind these; its buffers grow too, and nobody keeps its states."""
         for layer, its in zip(self._layers, other._layers, strict=True):

@@ -15,7 +15,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from hf_speculate.cache.layers import attention_layers, holding, text_cache, window_of
+from hf_speculate.cache.layers import attention_layers, fixed_layers, holding, text_cache, window_of
+from hf_speculate.errors import UnsupportedGenerationError, counted
 
 
 def is_static(cache: object) -> bool:
@@ -62,6 +63,10 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
     """The states of a dynamic cache in a new static one, with room for `max_cache_len` tokens of the text."""
     lens = [max_cache_len, *(int(part.get_seq_length()) for part in _parts(cache)[1:])]
     copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
+    layers: list[Any] = text_cache(cache).layers
+    for index in fixed_layers(config):
+        if layers[index].is_initialized:  # as long as what the pictures gave
+            copies[0].layers[index] = StaticLayer(max_cache_len=layers[index].keys.shape[2])
     copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
     write_back(cache, copy)
     for source, layer in zip(holding(text_cache(cache).layers), holding(text_cache(copy).layers), strict=True):
@@ -77,6 +82,13 @@ def write_back(cache: Cache, static: Cache) -> None:
         [layer for part in _parts(one) for layer in attention_layers(part.layers)] for one in (cache, static)
     ]
     pairs = [(source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized]
+    for source, layer in pairs:
+        if not isinstance(layer, StaticSlidingWindowLayer) and _num_tokens(source) > layer.max_cache_len:
+            raise UnsupportedGenerationError(
+                "every layer of a StaticCache must have room for its states, got "
+                f"{counted(layer.max_cache_len, 'column')} for {_num_tokens(source)}; leave the cache out, or make "
+                "layers of pictures as long as what they hold"
+            )
     initialized = [layer for _, layer in pairs if layer.is_initialized]
     windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]
     before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # others keep the columns that they have
@@ -106,7 +118,11 @@ def write_back(cache: Cache, static: Cache) -> None:
 def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
     """Tokens of the text that a static cache has room for; None for any number, with window layers alone."""
     layers = zip(holding(DynamicCache(config=config).layers), holding(_parts(cache)[0].layers), strict=True)
-    rooms = [int(static.max_cache_len) for layer, static in layers if static.max_cache_len != window_of(layer)]
+    rooms = [
+        int(static.max_cache_len)
+        for index, (layer, static) in enumerate(layers)
+        if index not in fixed_layers(config) and static.max_cache_len != window_of(layer)
+    ]
     return min(rooms, default=None)
 
 

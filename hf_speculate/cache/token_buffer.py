@@ -1,5 +1,6 @@
 """Token buffer: rows of token ids with different lengths in one growing tensor."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -47,6 +48,12 @@ class TokenBuffer:
             return self.token_ids[:, self.lens[0] - num : self.lens[0]]
         columns = self.row_lens.columns(num, offset=-num).expand(len(self.lens), -1)
         return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
+
+    def copy(self) -> "TokenBuffer":
+        """The same rows; what either drops of them stays in the other, and neither is appended to."""
+        twin = copy.copy(self)
+        twin.row_lens = self.row_lens.copy()
+        return twin
 
     def drop(self, num: int) -> None:
         self.row_lens.add(-num)

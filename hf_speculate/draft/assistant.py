@@ -1,25 +1,21 @@
 """Assistant resolution: which model drafts, and how its vocabulary maps to the target's."""
 
 import functools
-import threading
 import warnings
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_speculate.draft.acceptance_tallies import AcceptanceBound
 from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
 from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, padding_mapping
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of
-from hf_speculate.stats import SpeculationStats
 
 # With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
-_LOW_ACCEPTANCE = 0.02
-# Over all calls, because a schedule stops drafting early in one. Of drafts with an acceptance rate of a tenth, 1 in 100
-# looks so bad by then.
-_NUM_VERIFIED = 64
+# Of these, 1 in 100 looks so bad by then.
+VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
 
 
 class ResolvedAssistant(NamedTuple):
@@ -29,23 +25,7 @@ class ResolvedAssistant(NamedTuple):
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     is_vocabulary_assumed: bool = False  # that they are the same, because the tokenizers were not compared
     eager_reason: str = ""  # why it is never compiled; empty if it may be
-
-
-class AcceptanceTallies:
-    """Counts of verified and accepted tokens of one target's draft models over all calls."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_draft: WeakKeyDictionary[PreTrainedModel, tuple[int, int, bool]] = WeakKeyDictionary()
-
-    def add(self, draft: PreTrainedModel, stats: SpeculationStats) -> bool:
-        """Count a call; whether next to nothing was accepted in all calls, the first time that this is so."""
-        with self._lock:
-            num_verified, num_accepted, was_low = self._by_draft.get(draft, (0, 0, False))
-            num_verified, num_accepted = num_verified + stats.num_verified, num_accepted + stats.num_accepted
-            is_low = num_verified >= _NUM_VERIFIED and num_accepted < _LOW_ACCEPTANCE * num_verified
-            self._by_draft[draft] = num_verified, num_accepted, was_low or is_low
-            return is_low and not was_low
+    early_exit: int | None = None  # layers of the target that it is made of; None if it is another model
 
 
 def resolve_assistant(
@@ -60,7 +40,8 @@ def resolve_assistant(
         if early_exit is None:
             return ResolvedAssistant(None)
         short = early_exit_model(target, early_exit)
-        return ResolvedAssistant(short, eager_reason="a model's first layers are a new draft in every call")
+        reason = "a model's first layers are a new draft in every call"
+        return ResolvedAssistant(short, eager_reason=reason, early_exit=early_exit)
     vocabulary = map_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
     if vocabulary is not None:
         return ResolvedAssistant(assistant, vocabulary, eager_reason="its ids are mapped to the target's")
@@ -80,10 +61,13 @@ def map_vocabularies(
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     are_given = tokenizer is not None and assistant_tokenizer is not None
+    num_read, num_scored = table_sizes(draft)
     if num_target == num_draft and not are_given:
-        return None
-    ours = _find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
-    theirs = _find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
+        # ids that the draft has no embedding for, or scores past its vocabulary, must not reach either model
+        fits = num_read >= num_draft and num_scored <= num_draft
+        return None if fits else padding_mapping(num_target, min(num_read, num_draft))
+    ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
+    theirs = find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
     if ours is not None and theirs is not None:
         if are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
@@ -105,12 +89,20 @@ def map_vocabularies(
     )
 
 
+def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
+    size = vocab_size_of(model)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
+
+
 def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Warn that next to none of a draft's tokens were accepted; equal sizes of different vocabularies do this."""
     names = [str(model.name_or_path) or type(model).__name__ for model in (target, draft)]
     warnings.warn(
-        f"fewer than {_LOW_ACCEPTANCE:.0%} of the draft tokens were accepted; the vocabularies of {names[0]} and "
-        f"{names[1]} have the same size but may differ: pass tokenizer= and assistant_tokenizer= if they do",
+        f"fewer than {VERIFIED_TOKENS_BOUND.least_rate:.0%} of the draft tokens were accepted; the vocabularies of "
+        f"{names[0]} and {names[1]} have the same size but may differ: pass tokenizer= and assistant_tokenizer= if "
+        "they do",
         stacklevel=4,
     )
 
@@ -120,7 +112,7 @@ def _eos_ids(model: PreTrainedModel) -> set[int]:
     return set() if eos is None else set(eos) if isinstance(eos, list) else {eos}
 
 
-def _find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies beside a model in local files; None where there is none that loads."""
     try:
         return _load_tokenizer(name) if name else None

@@ -129,6 +129,25 @@ class Drafter(Protocol):
     """Whether rows of another drafter of its kind may join it; `read` and `join` are called only then."""
     drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
+    context_len: int | None = None
+    """Tokens of a row that it can read at most; longer rows decode plainly. None for any number."""
+    counts_padding: bool = False
+    """Whether padding counts among the tokens that it can read."""
+    shares_columns: bool = False
+    """Whether the columns of its longest row, less the padding that all rows have, count for all rows."""
+    drafts_past_context: bool = False
+    """Whether it drafts for rows past `context_len` too, in another way."""
+
+    def is_callers(self, error: Exception) -> bool:
+        """Whether an error that one of these methods raises comes from the caller's own code, and is raised to it.
+
+        After any other error the text goes on plainly.
+        """
+        return True
+
+    def has_numbers(self) -> Tensor | None:
+        """[B] bool, whether the last drafted token of each row was chosen from finite logits; None if unknown."""
+        return None
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """Draft up to `request.num_draft_tokens` tokens per row.
@@ -180,6 +199,6 @@ class Drafter(Protocol):
 DrafterFactory = Callable[[DrafterSetup], Drafter]
 """Makes a drafter for one call.
 
-A factory that serves many calls with drafters of one kind may have a `description: str`. `stats.plan` shows it, and the
-adaptive schedule keeps its estimates for later calls with the same object.
+A factory may have a `description: str`. `stats.plan` shows it, and the adaptive schedule keeps its estimates for later
+calls with the same description; without one, for later calls with the same class or function.
 """

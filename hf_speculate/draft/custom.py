@@ -46,6 +46,10 @@ class CustomDrafter(Drafter):
         self.max_draft_tokens = most
         for name in ("reads_host_tokens", "reads_kept", "is_compiled"):
             setattr(self, name, bool(getattr(drafter, name, getattr(Drafter, name))))
+        context_len = getattr(drafter, "context_len", None)
+        if context_len is not None:
+            _MOST("context_len of a drafter", context_len)
+        self.context_len = context_len
         self._device = setup.device
         self._vocab_size = setup.vocab_size
 
@@ -61,6 +65,15 @@ class CustomDrafter(Drafter):
         if request.sample_strategy is SampleStrategy.GREEDY or logits is None:
             return DraftOut(ids, lens, None, None)
         return DraftOut(ids, lens, logits, logits.float().logsumexp(-1) if sums is None else sums)
+
+    def is_callers(self, error: Exception) -> bool:
+        decides = getattr(self.drafter, "is_callers", super().is_callers)
+        return bool(decides(error))
+
+    def has_numbers(self) -> Tensor | None:
+        look = getattr(self.drafter, "has_numbers", super().has_numbers)
+        numbers: Tensor | None = look()
+        return numbers
 
     def project_states(self, states: Tensor) -> Tensor:
         project = getattr(self.drafter, "project_states", super().project_states)

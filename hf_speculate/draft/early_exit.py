@@ -7,7 +7,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.cache.layers import attention_layers, is_recurrent, only_attends
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.field_checks import is_int
 
 
@@ -35,8 +35,8 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
         )
     if not is_int(num_layers) or not 1 <= num_layers < len(layers):
         raise ConfigError(
-            f"assistant_early_exit must be in 1..{len(layers) - 1} for {len(layers)} layers, got {num_layers!r}; "
-            "leave it out to decode without speculation"
+            f"assistant_early_exit must be in 1..{len(layers) - 1} for {counted(len(layers), 'layer')}, got "
+            f"{num_layers!r}; leave it out to decode without speculation"
         )
     config = copy.copy(model.config)
     config.num_hidden_layers = num_layers

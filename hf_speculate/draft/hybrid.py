@@ -10,6 +10,7 @@ from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, Acc
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixDrafter, SuffixSettings, point_masses
+from hf_speculate.draft.suffix_index import SuffixIndex
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 
@@ -27,9 +28,9 @@ class HybridRow:
         self.unread: list[int] = []  # tokens emitted since the model ran
 
     def prefers_match(self, num_model: int) -> bool:
-        """Whether the suffix match is expected to gain at least as many tokens as the model."""
-        if not self.proposal.token_ids:
-            return False
+        """Whether the suffix match is expected to gain at least as many tokens as the model with so many."""
+        if not self.proposal.token_ids or not num_model:
+            return bool(self.proposal.token_ids)
         kinds = suffix_kinds(self.proposal.match_len, len(self.proposal.token_ids))
         return self.suffix_rates.expected(kinds) >= self.model_rates.expected(model_kinds(num_model))
 
@@ -63,6 +64,9 @@ class HybridDrafter(Drafter):
         self.model, self.matches = model, SuffixDrafter(settings)
         self.min_query_len, self.can_join = model.min_query_len, model.can_join
         self.max_model_tokens, self.device = max_model_tokens, device
+        self.context_len, self.counts_padding = model.context_len, model.counts_padding
+        self.shares_columns = model.shares_columns
+        self.drafts_past_context = not (model.counts_padding or model.shares_columns)
         self._rows: list[HybridRow] = []  # [B], once the prompts were read
         self._has_run = False  # whether the model was shown the prompts, so that it lacks only what rows call unread
 
@@ -73,18 +77,20 @@ class HybridDrafter(Drafter):
         is_live = self._follow(query, request.kept)
         # The model reads matched tokens later, the same number in every row: the shortest row must have as many.
         most = num_draft_tokens if len(is_live) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
-        chosen, uses_match, asks_model = [], [], False
-        for row, text, live in zip(self._rows, self.matches.texts, is_live, strict=True):
+        chosen, uses_match, can_ask = [], [], [self._model_room(text, num_model) for text in self.matches.texts]
+        for row, text, num, live in zip(self._rows, self.matches.texts, can_ask, is_live, strict=True):
             row.proposal = self.matches.propose(text, most) if live else NO_PROPOSAL
-            uses_match.append(row.prefers_match(num_model))
+            uses_match.append(row.prefers_match(num))
             chosen.append(row.proposal.token_ids if uses_match[-1] else [])
-            row.num_model = num_model if live and not uses_match[-1] else 0
-            asks_model |= row.num_model > 0
-        num_query = query.shape[1]
-        if self._has_run and not asks_model and not self._is_far_behind(num_query + num_draft_tokens):
+            row.num_model = num if live and not uses_match[-1] else 0
+        asks_model, num_query = any(row.num_model for row in self._rows), query.shape[1]
+        must_run = not self._has_run or self._is_far_behind(num_query + num_draft_tokens)
+        if not asks_model and (not must_run or can_ask == [0]):  # a single row past the context never comes back
             cached = CachedDraft(-num_query, [False] * len(is_live))
             return point_masses(chosen, self.device)._replace(cached=cached)
         drafted = self._run_model(request, num_model if asks_model else 1)
+        if min(can_ask) < num_model:
+            drafted = drafted._replace(lens=drafted.lens.minimum(upload(can_ask, self.device, torch.int32)))
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
@@ -92,6 +98,12 @@ class HybridDrafter(Drafter):
         if not asks_model:
             return matched._replace(cached=cached)
         return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
+
+    def is_callers(self, error: Exception) -> bool:
+        return self.model.is_callers(error)
+
+    def has_numbers(self) -> Tensor | None:
+        return self.model.has_numbers()
 
     def begin(self, token_ids: Tensor) -> None:
         self.matches.begin(token_ids)
@@ -120,6 +132,11 @@ class HybridDrafter(Drafter):
             for row, ids in zip(self._rows, gained, strict=True):
                 row.learn(ids, kept.num_rounds)
         return [bool(ids) for ids in gained]
+
+    def _model_room(self, text: SuffixIndex, num_model: int) -> int:
+        """How many of so many tokens the model can draft in a row."""
+        context_len = self.model.context_len
+        return num_model if context_len is None else max(min(num_model, context_len - len(text.token_ids) + 1), 0)
 
     def _run_model(self, request: DraftRequest, num_draft_tokens: int) -> DraftOut:
         """Draft with the model, which is shown the tokens emitted since its last run."""

@@ -14,6 +14,7 @@ from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChoo
 from hf_speculate.draft.vocab_mapping import DraftVocabulary, TranslatedLanguageModel
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
+from hf_speculate.models.context import Context
 from hf_speculate.models.inferencer import Chosen, Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -29,16 +30,18 @@ class ModelDrafter(Drafter):
         inferencer: Inferencer,
         processors: BlockLogitsProcessorList | ProcessorGroups | None = None,
         settings: DraftSettings | None = None,
+        context: Context | None = None,  # of the draft model, if rows may be longer
         vocabulary: DraftVocabulary | None = None,  # of the logits' columns
     ):
         self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()
         processors = BlockLogitsProcessorList() if processors is None else processors
-        self.chooser = TokenChooser(
-            processors, self.settings, self.language_model.device, vocabulary or DraftVocabulary()
-        )
+        vocabulary = vocabulary or DraftVocabulary()
+        self.chooser = TokenChooser(processors, self.settings, self.language_model.device, vocabulary)
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
         self.draft_model: PreTrainedModel = self.language_model.model  # whose states `kv_cache` holds
+        if context is not None:
+            self.context_len, self.counts_padding, self.shares_columns = context
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
@@ -52,6 +55,12 @@ class ModelDrafter(Drafter):
 
     def _extend(self, query: Tensor, kv_cache: KVCache, num_draft_tokens: int, draft: RoundDraft) -> None:
         self.inferencer.extend(query, kv_cache, num_draft_tokens, draft)
+
+    def is_callers(self, error: Exception) -> bool:
+        return error is self.chooser.processor_error
+
+    def has_numbers(self) -> Tensor | None:
+        return self.chooser.has_numbers()
 
     def begin(self, token_ids: Tensor) -> None:
         self.chooser.begin(token_ids)
@@ -85,9 +94,10 @@ class TranslatedDrafter(ModelDrafter):
         language_model: TranslatedLanguageModel,  # the one of the inferencer
         processors: BlockLogitsProcessorList | ProcessorGroups,
         settings: DraftSettings,
+        context: Context | None,
         device: torch.device,  # where drafts are expected
     ):
-        super().__init__(inferencer, processors, settings, language_model.vocabulary)
+        super().__init__(inferencer, processors, settings, context, language_model.vocabulary)
         self.reads_host_tokens, self._device = language_model.encodes, device
 
     def _sent(self, token_ids: Tensor) -> Tensor:
@@ -138,6 +148,8 @@ class CompiledDrafter(ModelDrafter):
         else:
             kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
             draft.chosen += steps
+            logits = steps[-1].token_logits
+            self.chooser.last_logits = None if logits is None else logits[:, -1]
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
         """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""

@@ -55,6 +55,9 @@ class SuffixDrafter(Drafter):
         proposals = [self.propose(row, request.num_draft_tokens).token_ids if new else [] for row, new in rows]
         return point_masses(proposals, self.device)
 
+    def is_callers(self, error: Exception) -> bool:
+        return False
+
     def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[Sequence[int]]:
         """Append new tokens; [B] those of each row, in the first call the whole sequences, which the query holds."""
         if kept is None:

@@ -3,7 +3,7 @@
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_speculate.draft.suffix_index import MAX_TOKEN_BYTES, SEPARATOR, SuffixIndex
 from hf_speculate.errors import ConfigError
@@ -41,6 +41,10 @@ class SuffixStore:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._newer, self._older = SuffixIndex(), SuffixIndex()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SuffixStore":
+        """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
+        return self
 
     @property
     def num_bytes(self) -> int:

@@ -53,6 +53,8 @@ class TokenChooser:
         self.can_join = isinstance(processors, ProcessorGroups)
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
         self.counts, self._device = Ruler(device, torch.int32), device
+        self.processor_error: Exception | None = None  # the last one that a processor raised
+        self.last_logits: Tensor | None = None  # [B, V] or [B, Vd] of the last drafted token
 
     @property
     def is_plain(self) -> bool:
@@ -80,6 +82,7 @@ class TokenChooser:
         return RoundDraft(self, draws, num_tokens)
 
     def join(self, other: "TokenChooser") -> None:
+        self.last_logits = None
         if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
             self.processors.join(other.processors)
         if self.history is not None and other.history is not None:
@@ -87,8 +90,13 @@ class TokenChooser:
 
     def rows(self, indices: Sequence[int]) -> None:
         self.processors = self.processors.rows(indices)
+        self.last_logits = None
         if self.history is not None:
             self.history.rows(indices)
+
+    def has_numbers(self) -> Tensor | None:
+        """See `Drafter.has_numbers`."""
+        return None if self.last_logits is None else self.last_logits.amax(dim=-1).isfinite()
 
 
 class RoundDraft(ChosenTokens):
@@ -105,14 +113,20 @@ class RoundDraft(ChosenTokens):
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token [B] int64 from [B, V] or [B, Vd]; rows end if its probability is below the threshold."""
-        settings, vocabulary, history = self._chooser.settings, self._chooser.vocabulary, self._chooser.history
+        chooser = self._chooser
+        settings, vocabulary, history = chooser.settings, chooser.vocabulary, chooser.history
+        chooser.last_logits = logits
         is_mapped = self._draws is not None or len(self._processors) > 0
-        scores = vocabulary.scattered(logits) if is_mapped else logits
+        scores = vocabulary.scattered(logits) if is_mapped else vocabulary.cut(logits)
         if len(self._processors):
             # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
             prefix_lens = None if history is None else history.lens
-            scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
+            try:
+                scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
+            except Exception as error:
+                chooser.processor_error = error
+                raise
         best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
         token_ids = best if is_mapped else vocabulary.ids(best)
         if history is not None:
@@ -128,7 +142,9 @@ class RoundDraft(ChosenTokens):
     def choose_all(self, logits: Tensor) -> None:
         """Choose K tokens of every row from logits [B, K, Vd] that depend on none of them."""
         if self._draws is None and self._chooser.is_plain:
-            self.chosen.append(Chosen(self._chooser.vocabulary.ids(logits.argmax(dim=-1))))
+            self._chooser.last_logits = logits[:, -1]
+            vocabulary = self._chooser.vocabulary
+            self.chosen.append(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])

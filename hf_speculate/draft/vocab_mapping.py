@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,25 @@ class DraftVocabulary:
 
     size: int | None = None  # V, of the target; None if logits have as many columns
     target_ids: Tensor | None = None  # [Vd] int64, those of the columns, increasing; None if column j is id j
+    num_columns: int | None = None  # the first ones, which stand for ids of the target; None for all
+
+    def resized(self, size: int) -> "DraftVocabulary":
+        """The same for a target of V = `size` ids: those that it lacks are not proposed."""
+        ids = self.target_ids
+        if ids is None:
+            return replace(self, size=size, num_columns=size)
+        if self.size is not None and size >= self.size:
+            return replace(self, size=size)
+        ids = ids[ids < size]
+        return DraftVocabulary(size, ids, len(ids))
 
     def ids(self, columns: Tensor) -> Tensor:
         return columns if self.target_ids is None else self.target_ids[columns]
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """[..., Vd'] of logits [..., Vd], without the columns of ids that the target lacks."""
+        has_more = self.num_columns is not None and self.num_columns < logits.shape[-1]
+        return logits[..., : self.num_columns] if has_more else logits
 
     def scattered(self, logits: Tensor) -> Tensor:
         """[..., V] from logits [..., Vd]: -inf at every id that the head cannot propose."""
@@ -37,7 +53,7 @@ class DraftVocabulary:
             padded = functools.partial(torch.nn.functional.pad, logits, (0, lacking), value=-torch.inf)
             return logits[..., : self.size] if lacking <= 0 else padded()
         full = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-        return full.index_copy_(-1, self.target_ids, logits)
+        return full.index_copy_(-1, self.target_ids, self.cut(logits))
 
 
 class DeviceTable(NamedTuple):

@@ -1,5 +1,6 @@
 """The batch: the rows that are decoded, with their tokens, seeds and finished flags."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -88,6 +89,15 @@ class Batch:
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
             self.host_tokens.append(torch.tensor(ids, device="cpu"), trimmed.num_emitted)
         self.is_finished = list(trimmed.is_finished)
+
+    def selected(self, indices: Sequence[int]) -> "Batch":
+        """A copy of the rows `indices`; this batch stays as it is."""
+        twin = copy.copy(self)
+        is_host = self.host_tokens is self.tokens
+        twin.tokens = self.tokens.copy()
+        twin.host_tokens = twin.tokens if is_host else self.host_tokens.copy()
+        twin.rows(indices)
+        return twin
 
     def rows(self, indices: Sequence[int]) -> None:
         self.tokens.rows(indices)

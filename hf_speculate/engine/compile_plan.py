@@ -1,9 +1,8 @@
 """Compile plan: which forwards of a call run compiled, and why the others do not."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
@@ -13,20 +12,16 @@ from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.graph_plan import ungraphed_reasons
+from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.cache_selection import CachePlan, memory_bytes
 from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
-from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS, Graphing
+from hf_speculate.models.graphs import Graphing
 from hf_speculate.models.layer_capture import LayerCapture
-from hf_speculate.models.quirks import growing_rope
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
-# Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
-# asked for, or a call that allows many more tokens than it generates would run out of memory.
-MAX_BUFFER_SHARE = 0.125
 _warn_once = cache(LOGGER.warning)
 
 
@@ -60,18 +55,6 @@ class CompilePlan:
     def max_query(self) -> int | None:
         """Tokens of each row that a forward may write after the longest row; None for any number."""
         return max(self.lens, default=0) + 1 if self.is_static else None
-
-
-class ModelPlan(NamedTuple):
-    """One model of a call: its KV cache, and what keeps its forwards from being compiled or captured."""
-
-    part: str  # "target" or "draft"
-    model: PreTrainedModel
-    device: torch.device  # of its KV cache
-    inputs: ExtraInputs  # what it reads besides tokens
-    cache: CachePlan
-    eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
-    ungraphed: str = ""  # why it cannot run from graphs, if the call says so
 
 
 def static_request(
@@ -114,7 +97,7 @@ def make_compile_plan(
     wanted = [one for one in models if one.part in requested.settings]
     uncompiled = {one.part: _eager_reason(one, requested.settings[one.part]) for one in wanted}
     settings = {part: requested.settings[part] for part, reason in uncompiled.items() if not reason}
-    ungraphed = _ungraphed_reasons(models, graphs, settings, batch_size)
+    ungraphed = ungraphed_reasons(models, graphs, settings, batch_size)
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
     reasons = tuple(filter(None, (*requested.reasons, *uncompiled.values(), *ungraphed.values())))
     for reason in reasons:
@@ -172,52 +155,3 @@ def _eager_reason(one: ModelPlan, config: CompileConfig) -> str:
         return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
     failure = model_state(one.model).units.failures.get(settings_key(config))
     return "" if failure is None else f"{one.part}: {failure}"
-
-
-def _ungraphed_reasons(
-    models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int
-) -> dict[str, str]:
-    """Why the models that are to run from graphs cannot, empty for those that can, by part."""
-    if graphs == "off":
-        return {}
-    if graphs == "on":
-        return {one.part: _ungraphed_reason(one, one.part in compiled) for one in models}
-    models = [one for one in models if one.model.device.type in GRAPH_BACKENDS and one.part not in compiled]
-    num_bytes = sum(batch_size * (one.cache.max_columns or 0) * _bytes_per_token(one.model) for one in models)
-    if models and num_bytes > MAX_BUFFER_SHARE * memory_bytes(models[0].model.device):
-        size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_BUFFER_SHARE:.0%}"
-        reason = f"no graphs: KV buffers of full length may take {size}, more than {share} of the device's memory"
-        return {one.part: reason for one in models}
-    return {one.part: _ungraphed_reason(one, is_compiled=False) for one in models}
-
-
-def _bytes_per_token(model: PreTrainedModel) -> int:
-    """Of keys and values in all layers, if every layer keeps both of every token."""
-    config = model.config.get_text_config(decoder=True)
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return int(2 * config.num_hidden_layers * num_kv_heads * head_dim * model.dtype.itemsize)
-
-
-def _ungraphed_reason(one: ModelPlan, is_compiled: bool) -> str:
-    model = one.model
-    failure = model_state(model).units.failures.get(FAILURE_KEY)
-    if failure is not None:
-        return f"{one.part}: {failure}"
-    name = f"no graphs of the {one.part} {type(model).__name__}"
-    if one.eager_reason:
-        return f"{name}, {one.eager_reason}"
-    obstacles = {
-        one.ungraphed: bool(one.ungraphed),
-        "it runs compiled": is_compiled,
-        f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
-        "its weights lie on several devices": len({weight.device for weight in model.parameters()}) > 1,
-        "its states are not preallocated": one.cache.kind != "preallocated",
-        "it reads more than its text": not one.inputs.is_empty,
-        "it is split over processes": tensor_parallel_size(model) > 1,
-        "its rotary embedding changes with the length": growing_rope(model) is not None,
-        "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in model.modules()),
-    }
-    reason = next((reason for reason, holds in obstacles.items() if holds), "")
-    return f"{name}: {reason}" if reason else ""

@@ -7,8 +7,8 @@ from functools import partial
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.second_scoring import SecondScoring
@@ -24,7 +24,7 @@ class SpeculativeDecoder:
     """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix."""
 
     target: TargetSession
-    drafts: DraftSession
+    drafts: DraftGuard
     verification: Verification
     second_scoring: SecondScoring
     stops: StopTracker
@@ -52,15 +52,14 @@ class SpeculativeDecoder:
     def decode_round(self, batch: Batch) -> bool:
         """Decode one round; False if all rows are finished."""
         enter = self.clock.enter
-        num_draft_tokens = self.draft_length.next(batch, self.target.room)
-        while num_draft_tokens is not None and num_draft_tokens < 0:  # another rank scores its round again
-            self.second_scoring.run_dummies(batch, -num_draft_tokens)
-            num_draft_tokens = self.draft_length.next(batch, self.target.room)
+        self.second_scoring.join_others(batch)
+        room = self.drafts.room(batch)
+        num_draft_tokens = self.draft_length.next(batch, room, self.target.room)
         if num_draft_tokens is None:
             return False
         keys = batch.begin_round()
         enter(Stage.DRAFT, batch.num_rounds)
-        draft = self.drafts.propose(batch, num_draft_tokens, keys)  # [B, K]
+        draft = self.drafts.propose(batch, num_draft_tokens, keys, room)  # [B, K]
         enter(Stage.SCORE)
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
@@ -128,6 +127,7 @@ class SpeculativeDecoder:
             num_round=batch.num_rounds,
             row_ids=batch.row_ids,
             was_live=batch.was_live,
+            is_served=self.drafts.is_served,
             num_draft_tokens=num_draft_tokens,
             num_fed=self.drafts.num_fed,
             num_left=batch.num_left,
@@ -137,6 +137,7 @@ class SpeculativeDecoder:
             trimmed=trimmed,
             seconds=self.clock.lap(),
             total_s=self.clock.total_s,
+            call_s=self.clock.call_s,
         )
         for observer in self.observers:
             self.clock.enter(observer.stage)

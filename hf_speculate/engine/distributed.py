@@ -16,8 +16,6 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, Sto
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
 
-_URGENT = 1 << 32  # added to what takes precedence over every draft length
-
 
 @dataclass(frozen=True)
 class SyncedRanks:
@@ -27,30 +25,20 @@ class SyncedRanks:
 
     def max(self, num: int | None) -> int | None:
         """The largest number of any rank; None if every rank passes None."""
-        (agreed,) = self._reduced(0 if num is None else num + 1)
+        wish = torch.tensor(0 if num is None else num + 1, device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
+        agreed = int(wish)
         return agreed - 1 if agreed else None
 
-    def next_draft_length(self, num: int | None, room: int) -> int | None:
-        """The largest K of any rank, but no more than any rank has room for; None if every rank passes None.
+    def min(self, num: int) -> int:
+        """The smallest number of any rank."""
+        wish = torch.tensor(num, device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MIN)
+        return int(wish)
 
-        Negative if a rank has called `more_forwards` instead: its number of forwards, which all ranks run first.
-        """
-        agreed, less_room = self._reduced(0 if num is None else num + 1, -room)
-        if agreed > _URGENT:
-            return _URGENT - agreed
-        return max(min(agreed - 1, -less_room), 0) if agreed else None
-
-    def more_forwards(self, num: int) -> int:
-        """How many forwards all ranks run before the next round: the largest number that a rank needs."""
-        agreed, _ = self._reduced(_URGENT + num, -_URGENT)
-        return agreed - _URGENT
-
-    def _reduced(self, *numbers: int) -> list[int]:
-        """The largest of each number over all ranks."""
-        largest = torch.tensor(numbers, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        found: list[int] = largest.tolist()
-        return found
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any rank is set."""
+        return self.min(int(not flag)) == 0
 
 
 def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch.device) -> SyncedRanks | None:
@@ -74,6 +62,12 @@ class TensorParallelGroup:
         shared = numbers.to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
         return shared.to(numbers.device)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set."""
+        wish = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(wish)
 
 
 def tensor_parallel_size(model: PreTrainedModel) -> int:

@@ -1,16 +1,16 @@
 """Draft length: how many tokens the next round drafts, from the schedule and the room that rows have left."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
-from hf_speculate.schedule import RoundOutcome, Schedule
-from hf_speculate.types import RoundRecord
+from hf_speculate.schedule import RoundOutcome, RowGain, Schedule
+from hf_speculate.types import RoundRecord, StageSeconds
 
 
 @dataclass
@@ -22,32 +22,37 @@ class DraftLength(Observer):
     max_new_tokens: int
     is_lock_step: bool = False
     counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
+    reads_ahead: bool = False  # whether the drafter reads prompts before the first round in any case
     ranks: SyncedRanks | None = None  # the largest K of all ranks counts; finished ranks go on until all are
     group: TensorParallelGroup | None = None  # rank 0's schedule counts; None if every rank's asks for the same K
 
-    def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
-        """Prepare for the first round, from the seconds and columns of the target's prompt."""
-        num_unread = min(num_unread, num_read)
-        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self.max_new_tokens - 1)
+    def begin(self, prefill_s: float, num_read: int, num_unread: int) -> None:
+        """Prepare for the first round, from the seconds and columns of the target's prefill."""
+        num_unread = 0 if self.reads_ahead else num_unread
+        self.schedule.begin(prefill_s, num_read, num_unread, self.max_new_tokens - 1)
 
-    def next(self, batch: Batch, room: int = MAX_ASSISTANT_TOKENS) -> int | None:
+    def next(self, batch: Batch, room: Sequence[int], target_room: int | None = None) -> int | None:
         """What the schedule asks for, within the rows' limits and the room that they have left; None at the end.
 
-        `room` is how many drafted tokens the target can read. Negative if other ranks need forwards before the next
-        round: their number.
+        `room` [B] is what the drafter can draft in each row. `target_room` is how many drafted tokens the target can
+        read in all rows, None for any number.
         """
-        rows = zip(batch.num_left, batch.draft_limits, batch.is_finished, strict=True)
-        live = [(left, limit) for left, limit, is_finished in rows if not is_finished]
+        if target_room is not None and self.ranks is not None:
+            target_room = self.ranks.min(target_room)
+        rows = zip(batch.num_left, batch.draft_limits, room, batch.is_finished, strict=True)
+        live = [(left, min(limit, most)) for left, limit, most, is_finished in rows if not is_finished]
         num = None
         if live:
             most = max(min(left - 1, limit) for left, limit in live)
             if self.is_lock_step:
                 most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
+            if target_room is not None:
+                most = min(most, target_room)
             num_wanted = self.schedule.num_draft_tokens
             if self.group is not None:
                 num_wanted = int(self.group.broadcast(torch.tensor(num_wanted, device="cpu")))
-            num = max(min(num_wanted, most, room), 0)
-        return num if self.ranks is None else self.ranks.next_draft_length(num, room)
+            num = max(min(num_wanted, most), 0)
+        return num if self.ranks is None else self.ranks.max(num)
 
     def keeps_rows_even(self, batch: Batch) -> bool:
         """Whether all rows must emit the same number of tokens in the round that `next` was asked for.
@@ -56,17 +61,25 @@ class DraftLength(Observer):
         """
         return self.schedule.is_probe and self.group is None and batch.tokens.row_lens.is_even
 
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        self.schedule.end()
+
     def on_round(self, record: RoundRecord) -> None:
-        live = record.live_rows
+        live = [row for row in record.live_rows if record.is_served[row]]
         if not record.num_round or not live:
             return
-        verified, seconds = record.verified, record.seconds
-        row_ids = [record.row_ids[row] for row in live]
+        verified, trimmed, seconds = record.verified, record.trimmed, record.seconds
+        gains = {
+            row: RowGain(
+                record.row_ids[row], trimmed.num_emitted[row], 0 if trimmed.is_stopped[row] else record.num_left[row]
+            )
+            for row in record.live_rows
+        }
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
-        num_left = [0 if record.trimmed.is_stopped[row] else record.num_left[row] for row in live]
+        row_ids, num_emitted, num_left = map(list, zip(*(gains.pop(row) for row in live), strict=True))
         if self.is_lock_step:
-            row_ids, num_left = row_ids[:1], [max(num_left)]
+            row_ids, num_left, num_emitted = row_ids[:1], [max(num_left)], [min(num_emitted)]
             num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
         num_asked = record.draft.token_ids.shape[1] if self.counts_drafted else record.num_draft_tokens
         self.schedule.update(
@@ -81,5 +94,7 @@ class DraftLength(Observer):
                 seconds.draft,
                 seconds.score,
                 seconds.verify + seconds.bookkeeping,
+                num_emitted,
+                list(gains.values()),  # these say nothing of the drafter, but plain decoding has them in its steps
             )
         )

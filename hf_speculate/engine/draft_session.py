@@ -1,6 +1,6 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,7 @@ class DraftSession:
     placeless_id: int | None = None
     hidden_states: HiddenStates | None = None
     group: TensorParallelGroup | None = None  # processes that use the drafts of rank 0, or None
-    num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the last round
+    num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
     _seen_round: int = field(default=0, init=False)  # the round of that call
@@ -40,7 +40,7 @@ class DraftSession:
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""
         num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
-        self._num_seen = [num_columns] * batch.num_rows
+        self._num_seen = [num_columns or self._skip_padding()] * batch.num_rows
         if num_columns:
             self._show_prompts(batch)
 
@@ -55,11 +55,13 @@ class DraftSession:
             num_tokens = [batch.prompt_len + min(num, 1) for num in batch.num_hidden]
             self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
 
-    def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
-        """Draft up to `num_draft_tokens` tokens per row; none if that is 0."""
-        self.num_fed = 0
-        if num_draft_tokens == 0:
-            return batch.no_draft()
+    def propose(
+        self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int], meet: Callable[[], None]
+    ) -> DraftOut:
+        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each.
+
+        `meet` is called once the drafter is done, before what waits for other processes.
+        """
         self.num_fed = num_fed = self._num_unseen(batch)
         lens = batch.tokens.lens
         # a finished row may lack fewer tokens than are fed
@@ -68,10 +70,11 @@ class DraftSession:
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
         request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
         draft = self.drafter.draft(request)
+        meet()
         if self.group is not None:
             draft = broadcast_draft(draft, request, self.group)
         self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
-        draft = self._before_placeless(batch, _within_room(draft, batch))
+        draft = self._before_placeless(batch, _within_room(draft, batch, room))
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
@@ -149,13 +152,21 @@ class DraftSession:
             self.kv_cache.rows(indices)
         if self.hidden_states is not None:
             self.hidden_states.rows(indices)
-        self._num_seen = [self._num_seen[row] for row in indices]
+        num_skipped = self._skip_padding()
+        self._num_seen = [self._num_seen[row] + num_skipped for row in indices]
         if self._seen_lens is not None:
             self._seen_lens.rows(indices)
 
     def end(self, batch: Batch) -> None:
         if self.reuse is not None:
             self.reuse.remember(batch)
+
+    def _skip_padding(self) -> int:
+        """Columns of padding before all rows that need not be fed, where they would take the room of tokens."""
+        cache = self.kv_cache
+        if cache is None or cache.num_columns or not self.drafter.shares_columns:
+            return 0
+        return cache.skip_padding()
 
     def _num_unseen(self, batch: Batch) -> int:
         """Tokens at the end of the live rows that the drafter has not seen; the same number for every row."""
@@ -209,15 +220,15 @@ class DraftSession:
         self._num_seen = keep
 
 
-def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
+def _within_room(draft: DraftOut, batch: Batch, room: Sequence[int]) -> DraftOut:
     """Limit drafts to each row's room and limit, so that its sample does not depend on the other rows."""
-    rows = zip(batch.num_left, batch.draft_limits, strict=True)
-    most = [max(min(left - 1, limit), 0) for left, limit in rows]
+    limits = [min(limit, most) for limit, most in zip(batch.draft_limits, room, strict=True)]
+    most = [max(min(left - 1, limit), 0) for left, limit in zip(batch.num_left, limits, strict=True)]
     lens, num = draft.lens, draft.token_ids.shape[1]
     if min(most) >= num:
         return draft
     row_lens = batch.tokens.row_lens
-    is_equal = min(batch.draft_limits) >= num and len(set(batch.max_lengths)) == 1
+    is_equal = min(limits) >= num and len(set(batch.max_lengths)) == 1
     if is_equal and row_lens.ruler.device == lens.device:  # nothing is uploaded
         on_device = (batch.max_lengths[0] - 1 - row_lens.on_device()).clamp_min_(0)  # [B]
     else:

@@ -12,11 +12,13 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, draft_lens, make_compiled_model
+from hf_speculate.engine.compile_plan import draft_lens, make_compiled_model
+from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
-from hf_speculate.models.language_model import LanguageModel, last_position, vocab_size_of
+from hf_speculate.models.language_model import LanguageModel, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.row_groups import ProcessorGroups
@@ -46,10 +48,10 @@ class NoDrafter(Drafter):
         return
 
 
-def make_drafter(plan: Plan, on_failure: Callable[[str, str], None]) -> Drafter:
-    """The drafter of a plan, unless it is a custom one."""
+def make_drafter(plan: Plan, on_failure: Callable[[str, str], None], meet: Callable[[], None]) -> Drafter:
+    """The drafter of a plan, unless it is a custom one; with synced ranks, `meet` is called before its forwards."""
     config, device = plan.call.config, plan.target.device
-    model = None if plan.draft is None else _model_drafter(plan, plan.draft, on_failure)
+    model = None if plan.draft is None else _model_drafter(plan, plan.draft, on_failure, meet)
     if config.prompt_lookup_num_tokens is None:
         return model or NoDrafter()
     settings = SuffixSettings(
@@ -88,10 +90,15 @@ def _setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
     )
 
 
-def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str], None]) -> ModelDrafter:
+def _model_drafter(
+    plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str], None], meet: Callable[[], None]
+) -> ModelDrafter:
     call, config, device = plan.call, plan.call.config, draft.device
     is_synced = call.ranks is not None or call.group is not None
-    max_position = min(call.max_position, last_position(draft.model, call.max_position))
+    context = context_of(draft.model, call.input_ids.shape[1] - min(call.num_pads))
+    max_position = call.max_position if context is None else min(call.max_position, context.num_tokens - 1)
+    if context is not None and context.num_tokens >= call.max_length and call.ranks is None:
+        context = None  # out of reach; another rank's rows may be longer
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
     chunk_size = None if call.ranks else draft_chunk_size(plan.target.model, draft.model, num_query)
     eos, processors = call.criteria.eos_token_ids, call.processors.for_draft()
@@ -108,12 +115,11 @@ def _model_drafter(plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str]
     )
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
     if compiled is not None:
-        return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings)
+        return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
+    arguments = draft.model, max_position, is_synced, draft.inputs
+    rest = chunk_size, not is_synced, meet if call.ranks is not None else None
     if call.vocabulary is None:
-        eager = LanguageModel(draft.model, max_position, is_synced, draft.inputs, is_draft=True)
-        return ModelDrafter(Inferencer(eager, chunk_size, not is_synced), of_rows, settings)
-    translated = TranslatedLanguageModel(
-        call.vocabulary, draft.model, max_position, is_synced, draft.inputs, is_draft=True
-    )
-    inferencer = Inferencer(translated, chunk_size, not is_synced)
-    return TranslatedDrafter(inferencer, translated, of_rows, settings, plan.target.device)
+        return ModelDrafter(Inferencer(LanguageModel(*arguments), *rest), of_rows, settings, context)
+    translated = TranslatedLanguageModel(call.vocabulary, *arguments)
+    inferencer, out_device = Inferencer(translated, *rest), plan.target.device
+    return TranslatedDrafter(inferencer, translated, of_rows, settings, context, out_device)

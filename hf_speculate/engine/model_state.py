@@ -8,9 +8,11 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.buffer_pool import BufferPool, max_pooled_bytes
-from hf_speculate.draft.assistant import AcceptanceTallies
-from hf_speculate.draft.heads.load import HeadStore
+from hf_speculate.draft.acceptance_tallies import AcceptanceTallies
+from hf_speculate.draft.named import NamedDrafts
+from hf_speculate.engine.step_weights import StepWeights, step_weights
 from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.schedule import HistoryStore
 
 
@@ -18,14 +20,17 @@ from hf_speculate.schedule import HistoryStore
 class ModelState:
     """What calls with one model leave for later calls."""
 
+    weights: StepWeights  # as they were in the first call
     units: CompiledUnits = field(default_factory=CompiledUnits)  # functions compiled for the model
     buffers: BufferPool = field(default_factory=BufferPool)  # idle KV buffers of the model
-    # the adaptive schedule's estimates for this target, by draft model
+    # the adaptive schedule's estimates for this target, by draft source
     history: HistoryStore = field(default_factory=HistoryStore)
-    # accepted tokens of this target's draft models
+    # accepted tokens of this target's draft models and heads
     tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
     self_tests: dict[Hashable, float] = field(default_factory=dict)  # differences to plain decoding, by situation
-    heads: HeadStore = field(default_factory=HeadStore)  # draft heads that calls named by folder or id
+    # what the model's forward hands on to its text decoder, by class: a model may be enabled between calls
+    handed_on: dict[type, HandedOn] = field(default_factory=dict)
+    named_drafts: NamedDrafts = field(default_factory=NamedDrafts)  # heads and models that calls named by folder or id
 
 
 _lock = threading.Lock()
@@ -37,5 +42,5 @@ def model_state(model: PreTrainedModel) -> ModelState:
     with _lock:
         if model not in _states:
             num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-            _states[model] = ModelState(buffers=BufferPool(max_pooled_bytes(num_bytes)))
+            _states[model] = ModelState(step_weights(model), buffers=BufferPool(max_pooled_bytes(num_bytes)))
         return _states[model]

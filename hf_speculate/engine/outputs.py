@@ -45,7 +45,8 @@ class OutputRecorder(Observer):
         wants = self.recorded
         for row, num in enumerate(record.trimmed.num_emitted):
             row_id = record.row_ids[row]
-            self.new_ids[row_id] += record.verified.new_ids[row][:num]
+            if record.was_live[row]:  # in lock step, finished rows go on with padding
+                self.new_ids[row_id] += record.verified.new_ids[row][:num]
             if wants.scores and record.was_live[row]:
                 self._scores[row_id] += record.verified.scores[row, :num].to(torch.float32, copy=True)
             if wants.logits and record.was_live[row]:
@@ -113,7 +114,7 @@ def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Te
     """One [B, V] float32 per new token; a row that has ended holds 0 at the pad id and -inf elsewhere."""
     rows = list(by_row.values())
     ended = torch.full_like(rows[0][0], -torch.inf)
-    if pad_token_id < len(ended):  # a pad token may have been added without resizing the model
+    if 0 <= pad_token_id < len(ended):  # a pad token may have been added without resizing the model
         ended[pad_token_id] = 0.0
     longest = max(len(row) for row in rows)
     return tuple(

@@ -1,5 +1,8 @@
 """The plan of a call: what follows from its arguments and models, before anything is built."""
 
+import functools
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
@@ -10,13 +13,19 @@ from hf_speculate.compat import adapters_by_row, attention_name
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
-from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
+from hf_speculate.engine.draft_prior import cost_ratio
+from hf_speculate.engine.model_plan import ModelPlan
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan
-from hf_speculate.models.language_model import counts_columns, device_of, max_columns, vocab_size_of
-from hf_speculate.module_walk import parameters_of
+from hf_speculate.models.context import max_columns
+from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
+from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
+from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
+
+_log_once = functools.cache(logging.getLogger("hf_speculate").info)
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Plan:
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
     hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
     lock_step: str  # why all rows advance by the same number of tokens; empty if each row advances by its own
-    # fills finished rows; None if rows without an EOS token go on until the last one has stopped
+    # fed to finished rows; None if rows without an EOS token go on until the last one has stopped
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
@@ -42,17 +51,20 @@ class Plan:
         return bool(self.lock_step)
 
     @property
+    def steps_have_all_rows(self) -> bool:
+        """Whether a plain step has all rows of the batch: without padding, rows go on until the last one stops."""
+        return self.keeps_rows or self.pad_token_id is None
+
+    @property
     def end_padding_id(self) -> int | None:
         """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
-        pad, call = self.pad_token_id, self.call
-        if pad is None or self.lock_step or not call.is_cache_kept or call.batch_size < 2:
-            return None
-        return pad if pad < vocab_size_of(call.target) else 0  # plain generate() fails at ids without an embedding
+        is_fed = self.call.is_cache_kept and self.call.batch_size > 1 and not self.lock_step
+        return self.pad_token_id if is_fed else None
 
     def __repr__(self) -> str:
         config = self.call.config
         parts = {
-            "drafter": _drafter_text(self.call),
+            "drafter": drafter_text(self.call),
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
@@ -78,13 +90,13 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         fallbacks.append(lock_step)
     strategy = _draft_strategy(call)
     call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
-    lens = draft_lens(call.config) if _drafter_text(call) != "none" else ()
+    lens = draft_lens(call.config) if drafter_text(call) != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
     compile_plan = make_compile_plan(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
-    fallbacks += compile_plan.reasons
+    fallbacks += [*_cache_fallbacks(models), *compile_plan.reasons]
     reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         call=call,
@@ -95,7 +107,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
-        pad_token_id=None if goes_on else (call.pad_token_id or 0),
+        pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
         or (call.batch_size > 1 and adapters_by_row(call.target)),
         fallbacks=tuple(fallbacks),
@@ -112,8 +124,22 @@ def target_cache_plan(call: Call) -> CachePlan:
         call.target_inputs.crosses,
         max_columns=call.max_columns,
         num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
+        handed_on=handed_on(call.target),
     )
     return plan.choose(call.target, call.cache, call.attention_mask, call.input_ids.device)
+
+
+def handed_on(model: PreTrainedModel) -> HandedOn:
+    """What the model's forward hands on to its text decoder, which is found once."""
+    known = model_state(model).handed_on
+    if type(model) not in known:
+        known[type(model)] = find_handed_on(model)
+    return known[type(model)]
+
+
+def places_by_column(model: PreTrainedModel) -> bool:
+    """Whether the target places tokens by their column in the cache, so that all rows must advance together."""
+    return counts_columns(model) or (takes_positions(model) and not handed_on(model).positions)
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -121,16 +147,17 @@ def attention_of(model: PreTrainedModel) -> str:
     return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
-def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The draft's parameter bytes in one process over the target's."""
-    return _num_bytes(draft) / max(_num_bytes(target), 1)
+def _fed_pad_token_id(call: Call) -> int:
+    """The padding token of the call, or 0 in place of one without an embedding, at which plain `generate` fails."""
+    pad = call.pad_token_id or 0
+    return pad if 0 <= pad < vocab_size_of(call.target) else 0
 
 
 def _lock_step_reason(call: Call, goes_on: bool) -> str:
     """Why all rows must advance together; empty if they need not."""
-    foreign = [*call.processors.foreign_names, *call.criteria.foreign_names]
+    foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
-        return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
+        return f"lock step, {lock_step_reason(foreign)}"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
     is_deep = any(call.cache.is_sliding) or is_recurrent(call.cache)
     if goes_on and ends_apart and call.is_cache_kept and is_deep:
@@ -140,7 +167,8 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
         )
     if call.batch_size == 1:
         return ""
-    counting = {type(model).__name__ for model in call.models if counts_columns(model, model is call.draft)}
+    counting = {type(call.target).__name__} if places_by_column(call.target) else set()
+    counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
     num_columns = max_columns(call.target)
@@ -154,12 +182,13 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
     """The call, without a draft model if prompt lookup gains more alone."""
     config, draft = call.config, call.draft
-    if config.prompt_lookup_num_tokens is None:
+    is_useless = draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1
+    if is_useless:
+        does = "plain decoding" if config.prompt_lookup_num_tokens is None else "prompt lookup alone"
+        fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
+    if config.prompt_lookup_num_tokens is None or (draft is not None and not is_useless):
         return call
-    if draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1:
-        fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
-        draft = None
-    return replace(call, draft=draft, config=config.for_lookup_alone() if draft is None else config)
+    return replace(call, draft=None, config=config.for_lookup_alone())
 
 
 def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]) -> Call:
@@ -176,6 +205,14 @@ def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: b
     return replace(call, config=replace(call.config, verifier="rejection"))
 
 
+def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
+    """Which KV caches are not preallocated though nothing was said against it; the log has each once."""
+    for one in models:
+        if one.cache.kind == "dynamic" and one.cache.reason:
+            _log_once(f"the {one.part} cache of {type(one.model).__name__} is dynamic: {one.cache.reason}")
+            yield f"{one.part} cache: dynamic, because {one.cache.reason}"
+
+
 def _draft_strategy(call: Call) -> SampleStrategy:
     drafts_itself = call.draft is not None or call.config.drafter is not None
     samples = drafts_itself and call.do_sample and call.config.draft_sampling == "sample"
@@ -184,7 +221,8 @@ def _draft_strategy(call: Call) -> SampleStrategy:
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def _drafter_text(call: Call) -> str:
+def drafter_text(call: Call) -> str:
+    """What drafts, in words."""
     parts = []
     if call.draft is not None:
         parts.append(f"model {type(call.draft).__name__}")
@@ -213,23 +251,18 @@ def _plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan
 
 
 def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
-    kind, device = call.config.speculation_cache, device_of(draft)
-    if kind == "auto" and call.config.draft_state is not None and not call.static.is_static:
-        # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
-        layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
-        kind = "dynamic" if any(layers.is_sliding) else kind
+    device = device_of(draft)
     cache = CachePlan(
-        kind,
+        call.config.speculation_cache,
         crosses=call.draft_inputs.crosses,
         max_columns=call.max_length,
         num_recurrent_states=target.cache.num_recurrent_states,
+        handed_on=handed_on(draft),
     ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
+    if cache.kind == "preallocated" and cache.requested == "auto" and call.config.draft_state is not None:
+        layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        if any(layers.is_sliding) and not call.static.is_static:
+            reason = "growing buffers drop what lies behind a window, and draft_state keeps all states"
+            cache = replace(cache, kind="dynamic", reason=reason)
     ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
     return ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed)
-
-
-def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters that a decoding step reads in one process, once each; an encoder's are not counted."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    num = sum([parameter.numel() * parameter.element_size() for parameter in parameters_of(decoder)])
-    return num // tensor_parallel_size(model)

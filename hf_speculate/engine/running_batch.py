@@ -35,6 +35,7 @@ class RunningBatch:
         given = first.decoder
         observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length]
         self._decoder = replace(given, observers=observers, clock=clock)
+        self._decoder.drafts.report_to(stats)
 
     @property
     def row_ids(self) -> list[int]:

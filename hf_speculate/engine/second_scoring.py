@@ -49,7 +49,7 @@ class SecondScoring:
         self.target.kv_cache.crop(draft.token_ids.shape[1] + 1)
         self.target.kv_cache.clear_rejected()
         if self.ranks is not None:
-            self.run_dummies(batch, self.ranks.more_forwards(num_forwards) - num_forwards)
+            self._run_dummies(batch, (self.ranks.max(num_forwards) or 0) - num_forwards)
         tokens = self.target.query(batch, draft)[:, :num_forwards].split(1, dim=1)
         scored = joined([self._score(token, **self.target.options) for token in tokens])
         verified = self.verification.verify(batch, scored.logits, scored_draft, keys, checks_logits=True)
@@ -60,8 +60,13 @@ class SecondScoring:
         verified = verified._replace(num_drafted=first.num_drafted, num_host_syncs=num_host_syncs, is_rescored=True)
         return Rescored(scored_draft, scored, verified)
 
-    def run_dummies(self, batch: Batch, num_forwards: int) -> None:
-        """Take part in forwards that other ranks need; nothing is kept of them."""
+    def join_others(self, batch: Batch) -> None:
+        """Take part in the second scorings of other ranks; called before every round."""
+        while self.ranks is not None and (num_forwards := self.ranks.max(0)):
+            self._run_dummies(batch, num_forwards)
+
+    def _run_dummies(self, batch: Batch, num_forwards: int) -> None:
+        """Run forwards that other ranks need; nothing is kept of them."""
         for _ in range(num_forwards):
             self._score(batch.tokens.last(1).contiguous())
             self.target.kv_cache.crop(1)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks
 from hf_speculate.models.language_model import LanguageModel
@@ -97,10 +96,10 @@ class TargetSession:
     padding: EndPadding  # fills the cache after finished rows
 
     @property
-    def room(self) -> int:
-        """Drafted tokens of each row that the model can read after the newest one."""
+    def room(self) -> int | None:
+        """Drafted tokens of each row that the model can read after the newest one; None for any number."""
         if self.padding.max_columns is None:
-            return MAX_ASSISTANT_TOKENS
+            return None
         return self.padding.max_columns - self.kv_cache.num_columns - 1
 
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
 from hf_speculate.compat import CACHE_NAME, OLD_CACHE_NAMES, TAKES_CACHE
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.models.language_model import cache_name
 
@@ -121,7 +121,7 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds
     else:
         num_ids, num_prompt = num_prompt, embeds.shape[1]
         if mask_len != num_prompt and (mask_len is not None or num_ids not in (0, num_prompt)):
-            got = "none" if mask_len is None else f"{mask_len} columns"
+            got = "none" if mask_len is None else counted(mask_len, "column")
             raise UnsupportedGenerationError(
                 f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
                 f"{got}; pass a mask over the embeddings"
@@ -131,8 +131,8 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(
-            f"the cache must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
-            f"got {num_before} of {num_prompt} tokens for {rows[0] if rows else None} rows; "
+            f"the cache must hold fewer tokens than the prompt, for {counted(input_ids.shape[0], 'row')}, got "
+            f"{num_before} of {counted(num_prompt, 'token')} for {counted(rows[0] if rows else 0, 'row')}; "
             "pass the whole text and the cache of its beginning"
         )
     return query

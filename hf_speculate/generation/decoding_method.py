@@ -22,15 +22,18 @@ from hf_speculate.engine.distributed import synced_ranks, tensor_parallel_group
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
+from hf_speculate.generation.draft_encoder import try_draft_inputs
 from hf_speculate.generation.draft_source import DraftSource
-from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
+from hf_speculate.generation.model_inputs import target_inputs
 from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
@@ -55,7 +58,7 @@ class SpeculativeDecoding:
     passed: dict[str, Any]  # the arguments of the call that are not None
     is_static: bool  # whether the call asks for fixed buffers
     source: DraftSource
-    clock: StageClock  # has timed what the call needed so far
+    clock: StageClock  # that was made when the call began
     first_row: int | None = None  # if given, the decoder is made but not run, so that its rows may join others
 
     def __post_init__(self) -> None:
@@ -63,7 +66,6 @@ class SpeculativeDecoding:
         self.stats = self.config.speculation_stats or SpeculationStats()
         self.stats.reset()
         self.config = replace(self.config, speculation_stats=self.stats)
-        self.stats.add_seconds(self.clock.lap())
         self.num_runs = 0
         self.is_cache_passed = not self.passed.keys().isdisjoint(CACHE_NAMES)
 
@@ -89,14 +91,17 @@ class SpeculativeDecoding:
             static_cache = cache
             model_kwargs[cache_name(model)] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
         inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
-        call = self._call(inputs, config, BlockLogitsProcessorList(logits_processor), stopping_criteria)
+        check_unused(logits_processor)
+        processors = BlockLogitsProcessorList(logits_processor).by_row(len(input_ids))
+        call = self._call(inputs, config, processors, stopping_criteria)
         call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
         prepared = build_decoder(call, self.stats, self.clock)
         if self.first_row is not None:
             self.prepared = prepared
             return input_ids
         output = self._decode(prepared, inputs)
-        self.clock.enter(None)
+        self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
+        self.stats.add_seconds(self.clock.lap())
         return output
 
     def _decode(self, prepared: Prepared, inputs: _Inputs) -> GenerateOutput | Tensor:
@@ -138,14 +143,19 @@ class SpeculativeDecoding:
         has_positions = "position_ids" in self.passed
         extra = target_inputs(model, input_ids, query_ids.shape[1], model_kwargs, has_positions=has_positions)
         check_context(extra, input_ids, generation_config, draft, vocabulary)
-        reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
-        encoded = inputs_tensor if reads_tensor else None
         is_fixed = self.is_static or static_cache is not None
-        static = static_request(model, draft, generation_config, is_fixed, self.assistant.eager_reason)
         models = [model] if draft is None else [model, draft]
         ranks = synced_ranks(self.passed.get("synced_gpus"), models, device)
+        group = tensor_parallel_group(models, device)
         if ranks is not None:
-            check_synced(config, generation_config, static.is_static, self.source)
+            has_compiled = generation_config.compile_config is not None
+            check_synced(config, generation_config, is_fixed or has_compiled, self.source)
+        reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
+        given = inputs_tensor if reads_tensor else None, model_kwargs, len(input_ids), vocabulary
+        read_by_draft = try_draft_inputs(self.stats, ranks or group, draft, model, *given)
+        if read_by_draft is None:  # the draft cannot read what the target has read
+            draft = vocabulary = None
+        static = static_request(model, draft, generation_config, is_fixed, self.assistant.eager_reason)
         return Call(
             target=model,
             draft=draft,
@@ -165,8 +175,9 @@ class SpeculativeDecoding:
             recorded=recorded_of(generation_config),
             streamer=self.passed.get("streamer"),
             static=static,
+            early_exit=self.assistant.early_exit,
             target_inputs=extra,
-            draft_inputs=draft_inputs(draft, model, encoded, model_kwargs, len(input_ids), vocabulary),
+            draft_inputs=read_by_draft or ExtraInputs(),
             vocabulary=vocabulary,
             generator=make_generator(
                 config.candidate_generator,
@@ -178,7 +189,7 @@ class SpeculativeDecoding:
                 vocab_size=vocab_size_of(model),
             ),
             ranks=ranks,
-            group=tensor_parallel_group(models, device),
+            group=group,
             first_row=self.first_row or 0,
             rows_leave=self.first_row is not None,
         )

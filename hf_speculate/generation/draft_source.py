@@ -1,5 +1,6 @@
 """Draft sources: what drafts in a call, as error messages name it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,11 +48,17 @@ def find_draft_source(
     if config.prompt_lookup_num_tokens is not None and given not in ([ASSISTED], [EARLY_EXIT]):
         given.append(LOOKUP)
     if len(given) > 1:
-        names = " and ".join(source.cause for source in given)
-        raise UnsupportedGenerationError(f"there must be one source of drafts, got {names}; {given[-1].hint}")
+        raise several_sources(given)
     if given:
         return given[0]
     return COUPLED_ALONE if config.verifier == "coupled" and samples else None
+
+
+def several_sources(sources: Sequence[DraftSource]) -> UnsupportedGenerationError:
+    """The error of a call with more than one draft source."""
+    names = " and ".join(source.cause for source in sources)
+    surplus = "one of them" if len(sources) == 2 else "all but one"
+    return UnsupportedGenerationError(f"pass one draft source, got {names}; omit {surplus}")
 
 
 def with_head(config: SpeculationConfig, head: DraftHead, source: DraftSource) -> SpeculationConfig:
@@ -59,8 +66,7 @@ def with_head(config: SpeculationConfig, head: DraftHead, source: DraftSource) -
     for name in ("prompt_lookup_num_tokens", "draft_state"):
         if getattr(config, name) is not None:
             raise UnsupportedGenerationError(
-                f"{name} must be left out with a draft head, got one with {source.cause}; leave it out, or "
-                f"{source.hint}"
+                f"{name} cannot be combined with a draft head, got one as {source.cause}; omit one of them"
             )
     num = head.default_draft_tokens
     if config.num_assistant_tokens is None and num is not None:

@@ -1,6 +1,5 @@
 """Enables and disables speculative `generate()` for one model object."""
 
-import copy
 import threading
 from typing import Any, TypeVar
 
@@ -24,7 +23,8 @@ def enable(model: ModelT) -> ModelT:
     the draw then too.
 
     Only this object changes: its class becomes a subclass of its own class, of the same name. A PEFT-wrapped model is
-    enabled through the model that it wraps.
+    enabled through the model that it wraps. Copies and pickles are enabled too, in other processes as well; what
+    `save_pretrained` writes is loaded as a plain model.
 
     Args:
         model: a transformers model that can generate, changed in place.
@@ -88,26 +88,35 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
                 "__doc__": plain.__doc__,
                 "__module__": plain.__module__,
                 "__qualname__": plain.__qualname__,
-                "__reduce_ex__": _reduce_as_plain,
-                "__copy__": _copy_enabled,
-                "__deepcopy__": _copy_enabled,
+                "__reduce_ex__": _reduce,
             }
             _ENABLED_CLASSES[plain] = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
         return _ENABLED_CLASSES[plain]
 
 
-def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
-    """Pickle as the plain class, which other processes can import; the copy is to be enabled again."""
-    reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(protocol)  # type: ignore[misc]
-    return object.__new__, (self._plain_class,), reduced[2]
+class _Maker:
+    """Makes the empty object that a copy or a pickle of an enabled model fills.
+
+    A copy gets the model's own class. A pickle names the plain class, which other processes can import, and the loaded
+    model is enabled again.
+    """
+
+    def __init__(self, model_class: Any):
+        self.model_class = model_class
+
+    def __call__(self) -> Any:
+        return object.__new__(self.model_class)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _maker_of, (self.model_class._plain_class,)
 
 
-def _copy_enabled(self: PreTrainedModel, memo: dict[int, Any] | None = None) -> PreTrainedModel:
-    """A copy that is enabled too, a deep one with a memo."""
-    twin: PreTrainedModel = object.__new__(type(self))
-    state = vars(self)
-    if memo is not None:
-        memo[id(self)] = twin
-        state = copy.deepcopy(state, memo)
-    twin.__dict__.update(state)
-    return twin
+def _maker_of(plain: type[PreTrainedModel]) -> _Maker:
+    """What a pickle calls for its plain class."""
+    return _Maker(_enabled_class(plain))
+
+
+# Copies come from here too: wrappers such as PEFT's, which look up missing attributes in their model, would find its
+# `__copy__` and `__deepcopy__` and return a copy of the model alone.
+def _reduce(self: PreTrainedModel, protocol: Any) -> tuple[Any, ...]:
+    return _Maker(type(self)), (), self.__getstate__()

@@ -14,9 +14,20 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import CACHE_NAMES, check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
-from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
-from hf_speculate.draft.heads.mtp import SERVED_TARGETS
+from hf_speculate.draft.acceptance_tallies import DraftCounts
+from hf_speculate.draft.assistant import (
+    VERIFIED_TOKENS_BOUND,
+    find_tokenizer,
+    resolve_assistant,
+    warn_of_low_acceptance,
+)
+from hf_speculate.draft.heads.head import (
+    FIRST_TOKENS_BOUND,
+    DraftHead,
+    first_tokens,
+    warn_of_low_first_acceptance,
+)
+from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
@@ -35,8 +46,9 @@ from hf_speculate.generation.arguments import (
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
+from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_models
+from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -49,10 +61,17 @@ _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), n
 class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
-    `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
-    it then draws, token by token, the text that every assistant gives with the same seed.
+    `generate()` takes the arguments of transformers', and the fields of `SpeculationConfig` as keywords or from a
+    `GenerationConfig`; with a source of drafts, what cannot be decoded speculatively raises an error. Without a source
+    it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that
+    every assistant gives with the same seed.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = SpeculativeGenerationMixin.generate
+        if getattr(cls.generate, "__code__", None) is ours.__code__:  # no class in between has one of its own
+            cls.generate = described(ours, super().generate)  # type: ignore[method-assign]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
@@ -101,8 +120,11 @@ def generate(
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
+    clock = _started_clock()
     bound = bind(_plain_generate(model), (), kwargs)
-    decoding = cast(SpeculativeDecoding, _find_decoding(model, bound, {}, first_row))  # never None with a first row
+    decoding = cast(
+        SpeculativeDecoding, _find_decoding(model, bound, {}, clock, first_row)
+    )  # never None with a first row
     _run(model, bound, decoding)
     return decoding.prepared
 
@@ -127,21 +149,24 @@ def _plain_generate(model: PreTrainedModel) -> Any:
 def _generate(
     model: PreTrainedModel, plain: Generate, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Mapping[str, Any]
 ) -> GenerateOutput | Tensor:
+    clock = _started_clock()
     name_cache(model, kwargs)
     bound = bind(plain, args, kwargs)
     if isinstance(bound.call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
-    decoding = _find_decoding(model, bound, saved)
+    decoding = _find_decoding(model, bound, saved, clock)
     if decoding is None:
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     output = _run(model, bound, decoding)
-    (draft, _, is_vocabulary_assumed, _), head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
+    assistant, head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
     reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
-    is_tallied = is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
-    if draft is not None and is_tallied and model_state(model).tallies.add(draft, stats):
+    is_tallied = assistant.is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
+    tallies, verified = model_state(model).tallies, DraftCounts(stats.num_verified, stats.num_accepted)
+    draft = assistant.model
+    if draft is not None and is_tallied and tallies.add(draft, verified, VERIFIED_TOKENS_BOUND):
         warn_of_low_acceptance(model, draft)
-    if isinstance(head, DraftHead) and decoding.source in (ASSISTED, MTP):
-        warn_of_low_first_acceptance(head.spec, stats)
+    if isinstance(head, DraftHead) and tallies.add(head, first_tokens(stats), FIRST_TOKENS_BOUND):
+        warn_of_low_first_acceptance(head.spec)
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", stats.summary())
     if isinstance(output, ModelOutput):
@@ -149,15 +174,26 @@ def _generate(
     return output
 
 
+def _started_clock() -> StageClock:
+    """A clock of a call that begins now."""
+    clock = StageClock()
+    clock.enter(Stage.PREPARE)
+    return clock
+
+
 def _find_decoding(
-    model: PreTrainedModel, bound: BoundCall, saved: Mapping[str, Any], first_row: int | None = None
+    model: PreTrainedModel,
+    bound: BoundCall,
+    saved: Mapping[str, Any],
+    clock: StageClock,
+    first_row: int | None = None,
 ) -> SpeculativeDecoding | None:
     """Take what concerns speculation out of a call, and check it; None if nothing drafts and no row is the first."""
     call = bound.call
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = unwrapped(call.pop("assistant_model", None))
-    if isinstance(assistant, str | Path):  # a draft head's folder or id
-        assistant = model_state(model).heads.get(assistant, model)
+    if isinstance(assistant, str | Path):
+        assistant = _named_draft(model, call, str(assistant))
     sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
@@ -166,7 +202,7 @@ def _find_decoding(
     source = find_draft_source(assistant, early_exit, config, samples(model, bound))
     has_mtp = source in (None, COUPLED_ALONE) and model.config.model_type in SERVED_TARGETS
     if has_mtp and take_over(model, call, "use_mtp", left=False):
-        source, assistant = MTP, model_state(model).heads.get(str(model.config.name_or_path), model)
+        source, assistant = MTP, _named_draft(model, call, str(model.config.name_or_path), is_mtp=True)
     if isinstance(assistant, DraftHead):
         config, assistant = with_head(config, assistant, source or ASSISTED), None
     if source is None and first_row is None:
@@ -177,11 +213,13 @@ def _find_decoding(
     source = source or NO_DRAFTS
     check_call(model, call, config, source)
     check_private_names(model)
-    check_models([model] if assistant is None else [model, assistant], source)
-    tokenizers, clock = (call.get("tokenizer"), call.get("assistant_tokenizer")), StageClock()
-    clock.enter(None if assistant is None else Stage.VOCABULARY)
+    models = [model] if assistant is None else [model, assistant]
+    check_models(models, source)
+    check_weights(models, source)
+    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    clock.enter(Stage.PREPARE if assistant is None else Stage.VOCABULARY)
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
-    clock.enter(None)
+    clock.enter(Stage.PREPARE)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     # a static cache cannot roll back by row
@@ -194,6 +232,16 @@ def _find_decoding(
     return SpeculativeDecoding(resolved, config, passed, is_static, source, clock, first_row)
 
 
+def _named_draft(model: PreTrainedModel, call: dict[str, Any], name: str, is_mtp: bool = False) -> Any:
+    """The draft of a folder or an id; a model comes with its tokenizer if the call has the target's."""
+    draft = model_state(model).named_drafts.get(name, model, is_mtp)
+    needs_tokenizer = call.get("tokenizer") is not None and call.get("assistant_tokenizer") is None
+    tokenizer = find_tokenizer(name) if needs_tokenizer and not isinstance(draft, DraftHead) else None
+    if tokenizer is not None:
+        call["assistant_tokenizer"] = tokenizer
+    return draft
+
+
 def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
     call = bound.call
     if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
@@ -203,6 +251,7 @@ def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding
         )
     with decoding.clock, _provide_tokenizer(call.get("tokenizer")):
         call["custom_generate"] = decoding
+        decoding.clock.enter(Stage.INPUTS)
         output: GenerateOutput | Tensor = bound.run()
     if not decoding.num_runs:
         raise UnsupportedModelError(

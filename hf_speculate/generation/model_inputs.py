@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
 
+from hf_speculate.cache.layers import fixed_layers
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
@@ -35,21 +36,25 @@ def target_inputs(
         return ExtraInputs(every, own_positions, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
+    counts_columns = positions is None and takes_positions(model)  # plain `generate` tells it none
     model_class: Any = type(model)
     embeds = model_kwargs.get("inputs_embeds")
     read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
     is_usual = model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    if is_usual and not extra and not has_positions and (positions is None or positions.ndim == 2):
+    is_counted = not counts_columns and (positions is None or positions.ndim == 2)
+    if is_usual and not extra and not has_positions and is_counted:
         return ExtraInputs(prompt=read)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
     prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
-    if "position_ids" not in prompt and positions is not None:
+    if "position_ids" not in prompt and (positions is not None or counts_columns):
         prompt["position_ids"] = _columns(model_kwargs, num_query, input_ids.device)
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
         del prompt["position_ids"]
     columns = {name: model_kwargs[name][:, -1:] for name in _BY_COLUMN & extra}
+    if not columns and (columns := _whole_pictures(model, model_kwargs)):
+        prompt |= dict.fromkeys(columns)  # which the prompt itself is read without, as in plain
     return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
 
 
@@ -123,6 +128,23 @@ def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
     return tree_map_only(
         Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype), value
     )
+
+
+def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """A mask [B, 1, 1, tiles] that shows all pictures, for calls without one; empty if there are no pictures.
+
+    Without a mask a single token sees all tiles, but of several tokens read together SDPA shows the first ones fewer.
+    """
+    fixed = fixed_layers(model.config.get_text_config(decoder=True))
+    held = [layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed]
+    pixels = model_kwargs.get("pixel_values")  # [B, pictures, tiles, ...]
+    if pixels is not None and fixed:
+        return {"cross_attention_mask": pixels.new_ones(len(pixels), 1, 1, pixels.shape[1] * pixels.shape[2])}
+    if not held or not held[0].is_initialized:
+        return {}
+    vision, keys = model.config.vision_config, held[0].keys
+    num_tiles = keys.shape[2] // ((vision.image_size // vision.patch_size) ** 2 + 1)
+    return {"cross_attention_mask": keys.new_ones(len(keys), 1, 1, num_tiles)}
 
 
 def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:

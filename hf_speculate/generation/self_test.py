@@ -24,13 +24,13 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.engine.plan import attention_of, target_cache_plan
-from hf_speculate.errors import SpeculateError, UnsupportedModelError
+from hf_speculate.engine.plan import attention_of, places_by_column, target_cache_plan
+from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.models.cache_selection import has_holes
 from hf_speculate.models.compilation import LOGGER
 from hf_speculate.models.folded_attention import folded_attention_for
-from hf_speculate.models.language_model import LanguageModel, cache_name, counts_columns
+from hf_speculate.models.language_model import LanguageModel, cache_name
 from hf_speculate.models.quirks import is_shown, placeless_id
 
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
@@ -69,7 +69,7 @@ def check_decoding(
     has_failed = not difference <= tolerance
     fails_anywhere = has_failed if call.ranks is None else bool(call.ranks.max(int(has_failed)))
     if fails_anywhere:
-        got = f"a difference of {difference:.2g} with {padding} padding and {call.batch_size} rows"
+        got = f"a difference of {difference:.2g} with {padding} padding and {counted(call.batch_size, 'row')}"
         raise UnsupportedModelError(
             f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
             f"{tolerance:g} of their spread in {str(dtype).removeprefix('torch.')}, got "
@@ -139,7 +139,7 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     differences = [relative_difference(plain.logits[:, : num_tokens + 1], together)]
     if num_tokens > 2:
         num_again = num_tokens - 2
-        is_lock_step = counts_columns(model) or batch_size == 1
+        is_lock_step = places_by_column(model) or batch_size == 1
         counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
         kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
         cache.crop(num_tokens - kept)

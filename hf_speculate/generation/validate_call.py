@@ -11,9 +11,17 @@ from hf_speculate.cache.static import described, is_static
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
-from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
+from hf_speculate.generation.draft_source import (
+    COUPLED_ALONE,
+    GENERATOR,
+    LOOKUP,
+    MTP,
+    NO_DRAFTS,
+    DraftSource,
+    several_sources,
+)
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import vocab_size_of
 
@@ -39,14 +47,22 @@ _PASSED_OVER = {"labels", "output_router_logits"}
 
 def check_call(model: PreTrainedModel, call: dict[str, Any], config: SpeculationConfig, source: DraftSource) -> None:
     """Refuse arguments, before transformers prepares the call."""
+    uses_mtp, drafts_nothing = bool(setting(model, call, "use_mtp")), source in (COUPLED_ALONE, NO_DRAFTS)
+    if uses_mtp and not drafts_nothing:
+        raise several_sources([source, MTP])
     refused = {
-        "custom_generate": call.get("custom_generate") is not None,
         "inputs_embeds": source is GENERATOR and call.get("inputs_embeds") is not None,
         "return_token_timestamps": bool(call.get("return_token_timestamps")),
-        "speculation_type": bool(setting(model, call, "speculation_type")),
-        "use_mtp": bool(setting(model, call, "use_mtp")),
+        "use_mtp": uses_mtp,
     }
     _refuse(refused, f"with {source.cause}, got one; {source.hint}")
+    others = {
+        "custom_generate": call.get("custom_generate") is not None,
+        "speculation_type": bool(setting(model, call, "speculation_type")),
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise UnsupportedGenerationError(f"{name} cannot be combined with {source.cause}; omit one of them")
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
         raise UnsupportedGenerationError(
@@ -79,7 +95,10 @@ def check_prepared(
             f"the generation mode must be greedy or sampling with {source.cause}, got {mode.value}; {hint}{source.hint}"
         )
     if not generation_config.use_cache:
-        raise UnsupportedGenerationError(f"use_cache must be True with {source.cause}, got False; {source.hint}")
+        raise UnsupportedGenerationError(
+            f"use_cache must be True with {source.cause}, got False; pass use_cache=True, which overrides the model's "
+            f"config, or {source.hint}"
+        )
     if source is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
@@ -117,10 +136,12 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
     num_rows, num_query = query.shape
     if mask_shape is None or mask_shape == (num_rows, num_cached + num_query):
         return
-    tokens = f"{num_cached} cached and {num_query} more tokens" if num_cached else f"{num_query} tokens"
+    tokens = counted(num_query, "more token" if num_cached else "token")
+    tokens = f"{num_cached} cached and {tokens}" if num_cached else tokens
     raise UnsupportedGenerationError(
-        f"{prefix}attention_mask must be {[num_rows, num_cached + num_query]} for {num_rows} rows of {tokens}, got "
-        f"{list(mask_shape)}; pass the mask that the tokenizer gives with the prompt, cached tokens included"
+        f"{prefix}attention_mask must be {[num_rows, num_cached + num_query]} for {counted(num_rows, 'row')} of "
+        f"{tokens}, got {list(mask_shape)}; pass the mask that the tokenizer gives with the prompt, cached tokens "
+        "included"
     )
 
 
@@ -190,6 +211,6 @@ def check_room(room: int | None, num_columns: int) -> None:
     """Check that a static cache has room for `num_columns` tokens; None is room for any number."""
     if room is not None and room < num_columns:
         raise UnsupportedGenerationError(
-            f"the cache must have room for {num_columns} tokens, got a StaticCache for {room}; make it with "
+            f"the cache must have room for {counted(num_columns, 'token')}, got a StaticCache for {room}; make it with "
             f"max_cache_len={num_columns}, or lower max_new_tokens"
         )

@@ -62,6 +62,16 @@ def check_models(models: Sequence[Any], source: DraftSource) -> None:
     _check_encoders(models[0], models[-1])
 
 
+def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> None:
+    """Refuse models on the meta device, unless hooks (`_hf_hook`) load their weights for each forward."""
+    for model in models:
+        if model.device.type == "meta" and not any(hasattr(part, "_hf_hook") for part in model.modules()):
+            raise UnsupportedModelError(
+                f"models must have weights, got {type(model).__name__} on the meta device; load it with "
+                f"from_pretrained(), or {source.hint}"
+            )
+
+
 def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Refuse a draft whose encoder, or attention to one, does not go with the target's."""
     has_encoder = target.config.is_encoder_decoder

@@ -1,8 +1,7 @@
 """Cache selection: hybrid for recurrent layers, preallocated if the model supports it, otherwise dynamic."""
 
-import inspect
 import os
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,15 +21,26 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.hybrid import HybridKVCache
-from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, only_attends, text_cache, window_of
+from hf_speculate.cache.layers import (
+    ATTENTION_LAYERS,
+    fixed_layers,
+    holding,
+    is_recurrent,
+    only_attends,
+    text_cache,
+    window_of,
+)
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.compat import attention_name
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from hf_speculate.models.language_model import takes_positions
 from hf_speculate.models.mixer_steps import SteppedMixer
 from hf_speculate.models.mixers import stepped_model
 from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_kind
+from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
+from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
 _MASK_NAMES = ("full_attention", "sliding_attention")
@@ -51,6 +61,7 @@ class CachePlan:
     crosses: bool = False  # whether layers attend to an encoder's output too
     max_columns: int | None = None  # the longest that a row can become, padding included
     num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
+    handed_on: HandedOn = EVERYTHING  # what reaches the model's text decoder
     kind: str = ""  # "dynamic", "preallocated" or "hybrid"; empty before `choose`
     reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
 
@@ -67,7 +78,7 @@ class CachePlan:
         """The plan with the kind: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
         layers = _layers_of(model, cache)
         wants = self.requested == "preallocated" or (self.requested == "auto" and not self.is_cache_passed)
-        reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
+        reason = next(self._obstacles(model, layers, attention_mask, device), "") if wants else ""
         if reason and self.requested == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
@@ -103,8 +114,8 @@ class CachePlan:
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             if cache is None:
                 cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
-            fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-            return DynamicKVCache(cache, batch_size, attention_mask, device, fixed_layers=fixed)
+            fixed = fixed_layers(model.config.get_text_config(decoder=True))
+            return DynamicKVCache(cache, batch_size, attention_mask, device, fixed)
         kept_cache = cache if self.is_cache_kept else None
         windows = tuple(window_of(layer) for layer in holding(_layers_of(model, cache).layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
@@ -113,37 +124,57 @@ class CachePlan:
             kinds, batch_size, attention_mask, device, self.max_columns, kept_cache, capacity, pool
         )
 
-    def _obstacle(
+    def _obstacles(
         self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None, device: torch.device
-    ) -> str:
-        """Why the states cannot be preallocated; empty where they can."""
+    ) -> Iterator[str]:
+        """Why the states cannot be preallocated; nothing where they can."""
         if is_recurrent(cache):
-            return "it has recurrent layers"
-        config = model.config.get_text_config(decoder=True)
-        module = sys.modules[type(model.base_model).__module__]
-        names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
-        windows = _windows(cache)
-        quirk, attention = limit_reason(model, Limit.ONLY_DYNAMIC), attention_name(config)
-        obstacles = {
-            quirk: bool(quirk),
-            f"its attention is {attention}": attention not in _ATTENTIONS,
-            "its layers attend to an encoder's output": self.crosses,
-            "it takes no position_ids": "position_ids" not in inspect.signature(type(model).forward).parameters,
-            "it takes no mask of four dimensions": not hasattr(module, "create_causal_mask"),
-            "its positions are biases of the attention": bool(getattr(config, "alibi", False)),
-            "its layers attend in other ways than fully or by window": not names <= set(_MASK_NAMES),
-            "its layers cut their windows by columns": "local" in (getattr(config, "attention_layers", None) or ()),
-            "its layers have several windows": len(windows) > len(names),
-            "it takes one mask for layers of two kinds": len(windows) > 1 and not takes_mask_by_kind(model),
-            "its cache has layers of another kind": not cache.layers
-            or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)),
-            "its cache was made without its config, and knows no windows": windows != _windows_by(config),
-            "its cache is offloaded": bool(cache.offloading),
-            "attention weights are returned": self.records_attentions,
-            "autocast picks the dtypes": torch.is_autocast_enabled(device.type),
-            "the attention mask has holes": has_holes(attention_mask),
-        }
-        return next((reason for reason, holds in obstacles.items() if holds), "")
+            yield "it has recurrent layers"
+        if quirk := limit_reason(model, Limit.ONLY_DYNAMIC):
+            yield quirk
+        config, decoder = model.config.get_text_config(decoder=True), text_decoder(model)
+        if (attention := attention_name(config)) not in _ATTENTIONS:
+            yield f"its attention is {attention}"
+        if self.crosses:
+            yield "its layers attend to an encoder's output"
+        if not takes_positions(model):
+            yield "it takes no position_ids"
+        if not makes_causal_masks(decoder):
+            yield f"its {type(decoder).__name__} makes masks in a way of its own"
+        yield from self._obstacles_of_wrapper(model)
+        if getattr(config, "alibi", False):
+            yield "its positions are biases of the attention"
+        names, windows = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1]), _windows(cache)
+        if not names <= set(_MASK_NAMES):
+            yield "its layers attend in other ways than fully or by window"
+        if "local" in (getattr(config, "attention_layers", None) or ()):
+            yield "its layers cut their windows by columns"
+        if len(windows) > len(names):
+            yield "its layers have several windows"
+        if len(windows) > 1 and not takes_mask_by_kind(decoder):
+            yield "it takes one mask for layers of two kinds"
+        if not cache.layers or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)):
+            yield "its cache has layers of another kind"
+        if windows != _windows_by(config):
+            yield "its cache was made without its config, and knows no windows"
+        if cache.offloading:
+            yield "its cache is offloaded"
+        if self.records_attentions:
+            yield "attention weights are returned"
+        if torch.is_autocast_enabled(device.type):
+            yield "autocast picks the dtypes"
+        if has_holes(attention_mask):
+            yield "the attention mask has holes"
+
+    def _obstacles_of_wrapper(self, model: PreTrainedModel) -> Iterator[str]:
+        """Why a forward around the text decoder cannot be given masks and positions."""
+        name = type(model).__name__
+        if self.handed_on.failure:
+            yield f"a probe of {name} failed ({self.handed_on.failure})"
+        if not self.handed_on.mask:
+            yield f"{name} hands another mask on to its text decoder"
+        if not self.handed_on.positions:
+            yield f"{name} hands other positions on to its text decoder"
 
 
 def _layers_of(model: PreTrainedModel, cache: Cache | None) -> Cache:

@@ -15,12 +15,18 @@ LOGGER = logging.getLogger(__name__)
 
 
 class CompiledUnits:
-    """The functions compiled for one model, for all calls; they take the model as an argument, so it can be freed."""
+    """The functions compiled for one model, for all calls; they take the model as an argument, so it can be freed.
+
+    A copy and a pickle are empty: their model is compiled anew.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.failures: dict[Hashable, str] = {}  # why compiling with some settings failed, which is not tried again
+
+    def __reduce__(self) -> tuple[type["CompiledUnits"], tuple[()]]:
+        return CompiledUnits, ()
 
     def function(self, key: Hashable, compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         with self._lock:

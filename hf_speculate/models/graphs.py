@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_speculate.compat import forward_hook_ids
@@ -23,12 +24,40 @@ class Graph(NamedTuple):
     replay: Callable[[], None]
 
 
+_HOST_READS = (
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
+    "is_nonzero", "repeat_interleave",
+)  # fmt: skip
+_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class HostReads(TorchDispatchMode):
+    """Raises RuntimeError where an operator brings numbers to the host: a device that captures cannot do that."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        kwargs = kwargs or {}
+        if name in _HOST_READS or _finds_true(name, args) or _leaves_device(name, args, kwargs):
+            raise RuntimeError(f"the host was read in a forward: {name}")
+        return func(*args, **kwargs)
+
+
+def _finds_true(name: str, args: Any) -> bool:
+    """Whether an operator indexes with a mask, the number of whose elements it must know."""
+    return name in _INDEXED and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1])
+
+
+def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return name == "_to_copy" and device is not None and device.type == "cpu" and args[0].device.type != "cpu"
+
+
 class CudaGraphs:
     """CUDA graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pool: Any = None
+        self._pool: Any = None  # made when a function was seen to stay on the device
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed."""
@@ -36,14 +65,33 @@ class CudaGraphs:
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(current)
             with torch.cuda.stream(side):
+                if self._pool is None:
+                    # A capture that fails leaves more behind than an error here.
+                    with HostReads():  # type: ignore[no-untyped-call]
+                        function()
+                    self._pool = torch.cuda.graph_pool_handle()
                 function()  # libraries make their workspaces and Triton compiles, which cannot be captured
             current.wait_stream(side)
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                outputs = function()
+            _drop_workspaces()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                    outputs = function()
+            finally:
+                torch.cuda.set_stream(current)  # which torch does not after a capture that failed
+                _drop_workspaces()
         return Graph(outputs, graph.replay)
+
+
+def _drop_workspaces() -> None:
+    """Let matrix products allocate new workspaces, in the memory of the graph while one is captured.
+
+    torch frees them all whenever `torch.compile` records graphs of its own: one from outside of the graph, such as the
+    run before the capture made, would then be gone from under it.
+    """
+    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds for CPUs have none
+    if drop is not None:
+        drop()
 
 
 GRAPH_BACKENDS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}

@@ -1,6 +1,6 @@
 """Prefill a prompt or decode token by token with one model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -92,10 +92,15 @@ class ChosenTokens:
 class Inferencer:
     """Runs a `LanguageModel` step by step."""
 
-    def __init__(self, language_model: LanguageModel, chunk_size: int | None = None, stops_early: bool = True):
-        self.language_model = language_model
-        self.chunk_size = chunk_size  # tokens of each row that a forward takes at most
-        self.stops_early = stops_early  # once every row is done, if that can be read for nothing
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        chunk_size: int | None = None,  # tokens of each row that a forward takes at most
+        stops_early: bool = True,  # once every row is done, if that can be read for nothing
+        meet: Callable[[], None] | None = None,  # called before every forward, which waits for those of other ranks
+    ):
+        self.language_model, self.chunk_size = language_model, chunk_size
+        self.stops_early, self.meet = stops_early, meet
 
     def prefill(
         self,
@@ -115,6 +120,8 @@ class Inferencer:
         num_query = query_token_ids.shape[1]
         num_chunks = 1 if self.chunk_size is None else max(-(-num_query // self.chunk_size), 1)
         for chunk in query_token_ids.tensor_split(num_chunks, dim=1):
+            if self.meet is not None:
+                self.meet()
             logits = self.language_model.forward(chunk, kv_cache, logits_to_keep=1)
         return logits[:, -1]
 

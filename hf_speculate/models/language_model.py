@@ -16,6 +16,7 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
+from hf_speculate.models.text_decoder import text_decoder
 from hf_speculate.types import Scored
 
 
@@ -31,7 +32,6 @@ class LanguageModel:
         max_position: int | None = None,  # upper bound of position ids, for tokens drafted past the end of the text
         keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
-        is_draft: bool = False,  # see `takes_positions`
         capture: LayerCapture | None = None,  # of hidden states that forwards return in `Scored.captured`
     ):
         self.model = model
@@ -41,7 +41,7 @@ class LanguageModel:
         self.device = device_of(model)  # where query tokens are expected
         # Inference mode takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192)
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
-        self._takes_position_ids = takes_positions(model, is_draft)
+        self._takes_position_ids = takes_positions(model)
         self._cache_name = cache_name(model)
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
@@ -136,20 +136,18 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
 
 
-def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
-    """Whether a model's forward is told the positions of its tokens; a draft may be told through its decoder alone."""
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's forward is told the positions of its tokens, perhaps through its text decoder alone."""
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
-    if not is_draft:  # nor does plain `generate` tell a target: padding counts there
-        return False
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     is_inner = decoder is not model and not model.config.is_encoder_decoder
     return hands_on and is_inner and "position_ids" in inspect.signature(type(decoder).forward).parameters
 
 
-def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
+def counts_columns(model: PreTrainedModel) -> bool:
     """Whether a model places tokens by their column in the cache, so that no row may be moved."""
     config = model.config.get_text_config(decoder=True)
     if not has_attention(model):  # nor positions
@@ -157,26 +155,7 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     if config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
         return True  # its temperature grows with the column, whatever the position
     has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(model, Limit.DISTANCES_ONLY)
-    return not takes_positions(model, is_draft) and not has_biases
-
-
-def last_position(model: PreTrainedModel, default: int) -> int:
-    """The last position that the model's config has room for; the default if it names no bound."""
-    config = model.config.get_text_config(decoder=True)
-    for name in ("max_target_positions", "max_position_embeddings"):
-        if getattr(config, name, None):
-            return int(getattr(config, name)) - 1
-    return default
-
-
-def max_columns(model: PreTrainedModel) -> int | None:
-    """Columns of the KV cache, padding included, for which a model has a table; None if it does not count columns."""
-    config = model.config.get_text_config(decoder=True)
-    grows = limit_reason(model, Limit.PADS_TAKE_NO_PLACE)  # its table of positions does
-    has_positions = config.is_encoder_decoder and counts_columns(model) and not grows
-    if not has_positions and not limit_reason(model, Limit.TABLE_BY_COLUMNS):
-        return None
-    return getattr(config, "max_seq_len", None) or last_position(model, default=-1) + 1 or None
+    return not takes_positions(model) and not has_biases
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:

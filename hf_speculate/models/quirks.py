@@ -27,7 +27,7 @@ class Limit(Enum):
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
     NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
-    TABLE_BY_COLUMNS = "engine.draft_length: no forward may write past the last column of a table"
+    CONTEXT_BY_COLUMNS = "models.context: the columns of the longest row count for all rows"
     PADS_TAKE_NO_PLACE = "engine.draft_session: drafted tokens behind a padding token do not count"
 
 
@@ -58,13 +58,12 @@ QUIRKS = (
     Quirk("led", Limit.NO_PADDED_DECODER_PROMPT, "its plain decoding reads single tokens without a mask"),
     Quirk("nllb-moe", Limit.NO_PADDED_DECODER_PROMPT, "tokens that it reads together go to other experts"),
     Quirk("xglm", Limit.MASK_PER_ROW, "its attention wants a mask of shape [B, 1, Q, T]"),
-    *(
-        Quirk(name, Limit.TABLE_BY_COLUMNS, "its attention reads a table of masks, as wide as its cache is long")
-        for name in ("gpt_neo", "imagegpt")
-    ),
-    Quirk("mpt", Limit.TABLE_BY_COLUMNS, "its attention reads a table of biases, as wide as its cache is long"),
     Quirk("bloom", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
     Quirk("mpt", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
+    *(
+        Quirk(name, Limit.CONTEXT_BY_COLUMNS, "its attention cuts a table of fixed size by columns")
+        for name in ("gpt_neo", "imagegpt", "mpt")
+    ),
     *(
         Quirk(name, Limit.PADS_TAKE_NO_PLACE, "its forward counts no padding tokens among those it reads together")
         for name in ("m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "trocr")
@@ -76,20 +75,24 @@ QUIRKS = (
 )
 
 _SINCE_OLDEST = """
-apertus arcee bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen cohere cohere2 ctrl deepseek_v3
-ernie4_5 exaone4 exaone4_5 falcon fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 gpt2 gpt_bigcode
-gpt_neo gpt_neox gpt_oss gptj granite granitemoe helium hunyuan_v1_dense idefics3 imagegpt jetmoe led llama
-llama4_text llava llava_next longt5 m2m_100 marian mbart ministral mistral mixtral mllama mllama_text_model mpt mt5
-mvp nemotron nllb-moe olmo olmo2 olmo3 olmoe opt pegasus pegasus_x persimmon phi phi3 phi4_multimodal phimoe plbart
-qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe seed_oss smollm3
-stablelm starcoder2 switch_transformers t5 t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder trocr umt5 vibevoice_asr
-whisper xglm
+apertus arcee audioflamingo3 aya_vision bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen cohere
+cohere2 cohere2_vision cosmos3_omni ctrl deepseek_v3 deepseek_vl ernie4_5 exaone4 exaone4_5 falcon fun_asr_nano fuyu
+gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm46v glm4v_text glmasr got_ocr2 gpt2 gpt_bigcode gpt_neo
+gpt_neox gpt_oss gptj granite granite_speech granite_speech_plus granitemoe helium hunyuan_v1_dense idefics2 idefics3
+imagegpt internvl janus jetmoe kimi_k25 led lighton_ocr llama llama4_text llava llava_next llava_next_video
+llava_onevision longt5 m2m_100 marian mbart ministral mistral mistral3 mixtral mllama mllama_text_model mpt mt5
+musicflamingo mvp nemotron nllb-moe olmo olmo2 olmo3 olmoe opt ovis2 pegasus pegasus_x persimmon phi phi3
+phi4_multimodal phimoe plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text
+qwen3 qwen3_asr qwen3_moe qwen3_vl_text seed_oss smollm3 smolvlm stablelm starcoder2 switch_transformers t5
+t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder trocr umt5 vibevoice_asr video_llava vipllava voxtral whisper xglm
 bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 nemotron_h
 olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 """
-_SINCE_NEWEST = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
+_SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
+_SINCE_5_24 = "moss_transcribe_diarize omniasr"
 # The oldest version of transformers with which tests have shown a type; the newest is that of `compat`.
-SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_NEWEST.split(), "5.23.0")
+SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
+SHOWN |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
 # The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.

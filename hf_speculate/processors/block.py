@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.processors.encoder_ids import by_row
 from hf_speculate.processors.registry import (
     Reads,
     RollbackProcessor,
@@ -38,6 +39,7 @@ from hf_speculate.processors.registry import (
     name_of,
 )
 from hf_speculate.processors.top_k_top_p import apply_cutoff
+from hf_speculate.processors.used import note_lost_rows
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
@@ -75,9 +77,10 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         if scores.dim() != 3:
             plain: Callable[..., Tensor] = super().__call__
             return plain(input_ids, scores, **kwargs)
-        if self.foreign_names:
+        if self.foreign:
             raise UnsupportedGenerationError(
-                f"scores [B, K+1, V] must meet pure row-wise processors only, got {', '.join(self.foreign_names)}; "
+                "scores [B, K+1, V] must meet pure row-wise processors only, got "
+                f"{', '.join(map(name_of, self.foreign))}; "
                 "pass scores [B, V] position by position, or declare the class with register_row_wise"
             )
         takes_half = bool(self) and getattr(self[0], "takes_half", False)
@@ -112,13 +115,18 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return all(keeps_nan(processor) for processor in self)
 
     @property
-    def foreign_names(self) -> list[str]:
+    def foreign(self) -> list[Any]:
         """The processors that must be called as plain `generate()` calls them, in list order."""
-        return [name_of(processor) for processor in self if find_reads(processor) is None]
+        return [processor for processor in self if find_reads(processor) is None]
 
     def row_wise_part(self) -> "BlockLogitsProcessorList":
         """The pure row-wise processors, which may run on any model."""
-        return BlockLogitsProcessorList(_unsized(p) for p in self if find_reads(p) not in (None, Reads.HISTORY))
+        parts = [p for p in self if find_reads(p) not in (None, Reads.HISTORY, Reads.ROW)]
+        return BlockLogitsProcessorList(map(_unsized, parts))
+
+    def by_row(self, num_rows: int) -> "BlockLogitsProcessorList":
+        """The list for so many rows: processors that hold something for each prompt hold it for each row."""
+        return BlockLogitsProcessorList(by_row(processor, num_rows) for processor in self)
 
     def for_draft(self) -> "BlockLogitsProcessorList":
         """Those that run on the draft model: the pure ones, and of those with state what `forked()` makes forks of."""
@@ -202,6 +210,9 @@ def _run(processor: Any, prefixes: _Prefixes, block: Tensor) -> Tensor:
     reads, flat = find_reads(processor), block.flatten(0, 1)  # [N, V] of all N pairs of row and position
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes, block)
+    if reads is Reads.ROW:
+        ids = prefixes.last_ids(range(len(flat)), processor.num_ids_read, _NO_TOKEN)
+        return cast(Tensor, processor(ids, flat)).view(block.shape)
     if reads is Reads.NOTHING:
         processed = apply_cutoff(processor, flat)
         processed = processor(prefixes.input_ids, flat) if processed is None else processed
@@ -270,8 +281,11 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
 
 def _for_rows(processor: Any, row_indices: Tensor) -> Any:
     if _has_state(processor):
+        note_lost_rows(processor)
         processor.rows(row_indices.tolist())
         return processor
+    if find_reads(processor) is Reads.ROW:
+        return processor.rows(row_indices.tolist())
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.processors.encoder_ids import EncoderNoRepeatNGramByRow, EncoderRepetitionPenaltyByRow
 from hf_speculate.processors.fused_warpers import FusedWarpers
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -35,6 +36,8 @@ class RollbackProcessor(Protocol):
       than there were since the last `rollback`, so nothing older need be kept. If the target's logits are NaN for a
       drafted token, it takes back all calls of the round, which is then shown again;
     - before each draft, `fork` gives the draft model a copy of its own, which is thrown away after it.
+
+    An object serves one call: its rows leave as they finish, and a later call with it is refused.
 
     A round may show a row a token that the processor has just forbidden, and after it, as after a drafted EOS, ids
     without a meaning; what is returned there is never read, and is taken back. So no call may fail for what it is
@@ -73,6 +76,7 @@ class Reads(Enum):
     NOTHING = "nothing"  # any number of rows in one call
     LENGTH = "length"  # input_ids.shape[-1] only
     PREFIX = "prefix"  # the ids of its row
+    ROW = "row"  # what it holds for the row, and perhaps the row's last ids: see `encoder_ids`
     HISTORY = "history"  # what earlier calls showed it; it can take calls back
 
 
@@ -93,6 +97,8 @@ _NAMES = {
 }
 READS: dict[type, Reads] = {
     FusedWarpers: Reads.NOTHING,
+    EncoderNoRepeatNGramByRow: Reads.ROW,
+    EncoderRepetitionPenaltyByRow: Reads.ROW,
     **{getattr(logits_process, name): reads for reads, names in _NAMES.items() for name in names.split()},
 }
 
@@ -173,6 +179,15 @@ def register_row_wise(cls: AnyClass) -> AnyClass:
 def is_registered(obj: object) -> bool:
     """Whether the object's exact class was declared with `register_row_wise`."""
     return type(obj) in _REGISTERED
+
+
+def lock_step_reason(foreign: Sequence[object]) -> str:
+    """Why processors and criteria that do not fit into a block do not, and what the user can do about it."""
+    known = [f"{name_of(one)}: {NOT_ROW_WISE[type(one)]}" for one in foreign if type(one) in NOT_ROW_WISE]
+    others = [name_of(one) for one in foreign if type(one) not in NOT_ROW_WISE]
+    if others:
+        known.append(f"{', '.join(others)}; declare row-wise classes with register_row_wise")
+    return f"because of {'; '.join(known)}"
 
 
 def find_reads(processor: object) -> Reads | None:

@@ -70,9 +70,9 @@ class BlockStoppingCriteria:
         return not (self._max_time_criteria or self._registered or self._foreign)
 
     @property
-    def foreign_names(self) -> list[str]:
+    def foreign(self) -> list[Any]:
         """The criteria that must be called as plain `generate()` calls them, in list order."""
-        return [name_of(criterion) for criterion in self._foreign]
+        return self._foreign
 
     @property
     def max_length(self) -> int | None:
@@ -88,7 +88,7 @@ class BlockStoppingCriteria:
         """Cut each row's block of new tokens at the first prefix that any criterion ends; `tokens` lie on the host."""
         if self._foreign:
             raise UnsupportedGenerationError(
-                f"a block must meet row-wise stopping criteria only, got {', '.join(self.foreign_names)}; "
+                f"a block must meet row-wise stopping criteria only, got {', '.join(map(name_of, self._foreign))}; "
                 "call the plain list after every token, or declare the class with register_row_wise"
             )
         num_emitted = [len(ids) for ids in new_ids]

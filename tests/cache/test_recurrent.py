@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.cache.recurrent import States
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.cache_selection import make_hybrid_cache, rollback_text
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
@@ -67,7 +68,7 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
     assert all(module._forward_pre_hooks_with_kwargs for module in mixers)
     for module in mixers:
         module._forward_pre_hooks_with_kwargs.clear()
-    logits = model(token, past_key_values=DynamicCache(config=model.config), use_cache=True).logits
+    logits = model(token, **{CACHE_NAME: DynamicCache(config=model.config)}, use_cache=True).logits
     kv_cache.release()
     assert torch.equal(logits, model(token).logits)
 
@@ -77,7 +78,7 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
 def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(kind, max_kept_bytes):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
     prompt, text = ragged_prompts(3, seed=3), torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2))
-    model, passed = LanguageModel(model_of(kind), is_draft=True), DynamicCache(config=model_of(kind).config)
+    model, passed = LanguageModel(model_of(kind)), DynamicCache(config=model_of(kind).config)
     cpu, mask = torch.device("cpu"), prompt["attention_mask"]
     kv_cache = make_hybrid_cache(model.model, passed, 3, mask, cpu, max_kept_bytes)
     model.forward(prompt["input_ids"], kv_cache)

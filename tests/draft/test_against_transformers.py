@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import (
 )
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.from_candidate_generator import layers_read, make_generator
 from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.load import load_drafter
@@ -154,8 +155,8 @@ def test_padding_chunks_of_the_prompt_and_a_passed_cache(case, monkeypatch):
     assert_equal_ids(plain, case.target.generate(**inputs, **options, prefill_chunk_size=4))
     assert made == expected
     cache = DynamicCache(config=case.target.config)
-    case.target(inputs["input_ids"][:, :5], past_key_values=cache)
-    assert_equal_ids(plain, case.target.generate(**inputs, **options, past_key_values=cache))
+    case.target(inputs["input_ids"][:, :5], **{CACHE_NAME: cache})
+    assert_equal_ids(plain, case.target.generate(**inputs, **options, **{CACHE_NAME: cache}))
     assert cache.get_seq_length() == plain.shape[1] - 1
 
 

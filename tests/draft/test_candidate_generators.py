@@ -125,6 +125,7 @@ def test_greedy_is_plain_greedy(target, source):
     assert stats.num_emitted == NUM_NEW - 1
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("make", [Grammar, RollbackGrammar])
 def test_processors_with_state_are_not_shown_what_a_generator_tries(target, make):
     inputs, options = ragged_prompts(1, seed=3, min_len=12, vocab_size=8), {"max_new_tokens": NUM_NEW}

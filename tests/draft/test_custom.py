@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import DrafterSetup
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Stream
@@ -80,7 +81,7 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         return made[-1]
 
     stats, own = hf_speculate.SpeculationStats(), {"num_assistant_tokens": 4, "drafter": factory}
-    own |= {name: options.pop(name) for name in ("speculation_cache", "past_key_values") if name in options}
+    own |= {name: options.pop(name) for name in ("speculation_cache", CACHE_NAME) if name in options}
     options["max_new_tokens"] = NUM_NEW
     outputs = [target.generate(**inputs, **options, **more) for more in ({}, own | {"speculation_stats": stats})]
     assert_equal_ids(*(getattr(output, "sequences", output) for output in outputs))
@@ -108,6 +109,7 @@ def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size,
 LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 
+@pytest.mark.fallback("lock step")
 @each_value(ends=[(), (11, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}, LOCK_STEP])
 def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     (target, _), inputs, eos = pair("llama"), ragged_prompts(3, seed=4), None
@@ -129,8 +131,8 @@ def test_rows_that_have_ended_and_stay_gain_nothing():
 
 def test_no_states_of_a_passed_cache_are_told():
     (target, _), inputs, cache = pair("llama"), ragged_prompts(1, seed=3, min_len=8), DynamicCache()
-    target(inputs["input_ids"][:, :4], past_key_values=cache)
-    watcher, _ = followed(target, inputs, num_cached=4, past_key_values=cache)
+    target(inputs["input_ids"][:, :4], **{CACHE_NAME: cache})
+    watcher, _ = followed(target, inputs, num_cached=4, **{CACHE_NAME: cache})
     assert watcher.told[0] == [inputs["input_ids"].shape[1] - 4]
 
 

@@ -172,6 +172,7 @@ def few_words(batch_size, seed=1):
     return ragged_prompts(batch_size, seed=seed, vocab_size=6, max_len=14)
 
 
+@pytest.mark.fallback("prompt lookup alone")
 def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
     options = {"max_new_tokens": NUM_NEW, "prompt_lookup_num_tokens": 5, "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(*pair("llama"), few_words(3), **options)
@@ -182,13 +183,15 @@ def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
 def test_fields_of_configs_count_and_configs_stay_as_they_are():
     target, stats = enable(make_model("llama")), SpeculationStats()
     config = GenerationConfig(max_new_tokens=9, pad_token_id=0, prompt_lookup_num_tokens=4)
+    config.suffix_store = SuffixStore()
     before = config.to_dict()
     many = {"num_return_sequences": 2, "do_sample": True, "seed": 1}  # which transformers' prompt lookup would not take
     target.generate(**few_words(1), generation_config=config, **many, speculation_stats=stats)
     assert 0 < max(stats.rounds_by_draft_len) <= 4
     assert config.to_dict() == before
+    assert config.suffix_store.num_tokens > 0
     target.generation_config = config
-    for own, is_used in (({}, True), ({"prompt_lookup_num_tokens": None}, False)):
+    for own, is_used in (({}, True), ({"prompt_lookup_num_tokens": None, "suffix_store": None}, False)):
         target.generate(**few_words(1), **own, speculation_stats=stats)
         assert (stats.num_batch_rounds > 0) == is_used
 
@@ -224,6 +227,7 @@ def test_a_call_that_fails_adds_nothing_to_the_store():
             **few_words(1),
             streamer=FaultyStreamer(Fault(2, RuntimeError("on purpose")), "put"),
             suffix_store=store,
+            max_new_tokens=8,
             **LOOKUP,
         )
     assert store.num_tokens == 0

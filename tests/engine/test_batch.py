@@ -31,19 +31,25 @@ def test_rows_that_stay_keep_what_belongs_to_them():
 @pytest.mark.parametrize("is_lock_step", [False, True])
 def test_no_token_is_drafted_past_the_end_of_the_last_row(is_lock_step):
     batch = SimpleNamespace(num_left=[2, 5, 9], draft_limits=[8, 8, 8], is_finished=[False, False, True])
-    assert DraftLength(ScriptedSchedule([8]), 10, is_lock_step).next(batch) == 4
+    draft_length = DraftLength(ScriptedSchedule([8, 8]), 10, is_lock_step)
+    assert draft_length.next(batch, [8, 8, 8]) == 4
+    assert draft_length.next(batch, [8, 0, 8]) == (0 if is_lock_step else 1)  # a row that the drafter cannot serve
 
 
-def test_finished_rows_are_not_learned_from():
+def test_rows_that_are_finished_or_without_a_drafter_are_not_learned_from():
     schedule = ScriptedSchedule([3])
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    draft, verified = DraftOut(ids, ids[:, 0], None, None), Verified(ids, [[1], [2, 5]], [3, 2], [0, 1], 0, ids)
-    rest = Scored(ids), verified, Trimmed([0, 2], [False, False], [True, False], [9, 3]), StageSeconds(), 0.0
-    record = RoundRecord(1, [4, 6], [False, True], 3, 1, [0, 7], draft, *rest)
-    DraftLength(schedule, 10).on_round(record)
+    ids = torch.zeros(3, 3, dtype=torch.int64)
+    verified = Verified(ids, [[1], [2, 5], [3]], [3, 2, 0], [0, 1, 0], 0, ids)
+    trimmed = Trimmed([0, 2, 1], [False] * 3, [True, False, False], [9, 3, 4])
+    rest = DraftOut(ids, ids[:, 0], None, None), Scored(ids), verified, trimmed, StageSeconds(), 0.0
+    record = RoundRecord(1, [4, 6, 8], [False, True, True], [True, True, False], 3, 1, [0, 7, 5], *rest)
+    draft_length = DraftLength(schedule, 10)
+    draft_length.on_round(record)
     (outcome,) = schedule.outcomes
     assert (outcome.row_ids, outcome.num_drafted, outcome.num_accepted, outcome.num_left) == ([6], [2], [1], [7])
-    assert outcome.num_rows == 2
+    assert outcome.num_rows == 3
+    draft_length.on_round(record._replace(is_served=[False] * 3))
+    assert len(schedule.outcomes) == 1
 
 
 class ProposesNothing(Drafter):
@@ -63,10 +69,9 @@ def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
     batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3])
     drafts = DraftSession(drafter, None, SampleStrategy.GREEDY)
     drafts.begin(batch)
-    drafts.propose(batch, 2, batch.begin_round())
-    batch.is_finished = [True]
-    for _ in range(2):
-        drafts.propose(batch, 2, batch.begin_round())
+    for is_finished in (False, True, True):
+        batch.is_finished = [is_finished]
+        drafts.propose(batch, 2, batch.begin_round(), [2], lambda: None)
     assert [query.tolist() for query in drafter.queries] == [[[5, 6, 7]], [[7]], [[7]]]
 
 

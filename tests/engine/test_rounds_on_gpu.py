@@ -25,8 +25,8 @@ TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top
 # Our operators in a round, at most, by drafter, cache, mode and rows; eight sampled rows with drafts of SHORT tokens.
 MOST = {
     ("model", "preallocated", "greedy", 1): 22,
-    ("model", "preallocated", "top_p", 1): 47,
-    ("model", "preallocated", "top_p", 8): 50,
+    ("model", "preallocated", "top_p", 1): 57,
+    ("model", "preallocated", "top_p", 8): 54,
     ("model", "dynamic", "greedy", 1): 20,
     ("model", "dynamic", "greedy", 8): 41,
     ("lookup", "preallocated", "greedy", 8): 15,

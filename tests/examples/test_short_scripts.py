@@ -114,18 +114,28 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
 
 
 @pytest.mark.slow
-def test_the_server_that_the_page_starts_answers_and_stops():
+@pytest.mark.parametrize(
+    ("words", "stop"),
+    [
+        (["examples/serve.py", "--tiny"], signal.SIGINT),
+        (["-m", "hf_speculate.tools.cli.main", "serve", "examples/pair/target", "--lookup", "4"], signal.SIGTERM),
+    ],
+)
+def test_the_server_that_the_page_starts_answers_and_stops(words, stop):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-    command = [sys.executable, "examples/serve.py", "--tiny", "--port", "0"]
+    names = ["--allowed-host", "name.example"] if stop == signal.SIGTERM else []
+    command = [sys.executable, *words, "--port", "0", *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        line = next((line for line in process.stderr if "serving target on" in line), "")
+        line = next((line for line in process.stderr if "target on http" in line), "")
         address = re.search(r"http://\S+/v1", line)[0]
-        body = {"messages": [{"role": "user", "content": "a stack"}], "max_tokens": 16, "temperature": 0}
-        answer = httpx.post(f"{address}/chat/completions", json=body, timeout=120, trust_env=False).json()
-        process.send_signal(signal.SIGINT)
+        headers = {"Host": names[-1]} if names else {}
+        body = {"prompt": "def stack", "max_tokens": 16, "temperature": 0}
+        request = {"json": body, "headers": headers, "timeout": 120, "trust_env": False}
+        answer = httpx.post(f"{address}/completions", **request).json()
+        process.send_signal(stop)
         rest = process.communicate(timeout=30)[1]
-    assert answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["text"]
     assert answer["usage"]["speculation"]["rounds"] > 0
     assert process.returncode == 0
     assert rest.splitlines()[-1] == "stopped"  # no traceback

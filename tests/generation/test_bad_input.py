@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as ReadsStates
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, KernelUnavailableError, UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import assert_decodes_as_plain, pair
 from tests.tiny import make_model, ragged_prompts
@@ -47,13 +48,16 @@ def models():
         ({"seed": 1, "generator": torch.Generator()}, "must not both be set"),
         ({"assistant_early_exit": 2, "assistant_model": None}, "in 1..1 for 2 layers, got 2"),
         ({"assistant_early_exit": True, "assistant_model": None}, "got True"),
-        ({"assistant_model": "no-such-folder"}, "draft head must be a folder or a Hub repository"),
+        ({"assistant_model": "no-such-folder"}, "assistant_model must name a draft head or a causal language model"),
     ],
 )
 def test_wrong_fields(models, fields, message):
     target, draft = models
     with pytest.raises(ConfigError) as error:
-        target.generate(**ragged_prompts(1, seed=1), **{"assistant_model": draft, **fields})
+        target.generate(
+            **ragged_prompts(1, seed=1),
+            **{"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 3, **fields},
+        )
     assert message in str(error.value)
     assert next(iter(fields)) in str(error.value) or "draft head" in message
 
@@ -69,7 +73,14 @@ def test_wrong_fields(models, fields, message):
         ),
         (lambda: {"candidate_generator": lambda **_: 3}, "CandidateGenerator, got int"),
         (lambda: {"candidate_generator": lambda **_: object.__new__(ReadsStates)}, "reads return_shared_kv_states"),
-        (lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3}, "got candidate_generator and prompt"),
+        (
+            lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3},
+            "pass one draft source, got candidate_generator and prompt_lookup_num_tokens; omit one of them$",
+        ),
+        (
+            lambda: {"candidate_generator": LOOKUP, "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1},
+            "got assistant_early_exit and candidate_generator and prompt_lookup_num_tokens; omit all but one$",
+        ),
         (lambda: {"candidate_generator": LOOKUP, "num_assistant_tokens_schedule": "adaptive"}, "must be 'constant'"),
     ],
 )
@@ -83,7 +94,8 @@ def test_wrong_sources_of_drafts(models, make, message):
 
 
 def with_gradient_checkpointing(model):
-    model.train().gradient_checkpointing_enable()
+    name = "activation_checkpointing_enable"  # as newer versions call it
+    getattr(model.train(), name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
 
 def with_indexed_attention(model):
@@ -98,9 +110,14 @@ def without_a_cache(model):
     model.__class__ = type("Cacheless", (type(model),), {"forward": lambda self, input_ids: None})
 
 
+def without_weights(model):
+    model.to("meta")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (without_weights, "must have weights, got LlamaForCausalLM on the meta device"),
         (without_a_cache, "must take a cache, got Cacheless"),
         (with_gradient_checkpointing, "in training mode with gradient checkpoint"),
         (with_indexed_attention, "got indexed_attention in LlamaForCausalLM"),
@@ -124,6 +141,16 @@ def test_rotary_embeddings_that_change_past_a_border():
         target.generate(**inputs, assistant_model=draft, max_new_tokens=40)
 
 
+def test_a_config_that_forbids_the_cache_is_overridden_by_the_call():
+    target, draft = make_model("llama"), pair("llama")[1]
+    target.config.use_cache = False
+    target.generation_config = GenerationConfig.from_model_config(target.config)
+    hf_speculate.enable(target)
+    with pytest.raises(UnsupportedGenerationError, match="got False; pass use_cache=True, which overrides"):
+        target.generate(ONES, assistant_model=draft, max_new_tokens=8)
+    assert_decodes_as_plain(target, draft, {"input_ids": ONES}, use_cache=True, max_new_tokens=8)
+
+
 def held(model, num_rows, num_tokens):
     cache = DynamicCache(config=model.config)
     for layer in range(2):
@@ -136,7 +163,13 @@ def held(model, num_rows, num_tokens):
     [
         (torch.zeros(1, 0, dtype=torch.int64), (), {}, "at least one token, got an empty one"),
         (ONES, (2, 6), {}, "must hold fewer tokens than the prompt, for 2 rows, got 6"),
-        (ONES, (1, 3), {}, "for 2 rows, got 3 of 6 tokens for 1 rows"),
+        (ONES, (1, 3), {}, "for 2 rows, got 3 of 6 tokens for 1 row;"),
+        (
+            ONES[:1, :1],
+            (),
+            {"attention_mask": torch.ones(1, 4)},
+            r"must be \[1, 1\] for 1 row of 1 token, got \[1, 4\]",
+        ),
         (ONES, (2, 3), {"attention_mask": torch.ones(2, 4)}, r"must be \[2, 9\] for 2 rows of 3 cached and 6 more"),
         (ONES, (), {"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[2, 6\] .* got \[2, 4\]"),
         (ONES, (), {"attention_mask": 1 - torch.eye(6)[:1]}, r"must be \[2, 6\] .* got \[1, 6\]"),
@@ -145,7 +178,7 @@ def held(model, num_rows, num_tokens):
 )
 def test_prompts_caches_and_masks_that_do_not_fit_each_other(models, ids, num_held, more, message):
     target, draft = models
-    options = {"past_key_values": held(target, *num_held)} if num_held else {}
+    options = {CACHE_NAME: held(target, *num_held)} if num_held else {}
     for drafts in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
         with pytest.raises(UnsupportedGenerationError, match=message):
             target.generate(ids, **options, **more, **drafts, max_new_tokens=3)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticSlidingWi
 
 import hf_speculate
 from hf_speculate.cache.ragged_layer import MIN_STEP, WINDOW_SLACK
-from hf_speculate.compat import TAKES_CACHE
+from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import (
     ACCEPTED_ALL,
@@ -42,7 +42,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "model": {"num_assistant_tokens": K},
     "long drafts": {"num_assistant_tokens": 2 * NUM_NEW},
     "adaptive": {"num_assistant_tokens_schedule": "adaptive"},
-    "hybrid": {"prompt_lookup_num_tokens": K},
+    "hybrid": {"prompt_lookup_num_tokens": K, "num_assistant_tokens": K},
     "copying": {"prompt_lookup_num_tokens": K, "assistant_model": None},
     "chunked": {"num_assistant_tokens": K, "prefill_chunk_size": 3},
     "lock step": {"num_assistant_tokens": K, "logits_processor": [Unchanged()]},
@@ -53,7 +53,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 def prefilled(target, input_ids: Tensor, attention_mask: Tensor | None = None) -> DynamicCache:
     positions = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp_min(0)
     cache = DynamicCache(config=target.config)
-    target(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
+    target(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **{CACHE_NAME: cache})
     return cache
 
 
@@ -101,17 +101,20 @@ def ends(kind: str) -> list[int]:
     return [int(text[row, 3 + 5 * row]) for row in range(BATCH_SIZE - 1)]
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
 )
 def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, cache_kind, drafts):
     target, draft = pair(kind)
+    if drafts == "adaptive":
+        draft = make_model(kind, num_hidden_layers=1)
     inputs, eos = prompts(), ends(kind)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     own = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
-    plain = target.generate(**inputs, **options, past_key_values=caches[0])
-    ours = target.generate(**inputs, **options, past_key_values=caches[1], **own)
+    plain = target.generate(**inputs, **options, **{CACHE_NAME: caches[0]})
+    ours = target.generate(**inputs, **options, **{CACHE_NAME: caches[1]}, **own)
     assert_equal_ids(plain, ours)
     new = plain[:, inputs["input_ids"].shape[1] :]
     num_live = [next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW) for row in new.tolist()]
@@ -125,23 +128,32 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
     before = cache_contents(cache)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("mistral_window"), "pad_token_id": PAD}
-    options |= {"assistant_model": same, "past_key_values": cache, **DRAFTS["long drafts"]}
+    options |= {"assistant_model": same, CACHE_NAME: cache, **DRAFTS["long drafts"]}
     with hook(target, Fault(3, error)), pytest.raises(Mistake):
         target.generate(**inputs, **options)
     assert error.__notes__ == ["hf_speculate: raised while the target read the padding of finished rows, round 1"]
     assert_same_contents(before, cache_contents(cache))
 
 
-def test_a_pad_id_without_an_embedding_leaves_every_row_as_long():
-    """Plain `generate` cannot feed it."""
+@pytest.mark.fallback("lock step")
+@each_value(
+    pad=[64, -1, PAD, 64, -1, PAD], drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"]
+)
+def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
+    """Plain `generate` cannot feed it, and so fails unless all rows end together."""
     target, draft = pair("llama")
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("llama"), "return_dict_in_generate": True}
-    options["output_scores"] = True
-    plain = target.generate(**prompts(), **options, pad_token_id=PAD)
-    ours = target.generate(**prompts(), **options, pad_token_id=64, assistant_model=draft, num_assistant_tokens=K)
-    assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != 64, PAD))
-    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-    assert len(ours.scores) == len(plain.scores)
+    own = {"pad_token_id": pad, "assistant_model": draft, **DRAFTS[drafts]}
+    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True}
+    for eos in (ends("llama"), -1):
+        plain = target.generate(**prompts(), **options, eos_token_id=eos, pad_token_id=PAD if eos != -1 else pad)
+        ours = target.generate(**prompts(), **options, eos_token_id=eos, **own)
+        assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != pad, PAD))
+        assert ours[CACHE_NAME].get_seq_length() == plain[CACHE_NAME].get_seq_length()
+        assert len(ours.scores) == len(plain.scores)
+        has_ended = (ours.sequences[:, -2:] == pad).all(1)
+        assert has_ended.any() == (eos != -1)
+        behind_end = torch.where(torch.arange(64) == pad, 0.0, -torch.inf)
+        assert (ours.scores[-1][has_ended] == behind_end).all()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +172,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(kind, batch_size, ma
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K)
     assert vars(target) == before
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), tolerance_of(kind))
+    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), tolerance_of(kind))
 
 
 def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
@@ -168,13 +180,13 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
     options = {"cache_implementation": "static", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True}
     plain, ours = plain_and_ours(target, draft, ONE_ROW, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
-    for expected, layer in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+    for expected, layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         assert type(layer) is type(expected)
         for name in ("conv_states", "recurrent_states", "has_previous_state", "keys", "values"):
             torch.testing.assert_close(getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0)
     cache = StaticCache(target.config, ROOM)
     with pytest.raises(UnsupportedGenerationError, match="got one of LinearAttentionLayer, StaticLayer"):
-        target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, past_key_values=cache)
+        target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, **{CACHE_NAME: cache})
 
 
 @each_value(batch_size=[1, 4], kind=["llama", "mistral_window"])
@@ -187,11 +199,11 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_si
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     for first, second in (({}, {}), ({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
         output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
-        ids, held = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output.past_key_values
+        ids, held = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output[CACHE_NAME]
         mask = torch.ones_like(ids)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
         before = [layer.keys.data_ptr() for layer in held.layers]
-        text = target.generate(ids, attention_mask=mask, **options, **second, past_key_values=held)
+        text = target.generate(ids, attention_mask=mask, **options, **second, **{CACHE_NAME: held})
         assert [layer.keys.data_ptr() for layer in held.layers] == before
         results.append((text, cache_contents(held)))
     for text, contents in results[1:]:
@@ -203,7 +215,7 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_si
 def test_a_cache_is_passed_under_the_name_of_any_version(name):
     target, draft = pair("llama")
     texts = []
-    for own in ({}, {"assistant_model": draft}):
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
         kv_cache = prefilled(target, ONE_ROW["input_ids"][:, :-1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FutureWarning)
@@ -217,22 +229,24 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
 def test_the_static_caches_of_an_encoder_decoder():
     target, draft = encoder_pair("t5")
     options = {"cache_implementation": "static", "max_cache_len": ROOM, "max_new_tokens": NUM_NEW, **inputs_of("t5", 2)}
-    plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True).past_key_values
-    ours = target.generate(**options, return_dict_in_generate=True, assistant_model=draft)
-    assert all(type(part) is StaticCache for part in parts_of(ours.past_key_values))
-    assert_same_contents(cache_contents(plain), cache_contents(ours.past_key_values), STATE_TOLERANCE)
+    plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True)[CACHE_NAME]
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    ours = target.generate(**options, return_dict_in_generate=True, **own)
+    assert all(type(part) is StaticCache for part in parts_of(ours[CACHE_NAME]))
+    assert_same_contents(cache_contents(plain), cache_contents(ours[CACHE_NAME]), STATE_TOLERANCE)
     del options["cache_implementation"], options["max_cache_len"]
     options["decoder_input_ids"] = ours.sequences
     fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
-    assert_equal_ids(fresh, target.generate(**options, assistant_model=draft, past_key_values=plain))
+    assert_equal_ids(fresh, target.generate(**options, **own, **{CACHE_NAME: plain}))
     assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("is_at_end", [False, True])
 def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     (target, draft), fault = pair("mistral_window"), Fault(1 if is_at_end else 5, Mistake())
     cache = StaticCache(config=target.config, max_cache_len=ROOM)
-    options = {"max_new_tokens": 2 * SLIDING_WINDOW, "past_key_values": cache}
+    options = {"max_new_tokens": 2 * SLIDING_WINDOW, CACHE_NAME: cache}
     ids = target.generate(ONE_ROW["input_ids"], **options)
     before = cache_contents(cache)
     if is_at_end:
@@ -240,7 +254,7 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
     else:
         options["stopping_criteria"] = [FaultyCriterion(fault)]
     with pytest.raises(Mistake):
-        target.generate(ids, assistant_model=draft, **options)
+        target.generate(ids, assistant_model=draft, num_assistant_tokens=K, **options)
     assert_same_contents(before, cache_contents(cache))
 
 
@@ -250,12 +264,16 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     for kind, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
         target, draft = pair(kind)
         options = {**inputs, "max_new_tokens": num_new}
-        own = {"assistant_model": draft, "past_key_values": StaticCache(config=target.config, max_cache_len=room)}
+        own = {
+            "assistant_model": draft,
+            "num_assistant_tokens": K,
+            CACHE_NAME: StaticCache(config=target.config, max_cache_len=room),
+        }
         assert_equal_ids(target.generate(**options), target.generate(**options, **own))
     target, draft = pair("llama")
     cache = StaticCache(config=target.config, max_cache_len=num_columns - 1)
     with pytest.raises(UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"):
-        target.generate(**inputs, max_new_tokens=9, assistant_model=draft, past_key_values=cache)
+        target.generate(**inputs, max_new_tokens=9, assistant_model=draft, **{CACHE_NAME: cache})
     assert not cache.layers[0].is_initialized
 
 
@@ -285,7 +303,7 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention, ca
     own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": K, "speculation_cache": cache_kind}
     ours = target.generate(**inputs, **options, **own)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), 1e-4)
+    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), 1e-4)
     options["return_dict_in_generate"] = False  # nobody sees the states then, and the text's must hold all the same
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
@@ -305,26 +323,41 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
 
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
     target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
-    passed, holes = {"past_key_values": DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
+    passed, holes = {CACHE_NAME: DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
     for kind, given, message in (
-        ("bloom", inputs, "auto or dynamic for BloomForCausalLM, got 'preallocated'"),
+        ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
-        ("llama", {**inputs, **passed}, None),  # the user's own cache: no second copy
+        ("llama", {**inputs, **passed}, ""),  # the user's own cache: no second copy
     ):
         target, draft = pair(kind)
-        own = {"assistant_model": draft, "max_new_tokens": 6, "speculation_stats": hf_speculate.SpeculationStats()}
+        own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
+        own["speculation_stats"] = hf_speculate.SpeculationStats()
         target.generate(**given, **own)
-        assert own["speculation_stats"].cache == "dynamic"
+        stats, name = own["speculation_stats"], type(target).__name__
+        assert stats.cache == "dynamic"
+        parts = ("target", "draft") if message else ()
+        assert stats.fallbacks == [f"{part} cache: dynamic, because {message}" for part in parts]
         if message:
-            with pytest.raises(UnsupportedModelError, match=message):
+            with pytest.raises(UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"):
                 target.generate(**given, **own, speculation_cache="preallocated")
+
+
+def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
+    target, draft = pair("mistral_window")
+    options = {"max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": K}
+    options["speculation_stats"] = hf_speculate.SpeculationStats()
+    for own, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
+        target.generate(**ONE_ROW, **options, **own)
+        texts = options["speculation_stats"].fallbacks
+        assert sum(text.startswith("draft cache: dynamic, because growing buffers drop") for text in texts) == num
 
 
 def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
-    own = {"assistant_model": draft, "past_key_values": DynamicCache()}  # without its config, all layers are full ones
-    target(options["input_ids"][:, :4], past_key_values=own["past_key_values"])
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    own[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
+    target(options["input_ids"][:, :4], **{CACHE_NAME: own[CACHE_NAME]})
     with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
         target.generate(**options, **own, speculation_cache="preallocated")
     assert_equal_ids(target.generate(**options), target.generate(**options, **own))

@@ -10,11 +10,13 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import Compilation
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import make_llava, picture_prompts, text_draft
 
 K = 2
 ENDS = [17, 3, 40, 9]
@@ -104,11 +106,18 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.fallback("eager forwards")
 def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
     for kind, config, more, cache_kind, reasons in (
         ("llama", CompileConfig(), {}, "preallocated", ["plain generate() would not compile"]),
         ("llama", compile_config(), {"disable_compile": True}, "preallocated", [""]),
-        ("bloom", compile_config(), {}, "dynamic", ["whose states are not preallocated"] * 2),
+        (
+            "bloom",
+            compile_config(),
+            {},
+            "dynamic",
+            ["target cache", "draft cache", *["states are not preallocated"] * 2],
+        ),
     ):
         target, draft = pair(kind)
         ids, eager, stats = compiled_and_eager(target, draft, ragged_prompts(2), config, **more)
@@ -117,10 +126,21 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
         assert all(reason in said for reason, said in zip(reasons, stats.fallbacks, strict=True))
 
 
+@pytest.mark.fallback("eager forwards")
+def test_a_target_that_stays_eager_beside_a_compiled_draft_takes_no_buffers_of_earlier_calls():
+    target = hf_speculate.enable(make_llava())
+    draft, inputs = text_draft(target), picture_prompts(target, 2)
+    for _ in range(2):
+        ids, eager, stats = compiled_and_eager(target, draft, inputs, compile_config(), max_new_tokens=8)
+        assert_equal_ids(eager, ids)
+        assert (stats.cache, stats.compiled) == ("preallocated", ["draft"])
+
+
 def breaks_graphs(module, args):
     torch._dynamo.graph_break()
 
 
+@pytest.mark.fallback("eager forwards")
 def test_a_model_that_cannot_be_compiled_says_so_once_and_decodes_eagerly(caplog):
     target, draft = new_pair(num_hidden_layers=1)
     target.model.register_forward_pre_hook(breaks_graphs)
@@ -156,6 +176,7 @@ def addresses_of(*models):
     return {tensor.data_ptr() for pool in pools for kept in pool._idle.values() for tensor in kept.tensors}
 
 
+@pytest.mark.fallback("lock step")
 def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
     target, draft = new_pair(num_hidden_layers=1)
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}
@@ -170,8 +191,8 @@ def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back
     for one in (ours, again):
         assert_equal_ids(plain.sequences, one.sequences)
         torch.testing.assert_close(one.logits, plain.logits)
-        assert type(one.past_key_values) is type(plain.past_key_values)
-        for layer, expected in zip(one.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert type(one[CACHE_NAME]) is type(plain[CACHE_NAME])
+        for layer, expected in zip(one[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
             torch.testing.assert_close(layer.keys, expected.keys)
 
 

@@ -70,6 +70,7 @@ def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(mod
         assert_equal_ids(whole, longer)
 
 
+@pytest.mark.fallback("lock step")
 def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
     options = {**COUPLED, "seed": [1, 2, 3], "max_new_tokens": NUM_NEW, "logits_processor": [Unchanged()]}
     assert assert_decodes_as_plain(models["target"], models["near"], ragged_prompts(3, seed=1), **options).lock_step

@@ -193,9 +193,11 @@ def test_a_wrong_verifier_fails_the_same_test(models, registry):
     assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
 
 
+@pytest.mark.fallback("rejection in place of block")
 def test_block_gives_way_to_rejection_where_it_gains_nothing(models):
     stats, ids, (target, draft) = [], [], models
     options = {"draft_sampling": "argmax", "assistant_model": draft, "do_sample": True, "seed": 3}
+    options["num_assistant_tokens"] = K
     for verifier in ("block", "rejection"):
         stats.append(hf_speculate.SpeculationStats())
         own = {"verifier": verifier, "speculation_stats": stats[-1], "max_new_tokens": 24}

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from hf_speculate import DraftState, SpeculationStats
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_caches import STATE_TOLERANCE
@@ -57,7 +58,7 @@ def assert_holds_what_its_texts_give(state, draft):
         cache = DynamicCache()
         if text:
             with torch.no_grad():
-                draft(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
+                draft(input_ids=torch.tensor([text]), **{CACHE_NAME: cache}, use_cache=True)
         for layer, states in zip(cache.layers, state._held.kv_states, strict=bool(text)):
             for one, other in ((layer.keys, states.keys), (layer.values, states.values)):
                 assert torch.allclose(one[0], other[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0)

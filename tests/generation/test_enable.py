@@ -3,17 +3,21 @@
 import ast
 import copy
 import functools
+import inspect
 import io
 import pickle
+import pydoc
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import hf_speculate
 from hf_speculate import compat as private_names
+from hf_speculate.config import FIELD_NAMES
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -65,6 +69,18 @@ def test_a_class_of_ones_own_with_the_mixin(models):
     assert assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=3), max_new_tokens=9).num_rounds > 0
 
 
+class WithItsOwn(Mine):
+    """As a user's class that looks at the arguments of the mixin."""
+
+    def generate(self, *args, **kwargs):
+        """Has a text of its own."""
+        return super().generate(*args, **kwargs)
+
+
+class Derived(WithItsOwn):
+    """Inherits `generate`."""
+
+
 class NamesTheFirst(LlamaForCausalLM):
     """As Granite Speech and Kyutai STT: looks at an argument and hands on all."""
 
@@ -87,6 +103,21 @@ def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, kin
         assert stats.num_rounds > 0
 
 
+def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(models):
+    model = hf_speculate.enable(models[0])
+    parameters, plain = (inspect.signature(each).parameters for each in (model.generate, LlamaForCausalLM.generate))
+    assert list(parameters) == [*list(plain)[1:-1], *FIELD_NAMES, "kwargs"]
+    assert parameters["posterior_threshold"].default == hf_speculate.SpeculationConfig().posterior_threshold
+    text = pydoc.render_doc(model.generate, renderer=pydoc.plaintext)
+    assert "Generates sequences of token ids for models" in text  # transformers'
+    assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
+    assert "SpeculationConfig" in dir(hf_speculate)
+    for kind, names in ((NamesTheFirst, ["ids", "args", *FIELD_NAMES, "kwargs"]), (Derived, ["args", "kwargs"])):
+        model.__class__ = kind
+        assert list(inspect.signature(hf_speculate.enable(model).generate).parameters) == names
+    assert inspect.getdoc(model.generate) == "Has a text of its own."
+
+
 def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
     target, _ = models
     target.save_pretrained(tmp_path / "plain")
@@ -95,22 +126,81 @@ def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "enabled" / name).read_bytes()
 
 
-def test_a_pickle_is_a_plain_model_and_copies_stay_enabled(models):
-    target, draft = models
-    hf_speculate.enable(target)
+def by_torch(value):
     buffer = io.BytesIO()
-    torch.save(target, buffer)
+    torch.save(value, buffer)
     buffer.seek(0)
-    for loaded in (pickle.loads(pickle.dumps(target)), torch.load(buffer, weights_only=False)):
-        assert type(loaded) is LlamaForCausalLM
-    for twin, is_shared in ((copy.deepcopy(target), False), (copy.copy(target), True)):
-        assert (twin.lm_head.weight is target.lm_head.weight) == is_shared
-        assert assert_decodes_as_plain(twin, draft, ragged_prompts(1, seed=1), max_new_tokens=6).num_rounds > 0
-        hf_speculate.disable(twin)
-    assert hf_speculate.is_enabled(target)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIERS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": by_torch,
+}
+
+
+class Forwarding(torch.nn.Module):
+    """As wrappers of many libraries: what it lacks is looked up in its model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name):
+        return self._modules[name] if name in self._modules else getattr(self._modules["model"], name)
+
+
+def with_lora(model):
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).eval().to(torch.float64)
+
+
+def with_offloading_hook(model):
+    """What accelerate leaves: a `forward` on the object that is bound to it."""
+    return add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
+
+
+WRAPPERS = {
+    "none": lambda model: model,
+    "PEFT": with_lora,
+    "DataParallel": torch.nn.DataParallel,
+    "any": Forwarding,
+    "accelerate": with_offloading_hook,
+}
+UNPICKLED = ("accelerate",)  # whose hooks are closures
+
+
+def inner_of(wrapped):
+    return next(part for part in wrapped.modules() if isinstance(part, LlamaForCausalLM))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "copier"),
+    [(name, copier) for name in WRAPPERS for copier in COPIERS if name not in UNPICKLED or "copy" in copier],
+)
+def test_copies_and_pickles_stay_what_they_are(models, wrapper, copier):
+    target, draft = models
+    wrapped = WRAPPERS[wrapper](hf_speculate.enable(target))
+    twin = COPIERS[copier](wrapped)
+    assert type(twin) is type(wrapped)
+    assert twin is not wrapped
+    inner, is_shared = inner_of(twin), copier == "copy"
+    assert (inner.lm_head.weight is target.lm_head.weight) == is_shared
+    assert is_shared or inner is not target
+    assert assert_decodes_as_plain(inner, draft, ragged_prompts(1, seed=1), max_new_tokens=6).num_rounds > 0
+    hf_speculate.disable(inner)
+    assert hf_speculate.is_enabled(target) == (inner is not target)
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_copies_and_pickles_of_a_model_that_another_library_gave_a_class(models, copier):
+    target = hf_speculate.enable(models[0])
     target.__class__ = type("LlamaForCausalLM", (type(target),), {})  # as libraries make that shard a model
-    assert type(pickle.loads(pickle.dumps(target))) is LlamaForCausalLM
-    assert type(copy.deepcopy(target)) is type(copy.copy(target)) is type(target)
+    twin = COPIERS[copier](target)
+    assert hf_speculate.is_enabled(twin)
+    assert (type(twin) is type(target)) == (copier in ("copy", "deepcopy"))  # a pickle cannot name that class
 
 
 def test_fields_that_transformers_will_lose_earn_a_warning(models):
@@ -123,8 +213,7 @@ def test_fields_that_transformers_will_lose_earn_a_warning(models):
 
 def test_a_peft_model_is_enabled_through_its_base(models):
     target, draft = models
-    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
-    wrapped.to(torch.float64)
+    wrapped = with_lora(target)
     with pytest.raises(hf_speculate.UnsupportedModelError, match=r"got PeftModel; enable\(\) serves PEFT models"):
         hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
     assert hf_speculate.enable(wrapped) is wrapped
@@ -150,7 +239,8 @@ def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(model
     """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
-    assert target.generate(**ragged_prompts(2), assistant_model=draft, max_new_tokens=5).shape == (2, 12 + 5)
+    own = {"assistant_model": draft, "num_assistant_tokens": 3}
+    assert target.generate(**ragged_prompts(2), **own, max_new_tokens=5).shape == (2, 12 + 5)
 
 
 def test_a_version_of_transformers_without_a_name_is_refused_on_enable():

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import SpeculateError
 from tests.cases import DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.reliability.faults import Fault, FaultyCriterion
@@ -33,6 +34,7 @@ def inputs_of(kind, batch_size):
     return {name: tensor.flip(1) for name, tensor in inputs.items()}
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_greedy_equals_plain(kind):
     target, draft = encoder_pair(kind)
@@ -42,6 +44,7 @@ def test_greedy_equals_plain(kind):
     assert stats.lock_step == (kind == "bart")  # its positions are columns
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_prompts_of_the_decoder_may_be_padded(kind):
     ids = torch.tensor([[0, 0, 1, 9], [0, 1, 8, 4], [1, 7, 5, 3]])
@@ -82,10 +85,11 @@ def test_encoders_run_once_and_drafts_read_the_speech_in_their_own_dtype(shares,
     assert torch.equal(output, state)
 
 
+@pytest.mark.fallback("lock step")
 def test_a_passed_cache_is_brought_back_after_an_error():
     target, draft = encoder_pair("t5")
     cache, inputs = EncoderDecoderCache(DynamicCache(), DynamicCache()), inputs_of("t5", 1)
-    options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 4, "past_key_values": cache}
+    options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 4, CACHE_NAME: cache}
     with pytest.raises(RuntimeError, match="on purpose"):
         target.generate(**inputs, **options, stopping_criteria=[FaultyCriterion(Fault(5, RuntimeError("on purpose")))])
     assert cache.get_seq_length() == cache.cross_attention_cache.get_seq_length() == 0
@@ -105,6 +109,7 @@ def test_passed_encoder_outputs():
 SILENCE = {"return_timestamps": True, "no_speech_threshold": 0.01, "logprob_threshold": 0.0, "temperature": 0.0}
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("options", [{"prompt_ids": torch.tensor([44, 11, 12])}, SILENCE])
 def test_options_that_whisper_alone_has(options):
     stats = assert_decodes_as_plain(*encoder_pair("whisper"), inputs_of("whisper", 2), max_new_tokens=24, **options)
@@ -142,6 +147,7 @@ def test_times_of_whispers_tokens_are_not_supported():
         target.generate(**inputs_of("whisper", 1), assistant_model=draft, return_token_timestamps=True)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("kind", ["bart", "whisper"])
 def test_matches_in_the_decoders_text_are_drafted(kind):
     target, inputs = encoder_pair(kind)[0], inputs_of(kind, 3)

@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models.graphs import GRAPH_BACKENDS
+from hf_speculate.engine import graph_plan
+from hf_speculate.models.graphs import GRAPH_BACKENDS, CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.draft.heads.kinds import KINDS
+from tests.fake_cuda import FakeCuda
 from tests.recorded_graphs import RecordedGraphs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -86,6 +88,7 @@ def reads_host(module: Any, args: Any) -> None:
     next(module.parameters()).sum().item()
 
 
+@pytest.mark.fallback("eager forwards")
 def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
     target, draft = new_pair("llama", 0.1)
     inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
@@ -105,6 +108,7 @@ def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_
         assert "LlamaForCausalLM, which cannot be captured: the host was read" in fallback
 
 
+@pytest.mark.fallback("no graphs")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -119,12 +123,71 @@ def test_what_cannot_be_captured_says_why(backend: Any, options: dict[str, Any],
     assert f"no graphs of the target LlamaForCausalLM: {reason}" in stats.fallbacks
 
 
+READS: dict[str, Any] = {
+    "a number": lambda ids: ids.sum().item(),
+    "a mask of unknown size": lambda ids: ids[ids > 3],
+    "a copy to the host": lambda ids: ids.cpu(),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_what_reads_the_host_is_found_before_a_capture(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeCuda():
+        ids = torch.arange(8).to("cuda:0")
+        monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: pytest.fail("captured"))
+        with pytest.raises(RuntimeError, match="the host was read in a forward"):
+            CudaGraphs(ids.device).capture(lambda: READS[what](ids))
+
+
+@pytest.mark.fallback("no graphs")
+def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = new_pair("llama", 0.1)
+    for module in (*target.modules(), *draft.modules()):
+        module._forward_pre_hooks.clear()  # those of the tests
+    options = {"assistant_model": draft, "speculation_graphs": "auto"}
+    inputs, seen = ragged_prompts(2), []
+    stats = decode(target, inputs, **options)[1]
+    assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
+    draft.register_forward_hook(lambda *_: seen.append(1))
+    stats = decode(target, inputs, **options)[1]
+    assert stats.graphed == ["target"] and len(seen) > stats.num_batch_rounds
+    assert stats.fallbacks == ['no graphs of the draft: its hooks would run in a capture only; "on" allows that']
+    assert decode(target, inputs, **{**options, "speculation_graphs": "on"})[1].graphed == ["target", "draft"]
+    monkeypatch.setattr(graph_plan, "memory_bytes", lambda device: 1 << 16)
+    stats = decode(target, inputs, **options)[1]
+    assert stats.graphed == []
+    assert "of full length may take" in stats.fallbacks[0]
+
+
+@pytest.mark.fallback("no graphs")
 def test_on_a_cpu_rounds_are_eager() -> None:
     target, draft = pair("llama")
     for graphs, num_reasons in (("auto", 0), ("on", 2)):
         stats = decode(target, ragged_prompts(2), assistant_model=draft, speculation_graphs=graphs)[1]
         assert stats.graphed == []
         assert ["graphs need a CUDA device" in reason for reason in stats.fallbacks] == [True] * num_reasons
+
+
+def test_a_graph_has_workspaces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("dropped"), raising=False)
+    with FakeCuda():
+        CudaGraphs(torch.device("cuda", 0)).capture(lambda: seen.append("run"))
+    assert seen == ["run", "run", "dropped", "run", "dropped"]  # the first one looks for reads of the host
+
+
+@pytest.mark.gpu
+def test_graphs_outlive_the_workspaces_that_others_drop() -> None:
+    target, draft = (model.to("cuda", torch.bfloat16) for model in new_pair("llama", 0.1))
+    inputs = {name: value.cuda() for name, value in ragged_prompts(1, seed=4, min_len=8).items()}
+    ids, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    again, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40)
+    assert stats.graphed == ["target", "draft"]
+    assert_equal_ids(ids, again)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, MoshiConfig, MoshiForCausalLM
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
@@ -37,7 +38,7 @@ def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks()
     model.generation_config = GenerationConfig(pad_token_id=0)
     inputs, draft = ragged_prompts(3, seed=3), noisy_copy(model)
     assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
-    for own in ({"speculation_cache": "dynamic"}, {"past_key_values": DynamicCache(config=config)}):
+    for own in ({"speculation_cache": "dynamic"}, {CACHE_NAME: DynamicCache(config=config)}):
         with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
             model.generate(**inputs, **own, assistant_model=draft, max_new_tokens=NUM_NEW)
 

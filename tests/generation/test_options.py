@@ -5,6 +5,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.compatibility_rows import CHARACTERS, TOKENIZER
@@ -83,6 +84,7 @@ class StopAtSum(StoppingCriteria):
 PureStop = hf_speculate.register_row_wise(type("PureStop", (StopAtSum,), {}))
 
 
+@pytest.mark.fallback("lock step")
 @each_value(batch_size=[1, 3], eos_token_id=[None, 17])
 def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
@@ -99,6 +101,7 @@ def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_si
     assert stats.num_batch_rounds < len(seen[1][0])
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     batch_size=[1, 3],
     criterion=[StopAtSum, PureStop],
@@ -119,10 +122,11 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
     assert_equal_ids(plain.sequences, ours.sequences)
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW  # else no row may run ahead of the end
     assert not ours.speculation.lock_step
-    for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+    for one, other in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         torch.testing.assert_close(other.keys, one.keys)
 
 
+@pytest.mark.fallback("lock step")
 def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     """In float32, since logits of other dtypes are copied anyway."""
     target, draft = pair("llama", dtype=torch.float32)
@@ -167,6 +171,7 @@ def test_speculation_comes_with_the_output_object():
     assert stats.num_rounds == 0
 
 
+@pytest.mark.fallback("lock step")
 def test_a_large_bound_on_the_length_reserves_no_memory():
     target, draft = pair("llama")
     options = {"max_new_tokens": 10**12, "assistant_model": draft, "stopping_criteria": [StopAtSum()]}
@@ -199,6 +204,7 @@ def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
     tokenizer, target, draft = healed
     inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
     options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8, "assistant_model": draft}
+    options["num_assistant_tokens"] = 3
     ids = target.generate(**inputs, **options, streamer=streamed)
     assert streamed.ids == ids[0].tolist()
     with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):

@@ -4,9 +4,12 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import DynamicCache
+import transformers
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.reliability.faults import Fault, FaultyCriterion
@@ -14,9 +17,12 @@ from tests.reliability.test_threads import together
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
 from tests.tiny_readers import ENCODERS, READERS, READINGS
+from tests.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
 LITTLE_NOISE = 0.01  # the draft has not read what the target has
+# Two masks, positions of three axes, positions that the forward does not name, and neither; the others are slow.
+VARIED = ("cohere2_vision", "glm46v", "moss_transcribe_diarize", "voxtral")
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
 
@@ -68,6 +74,7 @@ def decode(model, inputs, **options):
     return model.generate(**inputs, **options)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
 def test_a_reader_decodes_as_in_plain(name):
     target, inputs, other = (READERS | READINGS)[name]()
@@ -77,14 +84,82 @@ def test_a_reader_decodes_as_in_plain(name):
     options = {"assistant_model": draft, "num_assistant_tokens": 3}
     ours = decode(target, inputs, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
-    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for layer, expected in zip(ours[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
         assert torch.allclose(layer.keys, expected.keys)
         assert torch.allclose(layer.values, expected.values)
-    assert ours.speculation.num_accepted > 0
+    stats = ours.speculation
+    assert stats.num_accepted > 0
+    assert not stats.lock_step
+    assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")  # pictures in the cache
     if other is not None:  # else the prompt has no other reading
         assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
 
 
+# Older versions make a static cache whose layers of pictures are as long as the text, and fail with it.
+HAS_STATIC = "_prepare_static_cache" in vars(transformers.MllamaForConditionalGeneration)
+
+
+def assert_same_layers(one, other):
+    for layer, expected in zip(one.layers, other.layers, strict=True):
+        assert type(layer) is type(expected)
+        assert int(layer.get_seq_length()) == int(expected.get_seq_length())
+        torch.testing.assert_close(layer.keys, expected.keys)
+        torch.testing.assert_close(layer.values, expected.values)
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
+)
+def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(kind, has_mask):
+    target, inputs, _ = READERS["aspect_ratio_ids"]()
+    if not has_mask:  # then all tokens see all tiles, but for those of the prompt
+        del inputs["cross_attention_mask"]
+    hf_speculate.enable(target)
+    draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        first = decode(target, inputs, cache_implementation=kind, max_cache_len=96, **own)
+        ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1)
+        options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
+        if has_mask:
+            options["cross_attention_mask"] = torch.ones(*ids.shape, 1, 2, dtype=torch.int64)
+        texts.append(target.generate(ids, **options, **own))
+        caches.append(first[CACHE_NAME])
+    assert_equal_ids(*texts)
+    assert_same_layers(*caches)
+    assert caches[0].layers[1].keys.shape[2] == 10  # two tiles of four patches and a class each
+
+
+def test_a_static_layer_too_short_for_pictures_is_named_and_left_as_it_was():
+    target, inputs, _ = READERS["aspect_ratio_ids"]()
+    cache = StaticCache(config=target.config.get_text_config(), max_cache_len=64)
+    cache.layers[1] = StaticLayer(max_cache_len=6)
+    with pytest.raises(UnsupportedGenerationError, match=r"must have room for its states, got 6 columns for 10; leave"):
+        hf_speculate.generate(target, **inputs, prompt_lookup_num_tokens=3, max_new_tokens=8, **{CACHE_NAME: cache})
+    assert not any(layer.is_initialized for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in VARIED else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS]
+)
+def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
+    target, inputs, _ = WRAPPERS[name].make()
+    draft, plain = noisy_copy(target, LITTLE_NOISE), decode(target, inputs)
+    blind = decode(target, {name: inputs[name] for name in ("input_ids", "attention_mask")})
+    assert not torch.equal(plain.logits[0], blind.logits[0])  # the picture or sound was read
+    hf_speculate.enable(target)
+    ours = decode(target, inputs, assistant_model=draft, num_assistant_tokens=3)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for layer, expected in zip(ours[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
+        assert torch.allclose(layer.keys, expected.keys)
+        assert torch.allclose(layer.values, expected.values)
+    stats = ours.speculation
+    assert (stats.cache, stats.lock_step, stats.fallbacks) == ("preallocated", False, [])
+    assert 0 < stats.num_accepted < stats.num_verified
+
+
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_an_encoder_reads_beside_its_text(name):
     target, inputs, other = ENCODERS[name]()
@@ -113,7 +188,7 @@ def test_a_second_turn_goes_on_from_the_cache():
     target, draft = picture_pair("qwen2_vl")
     texts = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        own["past_key_values"] = DynamicCache(config=target.config.get_text_config())
+        own[CACHE_NAME] = DynamicCache(config=target.config.get_text_config())
         first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
         more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
         texts.append(target.generate(more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW))
@@ -131,6 +206,7 @@ def test_threads_do_not_read_each_others_positions():
         assert_equal_ids(plain, ours)
 
 
+@pytest.mark.fallback("lock step")
 def test_a_failed_run_leaves_the_model_as_plain_generate_would():
     target, draft = picture_pair("qwen2_vl")
     left = []
@@ -147,12 +223,16 @@ def test_what_cannot_be_read_is_not_supported():
     target, draft = picture_pair("llava")
     small = make_model("llama", vocab_size=64)
     small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
-    for own, message in (
-        ({"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
-        ({"assistant_model": small}, "ids of the prompt must be below 60 for assistant_model"),
+    inputs = picture_prompts(target, 1)
+    assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
+    assert assert_decodes_as_plain(target, small, inputs, max_new_tokens=4, num_assistant_tokens=2).num_drafted > 0
+    foreign = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64)}
+    for given, own, message in (
+        (inputs, {"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
+        (foreign, {"assistant_model": draft}, "ids of the prompt must be below 64 for assistant_model"),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**picture_prompts(target, 1), **own, max_new_tokens=4)
+            target.generate(**given, **own, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)

@@ -13,22 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation import stopping_criteria
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.distributed import tensor_parallel_group
-from hf_speculate.engine.plan import cost_ratio
-from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.engine.draft_prior import cost_ratio
+from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.draft.test_custom import Repeats
+from tests.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches
 from tests.generation.test_caches import FLOAT32_TOLERANCE, STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_self_test import Own
 from tests.nan_drafts import drafts_of_nan, embedding_is_nan, without_nan
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.reliability.faults import Fault, Mistake, RowWiseProcessor, hook
+from tests.tiny import make_model, noisy_copy, ragged_prompts, with_context
 
 NUM_RANKS = 2
 NUM_NEW = 16
@@ -90,6 +93,8 @@ CALLS = {
     "full table": {**K, "kind": "gpt_neo", "most": 8},  # of rank 1, while rank 0 has room for drafts
     "drafts of NaN": {**K, "ends": (3, 3)},
     "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
+    "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # which a row of rank 1 outgrows
+    "context by columns": {**K, "kind": "gpt_neo", "noise": ACCEPTED_ALL, "context": 24},
 }
 OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
 REFUSED = {
@@ -114,9 +119,11 @@ def gathering(*models):
 
     hooks = [lambda *_, code=code: wait_for(code) for code in range(1, 1 + len(models))]
     handles = [model.register_forward_pre_hook(hook) for model, hook in zip(models, hooks, strict=True)]
-    yield num_forwards
-    for handle in handles:
-        handle.remove()
+    try:
+        yield num_forwards
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def prompts_of(rank):
@@ -128,13 +135,16 @@ def run_call(rank, name):
     """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
     own = {"kind": "llama", "noise": DRAFT_NOISE, "ends": (), "most": NUM_NEW, "model_class": None, **CALLS[name]}
     kind, noise, ends, most, model_class = map(own.pop, ("kind", "noise", "ends", "most", "model_class"))
-    fields = {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most} if kind == "gpt_neo" else {}
+    context = own.pop("context", None)
+    fields = {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most} if name == "full table" else {}
     target = make_model(kind, **fields)
     target.__class__ = model_class or type(target)
     hf_speculate.enable(target)
     inputs, draft = without_nan(prompts_of(rank)), noisy_copy(target, noise or 0.0)
     if name == "adaptive":
         draft = make_model(kind, num_hidden_layers=1)
+    if context is not None:
+        draft = with_context(make_model(kind), context)
     shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
     shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
     own |= {"assistant_model": draft} if noise is not None else {}
@@ -149,7 +159,7 @@ def run_call(rank, name):
                 ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
     tolerance = FLOAT32_TOLERANCE if kind == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (alone, ours)), tolerance)
+    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (alone, ours)), tolerance)
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
     num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
@@ -161,12 +171,38 @@ def run_call(rank, name):
     assert (max(of_all_ranks(ours.speculation.num_rescored)) > 0) == (name in OF_NAN), name
     if name != "rows of rank 1 end apart" and (ends or most < NUM_NEW):
         assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
+    if context is not None:
+        assert ours.speculation.num_accepted == ours.speculation.num_drafted, name
+        has_ended = [bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)]
+        assert has_ended == [kind == "gpt_neo", True], name  # columns end for all ranks, positions for a row
+
+
+def run_faults(rank):
+    """An error of one rank's draft ends the call in all ranks, wherever it comes from."""
+    target, draft = pair("llama")
+    options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
+    modules = {"draft": draft, "layer": draft.model.layers[0]}
+    for failing, at, place in itertools.product(range(NUM_RANKS), (1, 2, 5), (*modules, "processor")):
+        own, inside = dict(options), nullcontext()
+        is_processor, fault = place == "processor", Fault(at, Mistake("on purpose"))
+        if is_processor:  # its first call is that of the prompt, and three are the draft's steps
+            fault.at = 1 + min(at, 3) if rank == failing else 10**9
+            own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
+        elif rank == failing:
+            inside = hook(modules[place], fault)
+        with inside, gathering(target, draft), pytest.raises(Mistake if rank == failing else OtherRankError):
+            target.generate(**prompts_of(rank), **own)
+    with gathering(target, draft):
+        assert target.generate(**prompts_of(rank), **options).shape[0] == rank + 1  # and the next call goes on
 
 
 def run_rank(rank, port):
     join(rank, port)
     for name in CALLS:
-        run_call(rank, name)
+        with only_fallbacks("lock step", PAST_CONTEXT):
+            run_call(rank, name)
+    with only_fallbacks():
+        run_faults(rank)
     target, draft = pair("llama")
     for name, options in REFUSED.items():  # no rank may have waited for another by then
         with pytest.raises(UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "):
@@ -304,7 +340,7 @@ def run_split_call(models, name):
         alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
-    for one, other in zip(alone.past_key_values.layers, ours.past_key_values.layers, strict=True):
+    for one, other in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
         for states, part in ((one.keys, other.keys), (one.values, other.values)):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
             assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
@@ -314,13 +350,24 @@ def run_split_call(models, name):
     assert (ours.speculation.num_rescored > 0) == is_nan, name
 
 
+def run_split_fault(target, rank, failing):
+    """An error of the draft in one process, which has it whole: no process waits for the draft of another."""
+    draft = noisy_copy(make_model("llama"))
+    fault = Fault(4 if rank == failing else 10**9, Mistake("on purpose"))
+    with hook(draft, fault), pytest.raises(Mistake if rank == failing else OtherRankError):
+        target.generate(**ragged_prompts(3, seed=1), **K, max_new_tokens=NUM_NEW, assistant_model=draft)
+
+
 def run_split_rank(rank, port, folder):
     join(rank, port)
     models = {kind: loaded(folder, kind) for kind in KINDS}
-    for name in SPLIT_CALLS:
-        run_split_call(models, name)
-    for name in APART:
-        run_apart(models, rank, name)
+    with only_fallbacks("lock step", "eager forwards of the target"):
+        for name in SPLIT_CALLS:
+            run_split_call(models, name)
+        for name in APART:
+            run_apart(models, rank, name)
+    for failing in range(NUM_RANKS):
+        run_split_fault(models["llama"][0], rank, failing)
     split, whole = (cost_ratio(one, make_model("llama", num_hidden_layers=1)) for one in models["llama"])
     assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
     dist.destroy_process_group()

@@ -144,6 +144,7 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
         target_of("mamba").generate(**inputs, **options, prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.skipif("inkling" not in RECURRENT_KINDS, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_where_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
@@ -163,7 +164,7 @@ def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
 
 
 def test_what_cannot_be_rolled_back_is_refused_by_name():
-    inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3}
+    inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 3}
     with pytest.raises(UnsupportedModelError, match="got 'preallocated': it has recurrent layers"):
         target_of("lfm2").generate(**inputs, **drafts, speculation_cache="preallocated")
     model = hf_speculate.enable(make_model("qwen3_5"))
@@ -218,7 +219,8 @@ def test_states_are_freed_with_the_call():
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
 def test_calls_on_one_model_in_several_threads_give_their_own_texts(kind):
-    target, ways = target_of(kind), ({"assistant_model": draft_of(kind)}, {"prompt_lookup_num_tokens": 4}, {})
+    with_draft = {"assistant_model": draft_of(kind), "num_assistant_tokens": 3}
+    target, ways = target_of(kind), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
 
     def decode(seed, own):
         return [target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **own) for _ in range(3)]

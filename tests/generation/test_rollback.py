@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 
 import hf_speculate
+from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import DRAFTERS, VERIFIERS, assert_equal_ids, each_value, pair
 from tests.generation.test_options import Recorder
 from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, WatchedGrammar
@@ -37,6 +38,7 @@ def decode(processor: Any, inputs: dict, is_assisted: bool = True, kind: str = "
     return target.generate(**inputs, **own, logits_processor=LogitsProcessorList([processor]))
 
 
+@pytest.mark.fallback("lock step")
 @each_value(eos_token_id=[None, EOS], batch_size=[1, 3], kind=["llama", "mistral_window"])
 def test_a_grammar_gives_the_greedy_text_of_plain(kind, batch_size, eos_token_id):
     inputs, options = ragged_prompts(batch_size, seed=3), {"kind": kind, "eos_token_id": eos_token_id}
@@ -62,7 +64,7 @@ def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
     assert (len(watched.row_ids) < batch_size) == (batch_size > 1 and not keeps_rows)
 
 
-@pytest.mark.parametrize(("drafter", "verifier"), zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False))
+@pytest.mark.parametrize(("drafter", "verifier"), [*zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False)])
 def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(verifier, drafter):
     """So sampled texts keep their distribution: a pure processor's do."""
     target, draft = smallest()
@@ -77,6 +79,7 @@ def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_stat
     assert not results[0][-1]
 
 
+@pytest.mark.fallback("lock step")
 def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
     inputs, (target, draft) = ragged_prompts(3, seed=9), smallest()
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "pad_token_id": 0}
@@ -86,6 +89,27 @@ def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked():
     assert_equal_ids(plain, target.generate(**inputs, **options))
     assert (watched.num_rollbacks, watched.num_forks > 0) == (0, True)
     assert watched.followed == plain[:, inputs["input_ids"].shape[1] : -1].tolist()
+
+
+class Incomparable(RollbackGrammar):
+    """Has no hash, and must not be compared."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise AssertionError("processors are compared by identity")
+
+
+def test_a_processor_that_rows_have_left_is_refused_by_a_later_call():
+    inputs, used = ragged_prompts(4, seed=3), RollbackGrammar(Brackets())
+    expected = decode(used, inputs, eos_token_id=EOS)
+    assert len(used.states) < 4
+    message = "must be a new one in each call, got a RollbackGrammar that holds the last rows of an earlier call; make"
+    for batch_size in (4, len(used.states)):
+        with pytest.raises(UnsupportedGenerationError, match=message):
+            decode(used, ragged_prompts(batch_size, seed=3), eos_token_id=EOS)
+    assert_equal_ids(expected, decode(RollbackGrammar(Brackets()), inputs, eos_token_id=EOS))
+    assert_equal_ids(expected, decode(Incomparable(Brackets()), inputs, eos_token_id=EOS))
 
 
 class ForbidsAllWhenLost(RollbackGrammar):
@@ -100,6 +124,7 @@ class ForbidsAllWhenLost(RollbackGrammar):
         return processed.masked_fill(is_lost[:, None], -torch.inf)
 
 
+@pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     """Matches do not obey the grammar, so forbidden tokens are proposed."""

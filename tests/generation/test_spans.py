@@ -75,6 +75,7 @@ def compare(target, inputs, sequences) -> Kept:
     return kept
 
 
+@pytest.mark.fallback("lock step")
 @each_value(drafter=DRAFTERS, is_lock_step=[False, True], num_drafted=[1, 5, 3])
 def test_outside_of_spans_greedy_tokens_are_the_argmax(models, prompts, num_drafted, is_lock_step, drafter):
     """Also in rows that go on when others have left."""

@@ -119,7 +119,9 @@ def test_tokenizers_are_looked_up_in_local_files(target, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            target.generate(**ragged_prompts(1, seed=9), assistant_model=draft, max_new_tokens=3)
+            target.generate(
+                **ragged_prompts(1, seed=9), assistant_model=draft, num_assistant_tokens=2, max_new_tokens=3
+            )
     assert looked_up == [(str(tmp_path / name), True) for name in ("ours", "theirs")]  # once for all calls
     draft.name_or_path = str(tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="their tokenizers differ; pass tokenizer= and"):
@@ -291,7 +293,8 @@ def test_a_pair_is_compared_again_only_when_a_tokenizer_has_changed(change):
 def test_calls_read_no_vocabulary_again_and_encode_a_token_once(target, foreign):
     ours, theirs = counting(OURS), counting(foreign[1])
     inputs = ragged_prompts(3, seed=5)
-    options = {"assistant_model": foreign[0], "max_new_tokens": 8, "tokenizer": ours, "assistant_tokenizer": theirs}
+    options = {"assistant_model": foreign[0], "tokenizer": ours, "assistant_tokenizer": theirs}
+    options |= {"max_new_tokens": 8, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     stats = hf_speculate.SpeculationStats()
     target.generate(**inputs, **options, speculation_stats=stats)
     assert stats.vocabulary_s >= 2 * READING_S

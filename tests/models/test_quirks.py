@@ -21,6 +21,7 @@ from tests.tiny_configs import RECURRENT_KINDS
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
+from tests.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 20
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
@@ -50,6 +51,7 @@ def without_weights(class_name):
 def test_every_type_in_the_table_is_shown_by_a_test():
     makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl, make_qwen3_5_vl)
     readers = [make().target for make in (READINGS | READERS | ENCODERS).values()]
+    readers += [wrapper.make().target for wrapper in WRAPPERS.values()]
     models = [make() for make in (*makers, *COLUMN_COUNTERS.values())] + readers + [make_family("t5gemma")]
     types = {name for model in models for name in model_types(model)}
     types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS + RECURRENT_KINDS} | set(FAMILIES)
@@ -57,6 +59,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     assert types == since
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
@@ -71,6 +74,7 @@ def test_rows_without_padding_get_a_mask_each():
     assert "self-test" not in stats.plan
 
 
+@pytest.mark.fallback("lock step")
 def test_tokens_behind_a_padding_token_are_read_at_their_places():
     target, draft = pair_of("m2m_100", seed=5)
     for model in (target, draft):
@@ -98,6 +102,7 @@ TABLES_BY_COLUMNS = {
 }
 
 
+@pytest.mark.fallback("lock step, because a row that has filled the")
 @pytest.mark.parametrize("kind", TABLES_BY_COLUMNS)
 @pytest.mark.parametrize("keeps_rows", [False, True])
 @pytest.mark.parametrize("num_columns", [NUM_COLUMNS, NUM_COLUMNS + 1])
@@ -121,7 +126,7 @@ def test_padding_after_a_row_ends_before_the_last_column_of_a_table(kind):
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), FLOAT32_TOLERANCE)
+    assert_same_contents(*(cache_contents(one[compat.CACHE_NAME]) for one in (plain, ours)), FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
@@ -172,7 +177,7 @@ def packages_with(pattern):
 
 COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
 TABLES = [(quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set())]
-BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.TABLE_BY_COLUMNS}
+BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
 TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a loop of its own
 TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # not yet in the oldest version

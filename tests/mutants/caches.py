@@ -51,7 +51,7 @@ MUTANTS = mutants_of(
             ),
             "masks of plain steps end too soon": Fault("num_left < num_query", "num_left < 0"),
             "padding stays after rows are dropped": Fault(
-                "surplus = min(pads, default=0) if self.num_held else 0", "surplus = 0"
+                "surplus = self.skip_padding() if self.num_held else 0", "surplus = 0"
             ),
             "longest row's window": Fault("first = max(min(self.lens) - window", "first = max(max(self.lens) - window"),
         },
@@ -104,6 +104,28 @@ MUTANTS = mutants_of(
                 "scores.shape[-1] - min(processor.top_k, scores.shape[-1])",
                 "max(scores.shape[-1] - processor.top_k - 1, 0)",
             ),
+        },
+        ("hf_speculate/processors/encoder_ids.py", "processors/test_processors.py"): {
+            "rows take turns": Fault(
+                "self._followers[number // num_positions]", "self._followers[number % len(self._followers)]"
+            ),
+        },
+        ("hf_speculate/cache/static.py", "generation/test_prompt_arguments.py"): {
+            "pictures are as long as the text": Fault(
+                "StaticLayer(max_cache_len=layers[index].keys.shape[2])", "StaticLayer(max_cache_len=max_cache_len)"
+            ),
+        },
+        ("hf_speculate/models/wrapper_probe.py", "models/test_wrapper_probe.py"): {
+            "any mask is ours": Fault("is_same = all(any(one is mask", "is_same = all(any(True"),
+            "positions always arrive": Fault(
+                "HandedOn(is_same, _names_positions(twin) or received", "HandedOn(is_same, True or received"
+            ),
+        },
+        ("hf_speculate/generation/model_inputs.py", "generation/test_prompt_arguments.py"): {
+            "the prompt sees all pictures": Fault("prompt |= dict.fromkeys(columns)", "prompt |= {}"),
+        },
+        ("hf_speculate/engine/plan.py", "generation/test_caches.py"): {
+            "a padding id below 0 is fed": Fault("return pad if 0 <= pad < vocab", "return pad if pad < vocab"),
         },
     }
 )

@@ -103,10 +103,42 @@ MUTANTS = mutants_of(
                 "draft/test_custom.py generation/test_schedules.py",
             ),
             "seen lengths are not compacted": Fault(
-                "self._num_seen = [self._num_seen[row] for row in indices]",
-                "self._num_seen = self._num_seen[: len(indices)]",
+                "[self._num_seen[row] + num_skipped for row in indices]",
+                "[seen + num_skipped for seen in self._num_seen[: len(indices)]]",
                 "generation/test_schedules.py",
             ),
+            "padding that is not fed counts as unseen": Fault(
+                "self._num_seen[row] + num_skipped", "self._num_seen[row]", "draft/test_context.py"
+            ),
+        },
+        ("hf_speculate/engine/draft_guard.py", "draft/test_context.py reliability/test_draft_faults.py"): {
+            "a row drafts one token past the context": Fault(
+                "return drafter.context_len + 1", "return drafter.context_len + 2"
+            ),
+            "padding takes the room of tokens": Fault("(0 if drafter.counts_padding else num_pads)", "0"),
+            "a long row stays among rows that share its columns": Fault(
+                "if room[row.place] >= num_draft_tokens]", "if True]"
+            ),
+            "a dead drafter is asked again": Fault(
+                "if not self._faults.is_pending:  # then it is raised in all processes", "if False:"
+            ),
+            "the cache of a dead drafter keeps its hooks": Fault("            cache.release()\n", "            pass\n"),
+            "rows that join keep their old places": Fault(
+                "row.place += batch.num_rows", "row.place += 0", "reliability/test_draft_faults.py"
+            ),
+            "NaN is never looked for": Fault(
+                ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()"
+            ),
+            "a full row counts for the schedule": Fault(
+                "self.is_served = [num > 0 for num in room]", "self.is_served = [True for num in room]"
+            ),
+        },
+        ("hf_speculate/engine/draft_faults.py", "reliability/test_draft_faults.py"): {
+            "an error of the caller's code is swallowed": Fault(
+                "if self.is_callers(error) or is_of_device", "if is_of_device"
+            ),
+            "a fault of the device is swallowed": Fault("isinstance(error, torch.AcceleratorError)", "False"),
+            "an error that is deferred by the device is not waited for": Fault('if device.type != "cuda":', "if True:"),
         },
         ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
             "a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
@@ -185,6 +217,7 @@ MUTANTS = mutants_of(
             "a probe lets rows move apart": Fault(
                 "self.schedule.is_probe and self.group is None", "False", "generation/test_schedules.py"
             ),
+            "the target's table has no end": Fault("most = min(most, target_room)", "pass", COLUMNS),
         },
         ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(

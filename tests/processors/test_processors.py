@@ -78,7 +78,7 @@ def run_by_position(make: Callable[[], list[Any]], block: Block) -> Tensor:
     for position in range(block.scores.shape[1]):
         for prefix_len in set(block.prefix_lens):
             rows = [row for row, length in enumerate(block.prefix_lens) if length == prefix_len]
-            batch_ids = torch.ones(len(block.scores), prefix_len + position, dtype=torch.int64)
+            batch_ids = block.input_ids.new_ones(len(block.scores), prefix_len + position)
             batch_ids[rows, :prefix_len] = block.input_ids[rows, :prefix_len]
             batch_ids[rows, prefix_len:] = block.draft_token_ids[rows, :position]
             batch_scores = block.scores[:, position].to(torch.float32, copy=True)
@@ -136,8 +136,10 @@ def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_scores_are_nan_where_logits_are_unless_the_class_loses_it(name: str) -> None:
+def test_scores_are_nan_where_logits_are_unless_the_class_loses_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What tells a round with NaN from others reads the scores, unless a processor hides it, or fails for it."""
+    # some fail for it only as long as the process has compiled nothing
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     are_nan = []
     for block in (Block([1, 4]), Block(RAGGED_LENS)):
         block.scores[0] = torch.nan
@@ -208,6 +210,41 @@ def test_ignored_padding_follows_its_row() -> None:
     assert_same_bits(ours, twin[kept])
 
 
+BY_PROMPT = {
+    **{
+        f"n-grams of {num}": lambda ids, num=num: logits_process.EncoderNoRepeatNGramLogitsProcessor(num, ids)
+        for num in (1, 2, 5)
+    },
+    "penalty": lambda ids: logits_process.EncoderRepetitionPenaltyLogitsProcessor(1.7, ids),
+}
+
+
+@pytest.mark.parametrize("num_prompts", [4, 2, 1])
+@pytest.mark.parametrize("name", BY_PROMPT)
+def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts: int) -> None:
+    prompts = torch.randint(0, 7, (num_prompts, 4000), generator=torch.Generator().manual_seed(3))
+    block, kept = Block(RAGGED_LENS), [3, 1]
+    twin = run_by_position(lambda: [BY_PROMPT[name](prompts)], block)
+    assert not torch.equal(twin, block.scores), "the example changes nothing"
+    processors = BlockLogitsProcessorList([BY_PROMPT[name](prompts)]).by_row(4)
+    if name == "penalty" and torch.equal(twin[3], block.scores[3]):  # older versions serve as many rows as prompts
+        assert len(processors.foreign) == 1
+        return
+    assert_same_bits(run_block(processors, block), twin)
+    assert not processors.row_wise_part()
+    lens, ids = [RAGGED_LENS[row] for row in kept], block.input_ids[kept]
+    ours = processors.rows(kept)(ids, block.scores[kept], block.draft_token_ids[kept], lens)
+    assert_same_bits(ours, twin[kept])
+    fewer = block.scores[kept][:, :1, :5]  # a draft model may have fewer ids than the prompts
+    assert_same_bits(processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5])
+
+
+def test_prompts_that_do_not_go_up_in_rows_leave_transformers_processors_as_they_are() -> None:
+    prompts = torch.ones(2, 3, dtype=torch.int64)
+    given = [BY_PROMPT[name](prompts) for name in ("n-grams of 2", "penalty")]
+    assert BlockLogitsProcessorList(given).by_row(3).foreign == given
+
+
 def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
@@ -268,10 +305,9 @@ def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:
 @pytest.mark.parametrize(
     "name", ["NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopKLogitsWarper"]
 )
-def test_a_block_on_the_gpu_equals_the_one_on_the_cpu(name: str) -> None:
+def test_a_block_on_the_gpu_equals_plain_processors_there(name: str) -> None:
     block = Block(RAGGED_LENS)
-    twin = run_block([EXAMPLES[name]()], block)
     block.input_ids, block.scores = block.input_ids.cuda(), block.scores.cuda()
     block.draft_token_ids = block.draft_token_ids.cuda()
-    # Tokens are only divided, masked or compared: float32 division is correctly rounded on both devices.
-    assert_same_bits(run_block([EXAMPLES[name]()], block).cpu(), twin)
+    # Not the CPU's bits: a GPU divides by a number by multiplying with its reciprocal.
+    assert_same_bits(run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block))

@@ -23,7 +23,7 @@ from transformers.generation import ConfidenceCriteria, stopping_criteria
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.processors import register_row_wise
-from hf_speculate.processors.registry import NOT_ROW_WISE
+from hf_speculate.processors.registry import NOT_ROW_WISE, name_of
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict
 
 TOKENS = [*"abcdefopst", "st", "op", "sto", "pped", "topper", "las", "stop", "ab", "bab"]
@@ -148,7 +148,7 @@ def test_foreign_criteria_are_named_and_refused() -> None:
     subclassed = type("SubclassedEos", (EosTokenCriteria,), {})(2)
     criterion = BlockStoppingCriteria([EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never])
     assert not criterion.is_row_wise
-    assert criterion.foreign_names == ["SubclassedEos", "ConfidenceCriteria", "end_never"]
+    assert [name_of(one) for one in criterion.foreign] == ["SubclassedEos", "ConfidenceCriteria", "end_never"]
     with pytest.raises(UnsupportedGenerationError, match="SubclassedEos, ConfidenceCriteria"):
         ask(criterion, *write((["a"], ["b"])))
 

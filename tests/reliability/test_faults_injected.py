@@ -86,14 +86,15 @@ def cache_of(setup: Setup) -> DynamicCache | None:
 @cache
 def text_after(setup: Setup) -> torch.Tensor:
     target, _ = pair(setup.kind)
-    return target.generate(**inputs_of(setup), past_key_values=cache_of(setup), max_new_tokens=NUM_AFTER)
+    return target.generate(**inputs_of(setup), **{CACHE_NAME: cache_of(setup)}, max_new_tokens=NUM_AFTER)
 
 
 def configs(*models):
     return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES))
+@pytest.mark.fallback("lock step")
+@pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)])
 def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
@@ -105,7 +106,7 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     error.add_note("their own")
     args, stats = error.args, hf_speculate.SpeculationStats()
     inside, options = put_in(case.place, Fault(case.at, error), target, draft)
-    own = {"past_key_values": cache, "speculation_cache": setup.cache_kind}
+    own = {CACHE_NAME: cache, "speculation_cache": setup.cache_kind}
     with inside, pytest.raises(type(error)) as caught:
         target.generate(**inputs, **own, max_new_tokens=NUM_NEW, speculation_stats=stats, **options)
     assert caught.value is error
@@ -130,15 +131,17 @@ def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
         assert getattr(caught.value, "__notes__", []) == notes
 
 
+@pytest.mark.fallback("lock step")
 def test_an_error_of_a_call_inside_a_call_gets_one_note_even_if_it_is_ours():
     target, draft = pair("llama")
     processors = [RowWiseProcessor(Fault(1, ShapeError("on purpose")))]
+    own = {"assistant_model": draft, "num_assistant_tokens": 2, "max_new_tokens": 3}
 
     def nest(input_ids, scores):
-        target.generate(input_ids, assistant_model=draft, max_new_tokens=3, logits_processor=processors)
+        target.generate(input_ids, **own, logits_processor=processors)
 
     with pytest.raises(ShapeError) as caught:
-        target.generate(TEXT, assistant_model=draft, max_new_tokens=3, stopping_criteria=[nest])
+        target.generate(TEXT, **own, stopping_criteria=[nest])
     assert caught.value.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
@@ -152,6 +155,7 @@ def test_an_error_in_the_second_run_of_a_call_is_placed_in_its_run():
     num_frames = 3 * NUM_FRAMES  # three windows
     inputs = {"input_features": speech(1, num_frames=num_frames, seed=4), "attention_mask": torch.ones(1, num_frames)}
     options = {"return_timestamps": True, "max_new_tokens": 20, "assistant_model": make_whisper(seed=1)}
+    options["num_assistant_tokens"] = 2
     target.model.decoder.register_forward_pre_hook(fail, with_kwargs=True)
     with pytest.raises(Mistake) as caught:
         target.generate(**inputs, **options)

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -53,7 +54,7 @@ def calls() -> Callable[[int], Any]:
         lambda number: {**samples, "verifier": "coupled", "seed": number, "speculation_cache": "dynamic"},
         lambda _: {"verifier": "typical", "return_dict_in_generate": True, "output_scores": True},
         lambda _: {"assistant_model": None, "prompt_lookup_num_tokens": 3, "suffix_store": store},
-        lambda _: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=target.config)},
+        lambda _: {"num_assistant_tokens": 2, CACHE_NAME: DynamicCache(config=target.config)},
         lambda _: {"stopping_criteria": [FaultyCriterion(Fault(NEVER, Mistake()))]},
         lambda _: {"logits_processor": [FaultyProcessor(Fault(3, Mistake("on purpose")))]},
     ]

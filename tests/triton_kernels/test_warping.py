@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p in one launch cut where transformers' warpers do, but for the border's bin."""
+"""Temperature, top-k, top-p and min-p in one operation cut where transformers' warpers do, but for the border's bin."""
 
 from typing import Any
 

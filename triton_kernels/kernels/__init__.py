@@ -1,7 +1,7 @@
 """Triton kernels of every operation; importing this package requires Triton.
 
 A call has two launches: `stats` reads every row once, `decide` tests the drafted tokens and samples the final token.
-Block verification and entropies with an epsilon read the rows a second time in between. `cut` is one launch.
+Block verification and entropies with an epsilon read the rows a second time in between. `cut` has three launches.
 """
 
 from .operations import block, coupled, cut, greedy, reject, reject_and_test, sample, typical

@@ -1,11 +1,15 @@
-"""Kernel of `warp_logits`: temperature, top-k, top-p and min-p, cut at a bin of a histogram of each row."""
+"""Kernels of `warp_logits`: temperature, top-k, top-p and min-p, cut at a bin of a histogram of each row.
+
+A row has one program per chunk in each of three launches. In one launch, a single program would read all of a row: it
+took 0.46 ms for V = 151,936 on an H100, 12 microseconds per chunk.
+"""
 
 import triton
 import triton.language as tl
 
 from .._inputs import BINS_PER_NAT, NUM_BINS
 from .entry import entry_point
-from .rows import chunk_max, is_finite, load_chunk, load_temperature, row_offset, warp
+from .rows import CHUNKS_AT_ONCE, chunk_max, is_finite, load_chunk, load_temperature, row_offset, warp
 
 BINS = tl.constexpr(NUM_BINS)
 PER_NAT = tl.constexpr(float(BINS_PER_NAT))
@@ -36,35 +40,75 @@ def last_kept_bin(counts, top_k, top_p):
     return tl.sum(is_kept.to(tl.int32), axis=0) - 1
 
 
-@entry_point
-def cut_kernel(
-    target_ptr, target_stride_b, target_stride_i, target_stride_v, temperature, temperatures_ptr,
-    top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write each row's logits over its temperature, -inf where they are cut, float32 [B, V]. Grid: (B,)."""
-    row = tl.program_id(0)
-    this_temperature = load_temperature(temperature, temperatures_ptr, row)
-    row_ptr = target_ptr + row_offset(row, tl.program_id(1), target_stride_b, target_stride_i, ROWS)
+@triton.jit
+def row_top(floats_ptr, row, num_chunks):
+    """The largest entry of a row, NaN aside, and whether it is finite and no entry is NaN, as int32."""
     top = tl.full([], float("-inf"), tl.float32)
     num_nans = row * 0
-    for chunk in range(num_chunks):
-        token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
-        here = chunk_max(warp(x, this_temperature, None))
-        num_nans += tl.where(here != here, 1, 0)
-        top = tl.maximum(top, here)
-    is_valid = tl.where(num_nans > 0, 0, tl.where(is_finite(top), 1, 0))
-    counts = tl.zeros([BINS], tl.int32)
-    for chunk in range(num_chunks):
-        token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
-        x = warp(x, this_temperature, None)
-        counts += tl.histogram(bins_of(x, top), BINS)
-    last = last_kept_bin(counts, top_k, top_p)
-    for chunk in range(num_chunks):
-        token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = load_chunk(row_ptr, target_stride_v, chunk * CHUNK, token_ids, vocab_size, ROWS)
-        x = warp(x, this_temperature, None)
-        is_kept = (bins_of(x, top) <= last) & (top - x <= most_below)
-        x = tl.where(is_kept, x, tl.where(is_valid > 0, float("-inf"), x))
-        tl.store(out_ptr + row.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)
+    for first in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
+        at = floats_ptr + row.to(tl.int64) * num_chunks + chunks
+        tops = tl.load(at, mask=chunks < num_chunks, other=float("-inf"))
+        num_nans += tl.sum((tops != tops).to(tl.int32), axis=0)
+        top = tl.maximum(top, tl.max(tl.where(tops != tops, float("-inf"), tops), axis=0))
+    return top, tl.where(num_nans > 0, 0, tl.where(is_finite(top), 1, 0))
+
+
+@triton.jit
+def warped_chunk(
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Logits [CHUNK] of this program's chunk over the row's temperature, and their token ids [CHUNK]."""
+    row, first_id = tl.program_id(0), tl.program_id(1) * CHUNK
+    token_ids = first_id + tl.arange(0, CHUNK)
+    row_ptr = target_ptr + row_offset(row, row * 0, target_stride_b, 0, ROWS)
+    x = load_chunk(row_ptr, target_stride_v, first_id, token_ids, vocab_size, ROWS)
+    return warp(x, load_temperature(temperature, temperatures_ptr, row), None), token_ids
+
+
+@entry_point
+def cut_tops_kernel(
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
+    vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the largest entry of each chunk, and set the counts to 0. Grid: (B, chunks)."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    x, _ = warped_chunk(
+        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size, ROWS, CHUNK
+    )
+    tl.store(floats_ptr + row.to(tl.int64) * num_chunks + chunk, chunk_max(x))
+    if chunk == 0:
+        tl.store(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+
+
+@entry_point
+def cut_counts_kernel(
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
+    vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Add each chunk's entries to the counts of their bins, int32 [B, BINS]. Grid: (B, chunks)."""
+    row = tl.program_id(0)
+    top, _ = row_top(floats_ptr, row, num_chunks)
+    x, _ = warped_chunk(
+        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size, ROWS, CHUNK
+    )
+    counts = tl.histogram(bins_of(x, top), BINS)
+    tl.atomic_add(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+
+
+@entry_point
+def cut_kernel(
+    target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, floats_ptr, counts_ptr,
+    top_k, top_p, most_below, out_ptr, vocab_size, num_chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write each row's logits over its temperature, -inf where they are cut, float32 [B, V]. Grid: (B, chunks)."""
+    row = tl.program_id(0)
+    top, is_valid = row_top(floats_ptr, row, num_chunks)
+    last = last_kept_bin(tl.load(counts_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS)), top_k, top_p)
+    x, token_ids = warped_chunk(
+        target_ptr, target_stride_b, target_stride_v, temperature, temperatures_ptr, vocab_size, ROWS, CHUNK
+    )
+    is_kept = (bins_of(x, top) <= last) & (top - x <= most_below)
+    x = tl.where(is_kept, x, tl.where(is_valid > 0, float("-inf"), x))
+    tl.store(out_ptr + row.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)

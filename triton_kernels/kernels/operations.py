@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._inputs import Cut, Proposal, Round, TypicalRule, Warp
+from .._inputs import NUM_BINS, Cut, Proposal, Round, TypicalRule, Warp
 from ..noise import stream_offset
 from ..types import NoiseKeys, Sampled, Stream, Verdict
 from . import acceptance
-from .cut import cut_kernel
+from .cut import cut_counts_kernel, cut_kernel, cut_tops_kernel
 from .decide import decide_kernel, finish_kernel
 from .draw import draw_kernel
 from .launch import Launch, has_atomics
@@ -187,8 +187,12 @@ def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     if num_rows == 0:
         return reference.cut(logits, temperature, rule)
     no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
-    launch = Launch(Round(logits.unsqueeze(1), no_ids, None), Warp(temperature), None, None, 0, 0)
-    out = launch.scratch(*logits.shape)
+    round_ = Round(logits.unsqueeze(1), no_ids, None)
+    launch = Launch(round_, Warp(temperature), None, None, num_float_planes=1, num_int_planes=0)
+    grid = num_rows, launch.layout.num_chunks
+    counts, out = launch.scratch(num_rows, NUM_BINS, dtype=torch.int32), launch.scratch(*logits.shape)
+    launch.run(cut_tops_kernel, grid, counts_ptr=counts)
+    launch.run(cut_counts_kernel, grid, counts_ptr=counts)
     own = {"top_k": rule.top_k, "top_p": rule.top_p, "most_below": rule.most_below}
-    launch.run(cut_kernel, (num_rows,), out_ptr=out, **own)
+    launch.run(cut_kernel, grid, counts_ptr=counts, out_ptr=out, **own)
     return out

@@ -71,13 +71,13 @@ def chain_steps(
     keys: NoiseKeys | None,
 ) -> Chosen:
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
-    vocabulary, width = network.vocabulary, inputs.seen.shape[0]
+    vocabulary, width = parts.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
     buffers, drafted = dict(enumerate(inputs.buffers)), []
     logits, states = network.read(inputs.outputs, parts)
     for step in range(num_steps):
         if keys is None:
-            greedy = choose_step(logits, None, settings)
+            greedy = choose_step(vocabulary.cut(logits), None, settings)
             chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
         else:
             step_keys = keys._replace(positions=keys.positions + step)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.folder import unserved
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
 from hf_speculate.draft.heads.load_network import ConfigSource
 from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed
+from hf_speculate.draft.heads.unserved import unserved
 from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.errors import ConfigError
 
@@ -68,6 +68,11 @@ class DFlashNetwork(FusingNetwork):
         confidence = nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
         self.confidence_head = None if confidence is None else nn.ModuleDict({"proj": confidence})
 
+    @property
+    def least_vocab_size(self) -> int:
+        has_own = self.embed_tokens is not None or self.mask_embedding is not None
+        return 0 if has_own else self.options.mask_token_id + 1
+
     def project(self, states: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
 
@@ -80,10 +85,11 @@ class DFlashNetwork(FusingNetwork):
     def fill(self, newest_ids: Tensor, placed: Placed, parts: TargetParts) -> Tensor:
         """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
         options = self.options
-        masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), options.mask_token_id)
+        mask_id = options.mask_token_id if self.mask_embedding is None else 0  # whose embedding is then replaced
+        masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), mask_id)
         token_ids = torch.cat([newest_ids[:, None], masks], dim=1)  # [B, b]
         if self.embed_tokens is not None:
-            states: Tensor = self.embed_tokens(token_ids)
+            states: Tensor = self.embed_tokens(parts.known(token_ids, self.embed_tokens.num_embeddings))
         elif options.embedding_scale is not None:
             states = parts.embedded(token_ids, is_scaled=False) * options.embedding_scale
         else:
@@ -165,9 +171,11 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         for step in range(logits.shape[1]):
             scores, features = logits[:, step], states[:, step]
             if network.markov_head is not None:
-                embeddings = network.markov_head.markov_w1(previous)  # [B, r]
+                table = network.markov_head.markov_w1
+                embeddings = table(self.parts.known(previous, table.num_embeddings))  # [B, r]
                 bias, memory = network.markov_head(embeddings, features, memory)
-                scores = scores + bias
+                num = min(scores.shape[1], bias.shape[1])  # a target's own matrix may have more or fewer rows
+                scores = scores[:, :num] + bias[:, :num]
                 if network.options.markov_reaches_confidence:
                     features = torch.cat([features, embeddings], dim=-1)
             previous = draft.choose(scores)
@@ -209,8 +217,15 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         markov_head=markov,
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
+    notes = []
+    if not source.hidden_layers and found.format == "z-lab" and fields.get("target_layer_ids") is None:
+        notes.append(
+            f"its config names no target_layer_ids, so it is taken to read layers {list(ids)}; if the acceptance rate "
+            "is low, pass aux_layers="
+        )
     most = block_size if samples_from_anchor else block_size - 1
-    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=config.get("num_target_layers"))
+    num_layers = config.get("num_target_layers")
+    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_layers, notes=tuple(notes))
     return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options
 
 

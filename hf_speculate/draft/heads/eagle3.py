@@ -77,6 +77,11 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
         self.mask_token_id, self.feeds_normed = options.mask_token_id or 0, options.norm_output
 
+    @property
+    def least_vocab_size(self) -> int:
+        has_slots = self.mask_hidden is not None and self.embed_tokens is None
+        return self.mask_token_id + 1 if has_slots else 0
+
     def project(self, states: Tensor) -> Tensor:
         if self.input_norm is not None:
             states = self.input_norm(states)
@@ -89,7 +94,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         if self.embed_tokens is None:
             embeddings = parts.embedded(pairs.token_ids, is_scaled=False)
         else:
-            embeddings = self.embed_tokens(pairs.token_ids)
+            embeddings = self.embed_tokens(parts.known(pairs.token_ids, self.embed_tokens.num_embeddings))
         rotation = self.rotary(pairs.positions, embeddings.dtype)
         outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.placed)
         for index, layer in enumerate(list(self.layers)[1:], start=1):

@@ -7,24 +7,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_speculate.draft.acceptance_tallies import AcceptanceBound, DraftCounts
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork
+from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
-from hf_speculate.models.language_model import device_of
+from hf_speculate.models.language_model import device_of, vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Kept, Stream
 
-# Below this acceptance rate of first tokens a head probably reads wrong layers; published heads reach 0.4.
-_LEAST_ACCEPTANCE_RATE = 0.2
-_MIN_DRAFTS = 200
+# Of first tokens; published heads reach 0.4.
+FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 _SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
+_AT_ONCE = ("peagle", "dflash", "dspark", "pard")  # kinds that draft all tokens of a round in one step
 _MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
+_TABLE, _HEAD = SHARED_TABLES
 
 
 class TargetShape(NamedTuple):
@@ -35,9 +39,6 @@ class TargetShape(NamedTuple):
     vocab_size: int  # V
     model_type: str
     name: str  # last part of `name_or_path`; empty if it is a local folder
-
-    def __str__(self) -> str:
-        return f"hidden size {self.hidden_size}, {self.num_layers} layers and {self.vocab_size} tokens"
 
 
 def shape_of(config: PreTrainedConfig) -> TargetShape:
@@ -66,11 +67,31 @@ class HeadSpec:
     draft_vocab_size: int  # Vd, how many of these ids it can propose
     max_draft_tokens: int | None = None  # the most that it proposes in a round; None if there is no bound
     default_draft_tokens: int | None = None  # K that its config recommends; None if it names none
-    max_position_embeddings: int | None = None  # length that it was trained for
+    max_position_embeddings: int | None = None  # tokens of a row that it was trained for; longer rows decode plainly
     target_name: str = ""  # last part of the name of the target that it was trained for; empty if its config has none
     num_target_layers: int | None = None  # L of that target; None if its config does not say
-    is_vocab_padded: bool = False  # whether a target with a longer or shorter table of the same ids will do
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
+
+    def problems_with(self, target: TargetShape) -> list[str]:
+        """Why it cannot draft for a target of this shape, each a sentence; empty if it can."""
+        problems = []
+        if self.hidden_layers and self.target_hidden_size != target.hidden_size:
+            problems.append(
+                f"it reads states of width {self.target_hidden_size}, and the target's are {target.hidden_size}"
+            )
+        outside = [layer for layer in self.hidden_layers if not FINAL_STATE <= layer <= target.num_layers]
+        if outside:
+            problems.append(
+                f"it reads the states of layers {outside}, and the target has layers 0 to {target.num_layers}"
+            )
+        if self.num_target_layers not in (None, target.num_layers):
+            problems.append(f"it is for {self.num_target_layers} layers, and the target has {target.num_layers}")
+        if abs(self.vocab_size - target.vocab_size) > MAX_PADDING:
+            problems.append(
+                f"its vocabulary has {self.vocab_size} tokens, and the target's {target.vocab_size}, more than "
+                f"{MAX_PADDING:,} apart"
+            )
+        return problems
 
 
 class LayerCheck(NamedTuple):
@@ -91,10 +112,10 @@ HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
 
 
 class DraftHead:
-    """A draft head for one kind of target; pass it as `assistant_model`, to this target or a copy of it.
+    """A draft head for one kind of target; pass it as `assistant_model`, to this target or another of its shape.
 
-    The head holds its own weights. Embeddings and a language modelling head that it shares are taken from the target of
-    each call.
+    The head holds its own weights. Embeddings, a language modelling head and what else it shares are taken from the
+    target of each call, as it then is. The target may have got or lost up to 1,024 ids at the end of its vocabulary.
 
     Attributes:
         hidden_layers: ids of the target's states that it reads, see `Drafter.hidden_layers`.
@@ -102,8 +123,9 @@ class DraftHead:
         num_parameters: numbers in its own weights.
     """
 
-    def __init__(self, spec: HeadSpec, network: nn.Module, config: PreTrainedConfig, factory: HeadDrafterFactory):
-        self.spec, self.config, self.shape = spec, config, shape_of(config)
+    def __init__(self, spec: HeadSpec, network: HeadNetwork, config: PreTrainedConfig, factory: HeadDrafterFactory):
+        self.spec, self.shape = spec, shape_of(config)
+        self.config = config  # of the target, which transformers' pipelines compare
         self.network = network.eval().requires_grad_(False)
         self.description = f"{spec.kind} head {spec.name}"
         self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
@@ -121,24 +143,43 @@ class DraftHead:
         """Of its weights."""
         return next(self.network.parameters()).device
 
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether one step drafts all tokens of a round."""
+        return self.spec.kind in _AT_ONCE
+
+    def num_step_bytes(self, target: PreTrainedModel) -> int:
+        """Bytes of the weights that a step reads, those of the target's language modelling head among them if shared.
+
+        Tables of embeddings are not counted: a step reads one row of them for each token.
+        """
+        named = list(self.network.named_parameters(remove_duplicate=False))
+        heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
+        weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_TABLE)}
+        shared = None if heads else target.get_output_embeddings()
+        read = [*weights.values(), *(() if shared is None else shared.parameters())]
+        return sum(weight.numel() * weight.element_size() for weight in read)
+
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""
-        wanted, found = str(self.shape), str(shape_of(setup.target.config))
-        if found != wanted:
-            raise UnsupportedModelError(
-                f"the target of {self.spec.name} must have {wanted}, got {found} in {type(setup.target).__name__}; "
-                "load the head for this target with load_drafter"
-            )
-        longest = self.spec.max_position_embeddings
-        if longest is not None and setup.max_length > longest:
-            warnings.warn(
-                f"{self.spec.name} was trained on texts of up to {longest} tokens, and this call may reach "
-                f"{setup.max_length}; the acceptance rate may be lower beyond that",
-                stacklevel=2,
-            )
+        self.check_target(setup.target)
         if setup.compilation is not None:
             setup = replace(setup, compilation=setup.compilation._replace(units=self._units))
         return self._factory(self.spec, setup)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise `UnsupportedModelError` if the head cannot draft for a target."""
+        shape, num = shape_of(target.config), self.network.least_vocab_size
+        problems = self.spec.problems_with(shape)
+        if self.hidden_layers and shape.num_layers != self.shape.num_layers:
+            problems.append(f"it was loaded for {self.shape.num_layers} layers, and the target has {shape.num_layers}")
+        if shape.vocab_size < num:
+            problems.append(f"it looks up token {num - 1}, and the target has {shape.vocab_size}")
+        if problems:
+            raise UnsupportedModelError(
+                f"a draft head must fit its target {type(target).__name__}, got {self.spec.name} ({self.spec.kind}): "
+                f"{'; '.join(problems)}; load the head that was trained for this target with load_drafter"
+            )
 
     @torch.no_grad()
     def check_layers(
@@ -211,16 +252,23 @@ class DraftHead:
         )
 
 
-def warn_of_low_first_acceptance(spec: HeadSpec, stats: SpeculationStats) -> None:
-    """Warn if few of the first drafted tokens of a call were accepted, and the head reads layers that may be wrong."""
-    if not spec.hidden_layers or FINAL_STATE in spec.hidden_layers or not stats.drafted_per_position:
-        return
-    num_drafted = stats.drafted_per_position[0]
-    if num_drafted < _MIN_DRAFTS or stats.accepted_per_position[0] >= _LEAST_ACCEPTANCE_RATE * num_drafted:
-        return
+def first_tokens(stats: SpeculationStats) -> DraftCounts:
+    """How many of the first tokens that a head drafted in a call were accepted."""
+    drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+    return DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
+
+
+def warn_of_low_first_acceptance(spec: HeadSpec) -> None:
+    """Warn that few of the first tokens that a head drafted were accepted, and say what may be wrong."""
+    if FINAL_STATE in spec.hidden_layers:
+        cause = "it may belong to another target, or to weights that this one had before it was changed"
+    elif spec.hidden_layers:
+        cause = "it may read other layers than it was trained on: measure it with head.check_layers(target, prompts)"
+    else:
+        cause = "it may belong to another target, or read another vocabulary"
     warnings.warn(
-        f"fewer than {_LEAST_ACCEPTANCE_RATE:.0%} of the first tokens that {spec.name} drafted were accepted; it may "
-        "read other layers than it was trained on: measure it with head.check_layers(target, prompts)",
+        f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {spec.name} drafted were accepted; "
+        f"{cause}",
         stacklevel=4,
     )
 
@@ -233,7 +281,7 @@ def _hits(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor
         num_pads=(0,),
         max_length=len(text) + 1,
         max_draft_tokens=1,
-        vocab_size=head.shape.vocab_size,
+        vocab_size=vocab_size_of(target),
         eos_token_ids=frozenset(),
         device=target.device,
         processors=BlockLogitsProcessorList(),

@@ -10,6 +10,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from hf_speculate.draft.heads.row_cache import Placed
+from hf_speculate.models.context import context_len
 
 _MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
 
@@ -36,14 +37,9 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
         use_sliding_window=True,  # in layers whose type says so
         sliding_window=config.get("sliding_window"),
         layer_types=(types + ["full_attention"] * num_layers)[:num_layers],
-        max_position_embeddings=max_length_of(config),
+        max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
         rope_parameters=rope,
     )
-
-
-def max_length_of(config: dict[str, Any]) -> int:
-    """The length that a head was trained for."""
-    return int(config.get("max_position_embeddings") or 2048)
 
 
 def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -73,9 +69,14 @@ class Rotary:
     def __init__(self, config: Qwen3Config, device: torch.device):
         with torch.device(device):
             self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]  # reads common fields alone
+        is_dynamic = (config.rope_parameters or {}).get("rope_type") == "dynamic"
+        # frequencies that change past the context would change for the rows within it too
+        self._last_position = (context_len(config) or 0) - 1 if is_dynamic else None
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at positions [B, N] int64."""
+        if self._last_position is not None:
+            positions = positions.clamp_max(self._last_position)
         example = torch.empty(0, dtype=dtype, device=positions.device)
         cos, sin = self._embedding(example, positions)
         return Rotation(cos[:, None], sin[:, None])

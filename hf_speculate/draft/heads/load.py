@@ -1,9 +1,9 @@
 """Loads a draft head of any served kind, or says from configs alone whether it fits."""
 
-import threading
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +15,20 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, read_eagle3
-from hf_speculate.draft.heads.folder import HeadFolder, recognise
+from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec, TargetShape, known_name, shape_of
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network, naming
 from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
 from hf_speculate.draft.heads.network import HeadNetwork
 from hf_speculate.draft.heads.parallel import ParallelDrafter
 from hf_speculate.draft.heads.pard import load_pard, read_pard
-from hf_speculate.draft.vocab_mapping import MAX_PADDING
+from hf_speculate.draft.heads.recognise import recognise
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.field_checks import is_int
+from hf_speculate.field_checks import integer, is_int
+from hf_speculate.models.context import context_len as context_len_of
 from hf_speculate.models.language_model import device_of
+
+_LENGTH = integer("an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for")
 
 
 class HeadFit(NamedTuple):
@@ -87,6 +90,7 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     aux_layers: Sequence[int] | None = None,
+    context_len: int | None = None,
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
@@ -96,21 +100,37 @@ def load_drafter(
     Args:
         head: a folder with `config.json` and weights (safetensors, sharded or not, or `pytorch_model.bin`), or the id
             of a Hub repository.
-        target: the model that the head was trained for; left as it is.
+        target: the model that the head was trained for, with up to 1,024 ids more or fewer; left as it is.
         dtype: of the head's weights; the target's if None.
         device: of the head's weights; the target's if None.
         aux_layers: ids of the target's hidden states that the head reads, for configs that name them wrongly: i is the
             input of decoder layer i, and the number of layers is the state before the final norm. If None, those
             of the config. `DraftHead.check_layers` measures whether they are right.
+        context_len: tokens up to which rows are drafted for, >= 1; longer rows decode plainly. If None, the
+            `max_position_embeddings` of the config, beyond which the acceptance rate falls.
 
     Returns:
         The head, whose `repr` says what was loaded.
 
     Raises:
-        ConfigError: there is no config, fields exclude each other, or `aux_layers` cannot be.
+        ConfigError: a file is missing or damaged, config and weights do not belong together, fields exclude each
+            other, or `aux_layers` or `context_len` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
-    folder, shape = HeadFolder(head), shape_of(target.config)
+    return load_head(head, target, 2, dtype, device, aux_layers, context_len)
+
+
+def load_head(
+    source: str | Path,
+    target: PreTrainedModel,
+    num_frames: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    aux_layers: Sequence[int] | None = None,
+    context_len: int | None = None,
+) -> DraftHead:
+    """See `load_drafter`; the user's line, to which warnings belong, is so many frames above."""
+    folder, shape = HeadFolder(source), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
     spec, kind = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
@@ -119,11 +139,16 @@ def load_drafter(
             "load the head that was trained for this target"
         )
     for note in fit.notes:
-        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=2)
+        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=1 + num_frames)
+    if context_len is not None:
+        _LENGTH("context_len", context_len)
+        spec = replace(spec, max_position_embeddings=context_len)
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
     network = kind.load(LoadRequest(folder, spec, options, target, dtype, device))
-    return DraftHead(spec, network, target.config, partial(kind.drafter, network))
+    head = DraftHead(spec, network, target.config, partial(kind.drafter, network))
+    head.check_target(target)
+    return head
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
@@ -138,7 +163,13 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
-    return _read(HeadFolder(head), shape, name)[0]
+    fit = _read(HeadFolder(head), shape, name)[0]
+    longest, of_target = fit.spec.max_position_embeddings, context_len_of(config)
+    if longest is None or (of_target is not None and of_target <= longest):
+        return fit
+    bound = "has no bound" if of_target is None else f"is {of_target}"
+    note = f"its context is {longest} tokens, and the target's {bound}: longer rows decode plainly"
+    return fit._replace(notes=(*fit.notes, note))
 
 
 def _read(
@@ -151,36 +182,17 @@ def _read(
             f"aux_layers must be ids in 0..{num_layers}, got {list(layers or ())}; an id is the layer whose input is "
             "read, and leave it out for those of the head's config"
         )
-    found = recognise(folder.config, folder.weights, shape.model_type)
-    spec, options = _KINDS[found.kind].read(ConfigSource(folder.config, found, folder.name, shape, layers))
-    problems, notes = [], list(spec.notes)
-    if spec.hidden_layers and spec.target_hidden_size != shape.hidden_size:
-        problems.append(f"it reads states of width {spec.target_hidden_size}, and the target's are {shape.hidden_size}")
-    outside = [layer for layer in spec.hidden_layers if not -1 <= layer <= num_layers]
-    if outside:
-        problems.append(f"it reads the states of layers {outside}, and the target has layers 0 to {num_layers}")
-    if spec.num_target_layers not in (None, num_layers):
-        problems.append(f"it is for {spec.num_target_layers} layers, and the target has {num_layers}")
-    if abs(spec.vocab_size - shape.vocab_size) > (MAX_PADDING if spec.is_vocab_padded else 0):
-        problems.append(f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}")
+    with naming(f"{folder.source}/config.json", "the fields of a draft head"):
+        found = recognise(folder.config, folder.names, shape.model_type)
+        spec, options = _KINDS[found.kind].read(ConfigSource(folder.config, found, folder.name, shape, layers))
+    problems, notes = spec.problems_with(shape), list(spec.notes)
+    if not problems and spec.vocab_size != shape.vocab_size:
+        notes.append(
+            f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}; ids are taken to mean "
+            "the same in both"
+        )
     if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
         notes.append(
             f"it was trained for {spec.target_name}, and the target is {shape.name}; the acceptance rate may be low"
         )
     return HeadFit(spec, target, tuple(problems), tuple(notes)), options
-
-
-class HeadStore:
-    """The draft heads that calls of one target named, by source, dtype and device."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._heads: dict[tuple[str, torch.dtype, torch.device], DraftHead] = {}
-
-    def get(self, source: str | Path, target: PreTrainedModel) -> DraftHead:
-        """The head of a folder or a Hub repository, loaded by `load_drafter` on first use."""
-        key = (str(source), target.dtype, device_of(target))
-        with self._lock:
-            if key not in self._heads:
-                self._heads[key] = load_drafter(source, target)
-            return self._heads[key]

@@ -12,32 +12,63 @@ from transformers import PreTrainedModel
 from hf_speculate.draft.heads.layers import Rotary, windows_of
 from hf_speculate.draft.heads.row_cache import LayerMask
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.models.language_model import vocab_size_of
 
 SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class TargetParts:
-    """The target's own modules, read by a head on its own device and in its own dtype."""
+    """What a head shares with the target of one call: modules, read on the head's device and in its dtype, and ids.
 
-    def __init__(self, target: PreTrainedModel, device: torch.device, dtype: torch.dtype):
+    The target may be another one in every call, and have got other modules since the head was loaded. So a network
+    keeps none of them, and a drafter looks them up when it is made.
+    """
+
+    def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
         self._embeddings: Any = target.get_input_embeddings()
+        self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
+        self._scale, norm = (_found(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
+        self._is_normed = norm is not None
         self._head: Any = target.get_output_embeddings()
+        self._rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
+        self._vocab_size = vocab_size_of(target)
+        self.vocabulary = vocabulary.resized(self._vocab_size)  # of the head, in the target's ids
         self.device, self.dtype = device, dtype
+
+    def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
+        """Ids of the target for a table of so many rows, whose last one stands for ids that it lacks."""
+        return token_ids if num_rows >= self._vocab_size else token_ids.clamp_max(num_rows - 1)
 
     def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
         """[..., Ht] embeddings of ids [...] int64, without a norm, and with a scale of the family if `is_scaled`."""
         weight = self._embeddings.weight
-        token_ids = token_ids.to(weight.device)
-        left_out = ("embed_norm",) if is_scaled else ("embed_norm", "embed_scale")
-        is_bare = any(hasattr(self._embeddings, name) for name in left_out)
+        token_ids = self.known(token_ids, len(weight)).to(weight.device)
+        needs_unscaled = not is_scaled and self._scale is not None
+        is_bare = self._is_normed or (needs_unscaled and not self._is_wrapped)
         rows: Tensor = embedding(token_ids, weight) if is_bare else self._embeddings(token_ids)
+        if needs_unscaled and not is_bare:
+            rows = rows / self._scale
         return rows.to(self.device, self.dtype)
+
+    def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [B, N, R] at positions [B, N] in the dtype of states; None without rotary embedding."""
+        if self._rotary is None:
+            return None
+        if hasattr(self._rotary, "mrope_section"):  # older versions of transformers want one for each axis
+            positions = positions.expand(3, -1, -1)
+        cos, sin = self._rotary(states, position_ids=positions, **options)
+        return cos.to(self.device), sin.to(self.device)
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., Ht] after a final norm."""
         weight = self._head.weight
         logits: Tensor = self._head(states.to(weight.device, weight.dtype))
         return logits.to(self.device, self.dtype)
+
+
+def _found(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or of what it wraps; None if there is none."""
+    return next((getattr(part, name) for part in module.modules() if hasattr(part, name)), None)
 
 
 class HeadNetwork(nn.Module, ABC):
@@ -51,6 +82,11 @@ class HeadNetwork(nn.Module, ABC):
     def project(self, states: Tensor) -> Tensor:
         """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
         return states
+
+    @property
+    def least_vocab_size(self) -> int:
+        """V that a target must have at least, because the network looks up tokens of its own in the target's table."""
+        return 0
 
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
         """[..., Vd] of states [..., H] after the final norm."""

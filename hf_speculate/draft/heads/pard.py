@@ -7,20 +7,23 @@ Source:
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.draft.heads.folder import unserved
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, check_weights, naming
 from hf_speculate.draft.heads.network import TargetParts
 from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
 from hf_speculate.draft.heads.row_cache import PlacedCache
+from hf_speculate.draft.heads.unserved import unserved
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
-from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import is_int
 
-_SERVED = ("llama", "qwen2", "qwen3")
+_HEAD = "lm_head.weight"
+_CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 
 
 class PardNetwork(SlotNetwork):
@@ -29,10 +32,10 @@ class PardNetwork(SlotNetwork):
     def __init__(self, model: PreTrainedModel, pard_token: int, vocab_size: int):
         super().__init__(DraftVocabulary(vocab_size), [None] * model.config.num_hidden_layers)
         self.model, self.pard_token = model, pard_token
-        self._last_id = int(model.config.vocab_size) - 1
 
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
-        token_ids = inputs.token_ids.clamp_max(self._last_id).masked_fill(inputs.is_slot, self.pard_token)
+        token_ids = parts.known(inputs.token_ids, int(self.model.config.vocab_size))
+        token_ids = token_ids.masked_fill(inputs.is_slot, self.pard_token)
         # given in any case, or the model would make one from the cache's length
         mask = replace(inputs.placed, is_bare=False).mask(0)  # [B, 1, N, T]
         decoder: Any = self.model.get_decoder()
@@ -55,22 +58,37 @@ def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
     source.check_no_layers("a PARD draft, which reads no hidden states")
     config = source.config
     model_type = config.get("model_type")
-    if model_type not in _SERVED or "sliding_attention" in (config.get("layer_types") or ()):
-        raise unserved(f"a PARD draft of model_type {model_type!r}", f"full attention and one of {', '.join(_SERVED)}")
+    if model_type not in _CLASSES or "sliding_attention" in (config.get("layer_types") or ()):
+        raise unserved(f"a PARD draft of model_type {model_type!r}", f"full attention and one of {', '.join(_CLASSES)}")
+    size, pard_token = int(config["vocab_size"]), config["pard_token"]
+    if not is_int(pard_token) or not 0 <= pard_token < size:
+        raise ConfigError(
+            f"pard_token of {source.name} must be an id below its vocab_size {size}, got {pard_token!r}; download "
+            "config.json again"
+        )
     spec = source.spec(
         config,
         (),
-        draft_vocab_size=min(int(config["vocab_size"]), source.shape.vocab_size),
-        max_position_embeddings=config.get("max_position_embeddings"),
-        is_vocab_padded=True,
+        draft_vocab_size=min(size, source.shape.vocab_size),
     )
     return spec, None
 
 
 def load_pard(request: LoadRequest) -> PardNetwork:
-    """A PARD draft, read by transformers."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        request.folder.source, dtype=request.dtype, trust_remote_code=False, attn_implementation="sdpa"
-    )
+    """A PARD draft, in transformers' own class."""
+    fields, file = request.folder.config, request.folder.weights_file
+    model_class = _CLASSES[fields["model_type"]]
+    weights = {
+        name: weight for name, weight in request.folder.weights().items() if not name.endswith("rotary_emb.inv_freq")
+    }
+    with naming(f"{request.folder.source}/config.json", f"the config of {model_class.__name__}"):
+        config = model_class.config_class.from_dict(fields)
+        with torch.device("meta"):
+            expected = model_class(config).state_dict()
+    if config.tie_word_embeddings and _HEAD not in weights:
+        del expected[_HEAD]
+    check_weights(expected, weights, file)
+    options = {"dtype": request.dtype, "attn_implementation": "sdpa"}
+    model: PreTrainedModel = model_class.from_pretrained(None, config=config, state_dict=weights, **options)
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
-    return PardNetwork(model, int(request.folder.config["pard_token"]), vocab_size_of(request.target))
+    return PardNetwork(model, fields["pard_token"], request.spec.vocab_size)

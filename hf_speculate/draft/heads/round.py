@@ -53,14 +53,22 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         self.network = network
         self.hidden_layers = spec.hidden_layers or None
         self.max_draft_tokens = spec.max_draft_tokens
-        self.parts = TargetParts(setup.target, device, dtype)
+        longest = spec.max_position_embeddings
+        self.context_len = longest if longest is not None and longest < setup.max_length else None
+        self.parts = TargetParts(setup.target, network.vocabulary, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
-        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary)
+        self.chooser = TokenChooser(setup.processors, settings, device, self.parts.vocabulary)
         self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
         self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
+
+    def is_callers(self, error: Exception) -> bool:
+        return error is self.chooser.processor_error
+
+    def has_numbers(self) -> Tensor | None:
+        return self.chooser.has_numbers()
 
     def project_states(self, states: Tensor) -> Tensor:
         """Projects the target's concatenated states [B, N, A * Ht] to the states [B, N, D] that the head reads."""

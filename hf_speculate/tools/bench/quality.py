@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, counted
 from hf_speculate.field_checks import real
 from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
@@ -41,7 +41,7 @@ class Compared(NamedTuple):
     num_wrong: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.num_equal} of {sum(self)} rows equal"
+        text = f"{self.num_equal} of {counted(sum(self), 'row')} equal"
         if self.num_ties:
             text += f", {self.num_ties} differ at a near-tie"
         return text + (f", {self.num_wrong} differ" if self.num_wrong else "")

@@ -1,6 +1,7 @@
 """Checks whether a draft model fits a target, before weights are loaded."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -14,6 +15,7 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
+from hf_speculate.models.context import context_of, encoder_context_len
 from hf_speculate.models.mixers import recurrent_cache, stepped_model
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
@@ -99,7 +101,7 @@ class PairReport:
     def __str__(self) -> str:
         models = [("target", self.target_params, self.target_memory), ("draft", self.draft_params, self.draft_memory)]
         lines = [f"{self.level}: {self.draft} as a draft for {self.target}"]
-        lines += [f"  {role}: {_count(num)} parameters, {memory}" for role, num, memory in models]
+        lines += [parameter_line(role, num, memory) for role, num, memory in models]
         lines.append(f"  a draft step reads {self.size_ratio:.3f} of the bytes that a target step reads")
         if self.overlap is not None:
             lines.append(f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens")
@@ -112,8 +114,13 @@ class PairReport:
         return "\n".join(lines)
 
 
-def _count(num_params: int) -> str:
-    return f"{num_params / 1e9:.2f} B" if num_params >= 1e9 else f"{num_params / 1e6:.2f} M"
+def parameter_line(role: str, num_params: int, memory: Memory) -> str:
+    count = f"{num_params / 1e9:.2f} B" if num_params >= 1e9 else f"{num_params / 1e6:.2f} M"
+    return f"  {role}: {count} parameters, {memory}"
+
+
+def worst_level(findings: Iterable[Finding]) -> str:
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
 def check_pair(
@@ -161,7 +168,7 @@ def check_pair(
     return PairReport(
         target=of_target.name,
         draft=of_draft.name,
-        level=max((finding.level for finding in findings), key=LEVELS.index, default="ok"),
+        level=worst_level(findings),
         findings=findings,
         overlap=overlap,
         target_params=of_target.size.num_params,
@@ -182,32 +189,45 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Models that `generate()` does not support, always or for long sequences."""
-    alone = [_unsupported(one.model) for one in (target, draft)]
+    alone = [unsupported(one.model) for one in (target, draft)]
     yield from (Finding("not supported", text) for text in alone if text)
-    if not any(alone) and (text := _unsupported(target.model, draft.model)):
+    if not any(alone) and (text := unsupported(target.model, draft.model)):
         yield Finding("does not fit", text)
     if not draft.model.can_generate():
         yield Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
     for one in (target, draft):
-        cache = recurrent_cache(one.model)
-        stepped = None if cache is None else stepped_model(one.model, cache)
-        if stepped is not None and not stepped.obstacle:
-            size = f"{stepped.num_bytes / 2**20:.3g} MiB a row, for each token of a round"
-            yield Finding("ok", f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {size}")
+        yield from recurrent_findings(one)
+    yield from rope_findings(target)
+    contexts = [context_of(target.model), context_of(draft.model)]
+    lens = [math.inf if context is None else context.num_tokens for context in contexts]
+    if lens[1] < lens[0]:
+        of_target = "has no bound" if contexts[0] is None else f"is {lens[0]}"
+        how = ", padding included" if contexts[1] is not None and contexts[1].counts_padding else ""
+        yield _warning(
+            f"the draft's context is {lens[1]} tokens{how}, and the target's {of_target}: longer rows decode plainly"
+        )
+    longest = encoder_context_len(draft.model.config) if draft.model.config.is_encoder_decoder else None
+    if longest is not None and longest < (encoder_context_len(target.model.config) or math.inf):
+        yield _warning(f"the draft's encoder reads {longest} tokens at most: longer texts are decoded plainly")
+
+
+def recurrent_findings(one: Described) -> Iterator[Finding]:
+    cache = recurrent_cache(one.model)
+    stepped = None if cache is None else stepped_model(one.model, cache)
+    if stepped is not None and not stepped.obstacle:
+        size = f"{stepped.num_bytes / 2**20:.3g} MiB a row, for each token of a round"
+        yield Finding("ok", f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {size}")
+
+
+def rope_findings(target: Described) -> Iterator[Finding]:
     rope = growing_rope(target.model)
     if rope is not None:
         yield _warning(
             f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
         )
-    lens = [getattr(one.config, "max_position_embeddings", None) or 0 for one in (target, draft)]
-    if 0 < lens[1] < lens[0]:
-        yield _warning(
-            f"the draft's context is {lens[1]} tokens, the target's {lens[0]}: beyond the draft's, few drafted tokens "
-            "are accepted"
-        )
 
 
-def _unsupported(*models: PreTrainedModel) -> str:
+def unsupported(*models: PreTrainedModel) -> str:
     try:
         check_models(models, ASSISTED)
     except UnsupportedModelError as error:
@@ -255,18 +275,26 @@ def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
 def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Limits of the speed-up that follow from the models' sizes."""
     for one in (target, draft):
-        if one.quantisation:
-            yield _warning(
-                f"the {one.role} is quantised ({one.quantisation}): its kernels may take longer than its bytes "
-                "suggest, and a forward over several tokens may round differently from one over a single token"
-            )
-    if target.size.num_experts > 1:
-        yield _warning(
-            f"the target routes each token to {target.size.num_chosen} of {target.size.num_experts} experts: verifying "
-            "several tokens reads more experts, which the bounds below include"
-        )
+        yield from quantisation_findings(one)
+    yield from expert_findings(target)
     if draft.size.num_bytes >= target.size.num_bytes:
         yield _warning("the draft has as many bytes as the target: the adaptive schedule never calls it")
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
         most = max(ACCEPTANCE_PROBABILITIES)
         yield _warning(f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted")
+
+
+def quantisation_findings(one: Described) -> Iterator[Finding]:
+    if one.quantisation:
+        yield _warning(
+            f"the {one.role} is quantised ({one.quantisation}): its kernels may take longer than its bytes suggest, "
+            "and a forward over several tokens may round differently from one over a single token"
+        )
+
+
+def expert_findings(target: Described) -> Iterator[Finding]:
+    if target.size.num_experts > 1:
+        yield _warning(
+            f"the target routes each token to {target.size.num_chosen} of {target.size.num_experts} experts: verifying "
+            "several tokens reads more experts, which estimates of the speed-up include"
+        )

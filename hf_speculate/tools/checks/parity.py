@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
@@ -52,7 +52,7 @@ class ParityReport:
 
     def __str__(self) -> str:
         counts = {name: sum(row.verdict == name for row in self.rows) for name in ("equal", "tie", "bug")}
-        line = f"{counts['equal']} of {len(self.rows)} rows equal plain greedy decoding in {self.dtype}"
+        line = f"{counts['equal']} of {counted(len(self.rows), 'row')} equal plain greedy decoding in {self.dtype}"
         lines = [f"{line}, {counts['tie']} differ at a near-tie, {counts['bug']} by a bug"]
         if self.num_drafted == 0:
             lines.append("nothing was drafted, so nothing was compared: set num_assistant_tokens")

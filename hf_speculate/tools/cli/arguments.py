@@ -12,6 +12,7 @@ from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.methods import SAMPLING_NAMES, parse_draft_len
 from hf_speculate.tools.cli.options import Drafting, Generation, Speculation
+from hf_speculate.tools.cli.transformers_fields import check_fields
 from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, read_json_lines, read_rows
 from hf_speculate.verify.base import check_verifier
 
@@ -76,6 +77,7 @@ def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any
         except json.JSONDecodeError:
             value = text  # a bare word, as in typical_correction=sample
         (fields if name in PLAIN_NAMES else options)[name] = value
+    check_fields(options)
     return fields, options
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, counted
 from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, note, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
@@ -62,7 +62,9 @@ def run(options: Batch) -> int:
             report = decode_job(job, make_batches, engine, ranks, show)
     except KeyboardInterrupt:
         if ranks.is_main:
-            note(f"interrupted: finished rows are in {output}; run the same command to resume", style="")
+            places = " and ".join(map(str, job.places()))
+            kept = f"finished rows are in {places}" if places else "no row was finished"
+            note(f"interrupted: {kept}; run the same command to resume", style="")
         return INTERRUPTED
     if ranks.is_main:
         note(_line(report))
@@ -89,7 +91,7 @@ def _line(report: DatasetReport) -> str:
     before = f", {report.num_resumed} of them from earlier runs" if report.num_resumed else ""
     failed = f", {report.num_failed} with an error" if report.num_failed else ""
     static = f"; in static batches: {report.fallback}" if report.fallback else ""
-    line = f"{report.num_rows} rows in {report.path}{before}{failed}{static}"
+    line = f"{counted(report.num_rows, 'row')} in {report.path}{before}{failed}{static}"
     if not report.num_tokens:
         return line
-    return f"{line}; {report.num_tokens} tokens in {report.seconds:.1f} s, {_speed(report)}"
+    return f"{line}; {counted(report.num_tokens, 'token')} in {report.seconds:.1f} s, {_speed(report)}"

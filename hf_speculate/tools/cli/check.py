@@ -1,12 +1,13 @@
-"""`hf-speculate check`: checks whether a draft model or a draft head fits a target."""
+"""`hf-speculate check`: checks whether a draft model or a draft head fits a target, or a target alone."""
 
 import json
 from typing import Any
 
 from hf_speculate.draft.heads.load import HeadFit, check_head
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.checks.sources import read_config
+from hf_speculate.tools.checks.target import TargetReport, check_target
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.options import Check
@@ -14,20 +15,22 @@ from hf_speculate.tools.cli.options import Check
 
 def run(options: Check) -> int:
     target, draft = options.target, options.draft
-    if draft is None:
-        raise ConfigError("--draft must name a draft model, got none; add --draft")
+    pair = f"{draft} as a draft for {target}" if draft is not None else f"{target} as a target"
     read: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     if options.trust_remote_code:
         read["trust_remote_code"] = True
-    report: PairReport | HeadFit
+    report: PairReport | HeadFit | TargetReport
+    dtype = None if options.dtype == "auto" else options.dtype
     try:
-        if names_head(options):
+        if draft is None:
+            report = check_target(target, dtype=dtype, **read)
+        elif names_head(options):
             report = check_head(draft, read_config("target", target, read))
         else:
-            report = check_pair(target, draft, dtype=None if options.dtype == "auto" else options.dtype, **read)
+            report = check_pair(target, draft, dtype=dtype, **read)
         ok, text, result = report.ok, str(report), report.as_dict()
     except UnsupportedModelError as error:  # of a model or a head that is not supported with any other
-        ok, text = False, f"not supported: {draft} as a draft for {target}\n  not supported: {error}"
+        ok, text = False, f"not supported: {pair}\n  not supported: {error}"
         result = {"target": target, "draft": draft, "reason": str(error), "ok": False, "level": "not supported"}
     answer(json.dumps(result, indent=2) if options.as_json else text)
     if options.output is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, counted
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, note, notes, write_json
@@ -116,7 +116,7 @@ def _decode(
     new_ids = output[0, len(token_ids) :]
     num, text = len(new_ids), str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
     found = {"text": text, "num_tokens": num, "seconds": seconds}
-    line = f"{num} tokens in {seconds:.1f} s, {num / seconds:.1f} tokens/s"
+    line = f"{counted(num, 'token')} in {seconds:.1f} s, {num / seconds:.1f} tokens/s"
     if not stats.num_rounds:
         return found, f"{line}, nothing was drafted"
     length, rate = stats.mean_acceptance_length, stats.acceptance_rate

@@ -1,20 +1,20 @@
 """Loads the models that a command names."""
 
-import textwrap
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_speculate.draft.heads.folder import HeadFolder, is_head, is_mtp_checkpoint
+from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.load import load_drafter
-from hf_speculate.errors import ConfigError
+from hf_speculate.draft.heads.recognise import is_head, is_mtp_checkpoint
+from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.generation.enable import enable
 from hf_speculate.tools.cli.console import first_line, notes
 from hf_speculate.tools.cli.options import Models
 
-_REASON_LEN = 200  # characters; some messages of transformers list all its models
+_REASON_LEN = 300  # characters; some messages of transformers list all its models before they say what to do
 
 
 class Pair(NamedTuple):
@@ -60,13 +60,18 @@ def names_head(models: Models) -> bool:
 
 def check_device(device: str) -> None:
     """Check before anything is loaded that models can be put there."""
+    if device == "map":
+        import_extra("accelerate", "ranks")
     if device in ("auto", "map"):
         return
+    reason = "torch knows no such device"
     try:
-        torch.zeros(1, device=device).item()  # is read, too: the meta device holds no values
+        named = torch.device(device)
+        reason = ""
+        torch.zeros(1, device=named).item()  # is read, too: the meta device holds no values
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # depends on the device
         raise ConfigError(
-            f"--device must be auto, map or a device of this machine, got {device!r} ({_reason(error)}); "
+            f"--device must be auto, map or a device of this machine, got {device!r} ({reason or first_line(error)}); "
             "leave it out for auto"
         ) from error
 
@@ -95,12 +100,20 @@ def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(name, **{key: value for key, value in options.items() if value is not None})
     except Exception as error:
+        attention = models.attn_implementation
+        hint = "install it" if isinstance(error, ImportError) else "check the spelling, or download it again"
+        if attention is not None and (isinstance(error, ImportError) or attention in str(error)):
+            hint = "choose another --attn-implementation, or leave it out"
+        if isinstance(error, ImportError):
+            raise ConfigError(f"what {name} needs must be installed, got an error: {_reason(error)}; {hint}") from error
         what = "a tokenizer" if auto_class is AutoTokenizer else "a causal language model"
         raise ConfigError(
             f"{what} must be in a folder, or on the Hub, where transformers can read it, got {name!r} "
-            f"({type(error).__name__}: {_reason(error)}); check the spelling, or download it again"
+            f"({type(error).__name__}: {_reason(error)}); {hint}"
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    return textwrap.shorten(first_line(error), _REASON_LEN, placeholder=" ...")
+    """An error's text in one line, without its middle if it is long."""
+    text, half = " ".join(str(error).split()), _REASON_LEN // 2
+    return text if len(text) <= _REASON_LEN else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"

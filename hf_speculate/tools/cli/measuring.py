@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from transformers.utils import logging
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, counted
 from hf_speculate.tools.bench import methods, tuning
 from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, make_batches, take_in_turn
 from hf_speculate.tools.bench.methods import Method, parse_draft_lens, parse_thresholds
@@ -160,8 +160,9 @@ def progress(num_steps: int, log: Console | None = None) -> Iterator[Callable[[M
 
 def _show_comparison(result: dict[str, Any]) -> None:
     settings, where, entries = result["settings"], result["environment"], result["methods"]
+    num_prompts = counted(settings["num_prompts"], "prompt")
     note(
-        f"{where['device']}, {where['threads']} threads, {where['dtype']}, {settings['num_prompts']} prompts in "
+        f"{where['device']}, {counted(where['threads'], 'thread')}, {where['dtype']}, {num_prompts} in "
         f"batches of {settings['batch_size']}, {'sampling' if settings['do_sample'] else 'greedy'}; "
         "medians (minimum to maximum) over batches"
     )

@@ -73,7 +73,8 @@ class Generation:
         _generation(
             "--max-new-tokens",
             "-n",
-            help="Largest number of new tokens. [dim]\\[default: 256; bench and tune: 128][/dim]",
+            help="Largest number of new tokens.",
+            show_default="256; bench and tune: 128",
         ),
     ] = None
     sample: Annotated[bool, _generation("--sample", "--do-sample", help="Sample instead of greedy decoding.")] = False
@@ -98,8 +99,7 @@ class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
         _draft_lens(
-            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. "
-            "[dim]\\[default: adaptive][/dim]"
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16.", show_default="adaptive"
         ),
     ] = None
     lookup: Lookup = None
@@ -196,7 +196,8 @@ class Measurement(Generation, Models):
         _speculation(
             "--verifiers",
             "-v",
-            help="Verifiers, separated by commas. [dim]\\[default: the usual lossless one, and typical][/dim]",
+            help="Verifiers, separated by commas.",
+            show_default="the usual lossless one, and typical",
         ),
     ] = None
     thresholds: Thresholds = "0.01,0.04,0.09,0.16,0.25,0.5"
@@ -242,7 +243,7 @@ class Tune(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Models):
-    """Check whether a draft model fits a target, with estimates of memory and speed-up.
+    """Check whether a draft model fits a target, with estimates of memory and speed-up; or a target alone.
 
     Downloads configs and tokenizers, but no weights. Exit status 0: "ok" or "warning"; 1: "does not fit" (another draft
     may fit) or "not supported" (one of the models is not, with any other); 2: a model or its config was not found.
@@ -267,8 +268,17 @@ class Serve(Drafting, Models):
         str, typer.Option(help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Name of this machine in requests, besides --host, localhost and IP addresses; can be repeated. * for "
+            "all.",
+        ),
+    ] = None
     name: Annotated[
-        str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
+        str | None, typer.Option("--served-model-name", help="Name in requests.", show_default="TARGET")
     ] = None
 
 

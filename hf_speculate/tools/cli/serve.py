@@ -1,8 +1,10 @@
 """`hf-speculate serve`: answers requests in OpenAI's format over HTTP."""
 
 import importlib
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +15,7 @@ from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Serve
 from hf_speculate.tools.server.engine import Engine
 
-_GRACE_S = 10  # that requests in flight have after Ctrl-C
+_GRACE_S = 10  # that requests in flight have after Ctrl-C or SIGTERM
 
 
 def run(options: Serve) -> int:
@@ -23,10 +25,10 @@ def run(options: Serve) -> int:
         pair, name = load_pair(options), options.name or options.target
         return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, options.rows, options.max_queued)
 
-    return serve(load, options.host, options.port)
+    return serve(load, options.host, options.port, options.allowed_hosts or ())
 
 
-def serve(load: Callable[[], Engine], host: str, port: int) -> int:
+def serve(load: Callable[[], Engine], host: str, port: int, allowed_hosts: Collection[str] = ()) -> int:
     """Load an engine and serve it, after checking that packages and port are there."""
     for package in ("fastapi", "uvicorn"):
         import_extra(package, "serve")
@@ -38,8 +40,10 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
         reason = f" ({engine.obstacle})" if engine.obstacle else ""
         note(f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops", style="")
         try:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again once it has shut down
             with suppress(KeyboardInterrupt):
-                app.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
+                app.GracefulServer(engine, _GRACE_S, (host, *allowed_hosts)).run(sockets=[listener])
             note("stopped", style="")
         finally:
             engine.close()

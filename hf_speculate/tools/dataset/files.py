@@ -3,8 +3,9 @@
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,24 +113,34 @@ class Job:
     def part(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.jsonl"
 
-    def locked(self) -> AbstractContextManager[Any]:
-        """Lock the output against other runs; the lock of a killed process is released."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            return filelock.FileLock(self.folder / "lock").acquire(timeout=0)
-        except filelock.Timeout:
-            raise ConfigError(
-                f"{self.output} must have one run at a time, got another one; wait for it, or choose another output"
-            ) from None
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the output against other runs; the lock of a killed process is released.
 
-    def begin(self) -> None:
-        """Repair files of a killed run, and check that it had the same prompts and settings."""
-        before = self._read_manifest()
-        if before is None and self.output.exists():
+        The folder of a run that ends before it starts a row is removed.
+        """
+        if self.output.exists() and not self.manifest.exists():
             raise ConfigError(
                 f"the output must be new or written by an earlier run, got {self.output} without {self.manifest}; "
                 "choose another output, or remove it"
             )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
+        except filelock.Timeout:
+            raise ConfigError(
+                f"{self.output} must have one run at a time, got another one; wait for it, or choose another output"
+            ) from None
+        with lock:
+            try:
+                yield
+            finally:
+                if not self.output.exists() and not any(self.folder.glob("*.jsonl")):
+                    shutil.rmtree(self.folder)
+
+    def begin(self) -> None:
+        """Repair files of a killed run, and check that it had the same prompts and settings."""
+        before = self._read_manifest()
         seed = self.seed
         if seed is None:
             seed = secrets.randbits(62) if before is None else before["seed"]
@@ -164,6 +175,11 @@ class Job:
                 f"all ranks must share the folder of the output, got no {self.manifest}; use a shared file system"
             )
         return int(manifest["seed"])
+
+    def places(self) -> list[Path]:
+        """Where finished rows are: the output, and the folder if ranks have written results that are not in it yet."""
+        has_parts = any(self.folder.glob("rank-*.jsonl"))
+        return [self.output] * self.output.exists() + [self.folder] * has_parts
 
     def record_begun(self, rank: int, rows: Sequence[Row]) -> None:
         append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])

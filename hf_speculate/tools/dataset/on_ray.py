@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from hf_speculate.errors import ConfigError, SpeculateError, import_extra
+from hf_speculate.errors import ConfigError, SpeculateError, counted, import_extra
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 
@@ -86,8 +86,8 @@ class _Worker:
             if ray.get(self.attempts.begin.remote(rows[0].key)) > self.num_attempts:
                 keys = ", ".join(row.key for row in rows[:3])
                 raise ConfigError(
-                    f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} "
-                    "died; choose a smaller batch size, or remove these prompts"
+                    f"a batch must not kill its actor, got {counted(len(rows), 'row')} ({keys}) on which "
+                    f"{self.num_attempts} died; choose a smaller batch size, or remove these prompts"
                 )
             content = self.decoder.decode(rows, self.seed)._asdict()
         except (SpeculateError, OSError) as error:

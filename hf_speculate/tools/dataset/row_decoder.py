@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
@@ -165,7 +165,7 @@ class RowDecoder:
                     decoder.num_live,
                 )
         except torch.OutOfMemoryError as error:
-            raise _out_of_memory(decoder.num_rows, "rows at once") from error
+            raise _out_of_memory(decoder.num_rows, "at once") from error
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
         """Decode B rows of equal settings in one left-padded batch."""
@@ -187,7 +187,7 @@ class RowDecoder:
                 **{**self._all_arguments(), "stopping_criteria": ends.criteria},
             )
         except torch.OutOfMemoryError as error:
-            sizes = f"rows of {prompt_len} and {self.arguments['max_new_tokens']} tokens"
+            sizes = f"of {prompt_len} and {counted(self.arguments['max_new_tokens'], 'token')}"
             raise _out_of_memory(len(rows), sizes) from error
         found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
         lines = [self._line(row, ids, num) for row, ids, num in found]
@@ -243,7 +243,7 @@ class RowDecoder:
     @property
     def _pad_token_id(self) -> int:
         candidates = (self._setting("pad_token_id"), self.tokenizer.pad_token_id, *self._eos_token_ids, 0)
-        return int(next(token_id for token_id in candidates if token_id is not None))
+        return int(next(token_id for token_id in candidates if token_id is not None and token_id >= 0))
 
     def _setting(self, name: str) -> Any:
         return setting(self.model, self.arguments, name)
@@ -266,7 +266,8 @@ class RowDecoder:
 
 
 def _out_of_memory(num_rows: int, what: str) -> ConfigError:
-    return ConfigError(f"the batch must fit into memory, got {num_rows} {what}; choose fewer rows, results are kept")
+    rows = counted(num_rows, "row")
+    return ConfigError(f"the batch must fit into memory, got {rows} {what}; choose fewer rows, results are kept")
 
 
 def row_seed(seed: int, row: Row) -> int:

@@ -25,6 +25,13 @@ TITLES = {  # by verifier
     "coupled": "coupled sampling",
     "typical": "typical acceptance",
 }
+# With the least version that setup.cfg names; transformers checks one condition a line.
+REQUIREMENTS = """\
+# hf_speculate is not on a package index yet: run pip install . in a clone of its repository
+hf_speculate>=0.1.0
+torch>=2.6
+transformers>=5.17
+"""
 _CARD = "README.md"
 _FUNCTION = "custom_generate/generate.py"
 
@@ -102,7 +109,7 @@ def save_config(
     left_out = ("_from_model_config", "transformers_version")
     kept = {name: value for name, value in settings.items() if name not in left_out}
     GenerationConfig(**(kept | saved)).save_pretrained(folder)
-    written = {_FUNCTION: function_source(saved), "custom_generate/requirements.txt": "transformers>=5.17\n"}
+    written = {_FUNCTION: function_source(saved), "custom_generate/requirements.txt": REQUIREMENTS}
     card = folder / _CARD
     if not card.exists() or CARD_MARK.encode() in card.read_bytes().splitlines():
         written[_CARD] = model_card(saved, name)

@@ -1,13 +1,11 @@
 """Engine: a queue of requests in front of a decoder in a thread of its own, which streams their texts."""
 
 import asyncio
-import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,26 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_speculate.errors import BadLogitsError, SpeculateError
+from hf_speculate.errors import SpeculateError
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
 from hf_speculate.tools.server.text_stream import TextStream
 
-LOGGER = logging.getLogger("hf_speculate")
+_CHARS_PER_TOKEN = 16  # of the longest prompt; texts have about 4
+_USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose context has no end
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
 _ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-class RequestError(Exception):
-    """A request that is not answered with text; `param`, `code` and `status` are those of OpenAI's errors."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
-
-
-_closing = partial(RequestError, "the server is shutting down", status=503)
 
 
 class DecodeResult(NamedTuple):
@@ -57,6 +46,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # of a prompt
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
         if self.num_rows > 1:
@@ -79,6 +69,14 @@ class Engine:
     def num_running(self) -> int:
         return len(self._open) - len(self._waiting)
 
+    def check_room(self) -> None:
+        """Raise `RequestError` if no further request is taken now."""
+        with self._lock:
+            if self._is_closed:
+                raise closing_error()
+            if len(self._open) >= self.num_rows + self.max_queued:
+                raise busy_error(f"at most {self.max_queued} requests may wait, got one more; try again later")
+
     async def stream(
         self, prompt: RowPrompt, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[str | DecodeResult, None]:
@@ -88,7 +86,7 @@ class Engine:
         try:
             while not await is_gone():
                 try:
-                    new = await asyncio.wait_for(answer.queue.get(), _POLL_S)
+                    new = await asyncio.wait_for(answer.get(), _POLL_S)
                 except TimeoutError:
                     continue
                 if isinstance(new, RequestError):
@@ -116,7 +114,7 @@ class Engine:
         """End all requests, later ones too, with status 503."""
         with self._lock:
             self._is_closed = True
-            self._end_all(_closing())
+            self._end_all(closing_error())
 
     def close(self) -> None:
         self.end_requests()
@@ -135,14 +133,7 @@ class Engine:
 
     def _submit(self, prompt: RowPrompt) -> "_Answer":
         with self._lock:
-            if self._is_closed:
-                raise _closing()
-            if len(self._open) >= self.num_rows + self.max_queued:
-                raise RequestError(
-                    f"at most {self.max_queued} requests may wait, got one more; try again later",
-                    code="rate_limit_exceeded",
-                    status=429,
-                )
+            self.check_room()
             answer = _Answer(prompt)
             self._open.add(answer)
             self._waiting.append(answer)
@@ -197,32 +188,39 @@ class Engine:
 
 
 class _Answer:
-    """What the decoder's thread hands to the event loop for one request: tokens, then a result or an error."""
+    """What the decoder's thread hands to the event loop for one request: tokens, then a result or an error.
+
+    Only the newest is kept, which has all tokens so far, so that a client that does not read costs no memory.
+    """
 
     def __init__(self, prompt: RowPrompt):
         self.prompt = replace(prompt, key=self)
-        self.queue: asyncio.Queue[Sequence[int] | RowResult | RequestError] = asyncio.Queue()
         self.is_wanted = True
         self._loop = asyncio.get_running_loop()
+        self._newest: Sequence[int] | RowResult | RequestError = ()
+        self._is_new = asyncio.Event()
+
+    async def get(self) -> Sequence[int] | RowResult | RequestError:
+        """Wait for something new."""
+        await self._is_new.wait()
+        self._is_new.clear()
+        return self._newest
 
     def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
         """Put an item, unless nobody waits for it."""
         if self.is_wanted:
-            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._set, item)
+
+    def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
+        if not isinstance(self._newest, RowResult):  # an error of others comes too late
+            self._newest = item
+        self._is_new.set()
 
 
 def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
     answer: _Answer = prompt.key
     answer.put(list(token_ids))
     return answer.is_wanted
-
-
-def request_error(error: BaseException) -> RequestError:
-    """Status 400 for arguments that cannot be decoded, 500 for all else."""
-    if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
-        return RequestError(str(error))
-    LOGGER.error("a request failed", exc_info=error)
-    return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 
 class _CancelledError(Exception):

@@ -40,8 +40,12 @@ class Reference:
             case _:
                 first = 0 if self.options.get("sample_from_anchor") else 1
                 hidden = self._block(text, states)[first : first + num]
+                scores = self._scored(hidden)
+                if not self.options.get("markov_rank"):
+                    return scores
                 bias = self._markov_bias(hidden, [text[-1], *drafted[: num - 1]])
-                return self._scored(hidden) + bias
+                num_known = min(scores.shape[1], bias.shape[1])
+                return scores[:, :num_known] + bias[:, :num_known]
 
     def _chain(
         self, text: list[int], states: Tensor, drafted: list[int], num: int, network: Callable[..., tuple]
@@ -89,11 +93,9 @@ class Reference:
         return self._normed(hidden, "norm")
 
     def _markov_bias(self, hidden: Tensor, previous: list[int]) -> Tensor:
-        if not self.options.get("markov_rank"):
-            return torch.zeros(())
         rows, memory = [], torch.zeros(self.options["markov_rank"], dtype=torch.float64)
         for state, token in zip(hidden, previous, strict=True):
-            latent = self.weights["markov_head.markov_w1.weight"][token]
+            latent = self.weights["markov_head.markov_w1.weight"][min(token, self.design.vocab_size - 1)]
             match self.options.get("markov_head_type"):
                 case "gated":
                     gate = self._linear(torch.cat([state, latent]), "markov_head.gate_proj")
@@ -115,7 +117,8 @@ class Reference:
         return self._linear(states, "fc") if "fc.weight" in self.weights else states
 
     def _embedded(self, ids: list[int]) -> Tensor:
-        return self.weights.get("embed_tokens.weight", self.table)[torch.tensor(ids)]
+        table = self.weights.get("embed_tokens.weight", self.table)
+        return table[torch.tensor(ids).clamp_max(len(table) - 1)]
 
     def _scored(self, normed: Tensor) -> Tensor:
         logits = normed @ self.weights.get("lm_head.weight", self.head).T

@@ -1,6 +1,7 @@
 """Heads of all kinds: drafts leave no trace, and in `generate()` the text is plain decoding's whatever is proposed."""
 
 import copy
+import pickle
 import shutil
 import warnings
 from dataclasses import replace
@@ -8,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch._dynamo.utils import counters
-from transformers import MaxTimeCriteria, pipeline
+from transformers import pipeline
 
 import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
@@ -97,13 +97,6 @@ def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design,
     assert min(stats.accepted_per_position) > 0
 
 
-def test_a_text_longer_than_the_head_was_trained_on_is_decoded_with_a_warning(pair):
-    target, head = pair
-    stops = [MaxTimeCriteria(max_time=0.0)]
-    with pytest.warns(UserWarning, match="was trained on texts of up to 512 tokens, and this call may reach 513"):
-        target.generate(**prompts(1), max_length=513, assistant_model=head, stopping_criteria=stops)
-
-
 @pytest.mark.parametrize("form", [str, Path])
 def test_a_head_may_be_named(form, pair, tmp_path):
     """It is loaded for the first call and kept with the target."""
@@ -123,29 +116,35 @@ def test_pipelines_take_a_head(pair):
     assert stats.num_drafted > 0
 
 
-def test_few_accepted_first_tokens_are_warned_of(pair, tmp_path):
+@pytest.mark.parametrize(
+    ("design", "cause"),
+    [(FITTED, "it may read other layers"), (MTP, "it may belong to another target, or to weights that this one had")],
+)
+def test_few_accepted_first_tokens_are_warned_of_once(pair, design, cause, tmp_path):
+    """Counted over calls, because a schedule stops drafting early in one."""
     target, fitted = pair
-    head = load_drafter(write_speculators(tmp_path, FITTED, make_weights(FITTED)), target)
-    options = {"max_new_tokens": 80, "num_assistant_tokens": 1}
-    with pytest.warns(UserWarning, match="fewer than 20% of the first tokens that .* drafted were accepted"):
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design, seed=2)), target)
+    options = {"max_new_tokens": 45, "num_assistant_tokens": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**prompts(), **options, assistant_model=head)
+    with pytest.warns(UserWarning, match=f"fewer than 20% of the first tokens that .* drafted were accepted; {cause}"):
         target.generate(**prompts(), **options, assistant_model=head)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        target.generate(**prompts(), **options, assistant_model=fitted)
+        target.generate(**prompts(), **options, assistant_model=head)
+        for _ in range(2):
+            target.generate(**prompts(), **options, assistant_model=fitted)
 
 
 def test_what_does_not_go_with_a_head_is_refused(pair, tmp_path):
     target, head = pair
     for own in ({"prompt_lookup_num_tokens": 4}, {"draft_state": hf_speculate.DraftState()}):
-        with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} must be left out with a draft head"):
+        with pytest.raises(UnsupportedGenerationError, match=f"{next(iter(own))} cannot be combined with a draft head"):
             target.generate(**prompts(), assistant_model=head, **own)
     other = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH))
-    with pytest.raises(UnsupportedModelError, match="must have hidden size 24, 6 layers and 32 tokens, got"):
+    with pytest.raises(UnsupportedModelError, match="it was loaded for 6 layers, and the target has 2"):
         other.generate(**prompts(), assistant_model=head, max_new_tokens=4)
-    target.config.save_pretrained(tmp_path)
-    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="load an ordinary draft model and pass it as assistant_model"):
-        target.generate(**prompts(), assistant_model=str(tmp_path))
 
 
 def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
@@ -178,6 +177,7 @@ def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
     assert min(after.accepted_per_position) > 0
 
 
+@pytest.mark.fallback("eager forwards")
 @pytest.mark.parametrize("layer", [-1, NUM_TARGET_LAYERS], ids=["after the final norm", "before the final norm"])
 def test_which_states_compiled_targets_return(pair, tmp_path, layer):
     target, design = pair[0], MTP if layer == -1 else replace(EAGLE3, aux_layers=(1, layer))
@@ -260,3 +260,11 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
         expected = ids.index(ends) + 1 if ends in ids else K
         assert draft.lens[row] == expected
         assert draft.token_ids[row, :expected].tolist() == ids[:expected]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda head: pickle.loads(pickle.dumps(head))])
+def test_copies_and_pickles_of_a_head_draft_the_same(loaded, copied):
+    head, target = loaded
+    texts = random_texts([6, 4], seed=8)
+    ours, theirs = (Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, copied(head)))
+    assert torch.equal(ours.token_logits, theirs.token_logits)

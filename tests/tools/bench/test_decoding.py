@@ -11,7 +11,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
 from hf_speculate.tools.bench.quality import Compared, TextCheck, drift_of_runs
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny import cheaper_copy, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
 
@@ -39,7 +39,7 @@ METHODS = [plain_method(False), *assisted_methods(LENS, False), *our_methods(["g
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
 def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, enabled, options, target, batch):
-    model, draft, lens = copy.deepcopy(target), noisy_copy(target), []
+    model, draft, lens = copy.deepcopy(target), cheaper_copy(target), []
     ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
     for config in (model.generation_config, draft.generation_config) if enabled else ():
         vars(config).update(ours, prompt_lookup_num_tokens=4)

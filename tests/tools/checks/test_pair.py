@@ -1,19 +1,31 @@
-"""`check_pair` says what `generate()` would, from configs and tokenizers alone."""
+"""`check_pair` and `check_target` say what `generate()` would, from configs and tokenizers alone."""
 
 import json
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, MiniMaxConfig, MixtralConfig, RwkvConfig, ViTConfig
+from transformers import (
+    GenerationConfig,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MiniMaxConfig,
+    MixtralConfig,
+    RwkvConfig,
+    ViTConfig,
+)
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.tools.bench.results import draft_cost
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
+from hf_speculate.tools.checks.target import check_target
 from hf_speculate.tools.cli.main import main
 from tests.recurrent_cases import recurrent_states
 from tests.tiny import make_config, make_model
+from tests.tiny_encoders import make_bart
+from tests.tiny_families import make_family
 from tests.tiny_tokenizers import letters_tokenizer
 
 LETTERS, OTHERS = ([chr(first + token) for token in range(64)] for first in (ord("0"), 300))
@@ -55,6 +67,10 @@ def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_pat
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
     assert main(["check", folders[0], "--draft", folders[1]]) == 0
     assert capsys.readouterr().out == f"{report}\n"
+    assert main(["check", folders[0]]) == 0
+    shown = str(check_target(folders[0]))
+    assert capsys.readouterr().out == f"{shown}\n"
+    assert shown.startswith(f"ok: {folders[0]} as a target\n  target: 0.0") and "prompt lookup drafts" in shown
     stranger = _save(tmp_path / "other", configs[0], words=OTHERS)
     assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
@@ -80,17 +96,23 @@ def test_models_that_generate_refuses_are_refused_in_its_words():
             assert (report.level, report.ok) == ("not supported", False)
             assert words in texts_of(report, "not supported")
             assert str(report).startswith("not supported: ")
+        report = check_target(config)
+        assert not report.ok and [words in finding.text for finding in report.findings] == [True]
 
 
 def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
     model, other = make_model("qwen3_5"), make_model("llama")
-    kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True)[CACHE_NAME]
     states = [state for layer in recurrent_states(kv_cache) for state in layer.values()]
     size = f"{sum(state.nbytes for state in states) / 2**20:.3g} MiB a row"
     for report, role in ((check(model, other), "target"), (check(other, model), "draft")):
         assert report.ok
         text = texts_of(report, "ok")
         assert f"the {role} has recurrent layers" in text and size in text
+    assert texts_of(check_target(model), "ok").startswith("the target has recurrent layers")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 2, "num_hidden_layers": 2}
+    mtp = Glm4MoeConfig(num_nextn_predict_layers=1, vocab_size=64, **SMALL, **sizes)
+    assert "pass use_mtp=True" in texts_of(check_target(mtp), "ok")
 
 
 def test_other_tables_and_other_tokens_are_said():
@@ -117,10 +139,31 @@ def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
         assert words in texts_of(report, "warning")
 
 
+SHORT = 64
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": SHORT}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "words"),
+    [
+        ("llama", make_config("gpt2", n_positions=SHORT), "is 64 tokens, and the target's is 512: longer rows decode"),
+        ("bloom", make_config("mpt", max_seq_len=SHORT), "is 64 tokens, and the target's has no bound"),
+        ("llama", make_model("llama", max_position_embeddings=SHORT, rope_parameters=YARN).config, ""),
+        ("llama", make_family("trocr", max_position_embeddings=SHORT).config, "is 64 tokens, padding included, and"),
+        ("bart", make_bart(max_position_embeddings=SHORT), "the draft's encoder reads 64 tokens at most"),
+    ],
+)
+def test_where_a_shorter_context_ends_the_drafts_is_said_before(target, draft, words):
+    report = check(make_bart() if target == "bart" else make_config(target), draft)
+    found = texts_of(report, "warning")
+    assert words in found
+    assert ("context" in found) == bool(words)
+
+
 def test_memory_is_that_of_the_weights_and_of_the_cache():
     model = make_model("mixtral", dtype=torch.float32)
     memory = hf_speculate.check_pair(model, model).target_memory
-    layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True).past_key_values.layers
+    layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True)[CACHE_NAME].layers
     assert (memory.dtype, memory.weight_bytes) == ("float32", sum(one.nbytes for one in model.parameters()))
     assert memory.kv_bytes_per_token * 7 == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     half = hf_speculate.check_pair(model.config, model.config, dtype="bfloat16").target_memory

@@ -74,6 +74,7 @@ def test_a_distance_is_a_tie_where_the_dtype_rounds_it_away(dtype, distance, ver
         assert not is_banned or row.gap == float("inf")
 
 
+@pytest.mark.fallback("because a draft model as large as its target gains nothing")
 def test_a_comparison_without_drafts_is_not_ok():
     target, draft = pair("llama")  # as large as its target: the adaptive schedule never calls it
     adaptive = {"max_new_tokens": 4, "num_assistant_tokens_schedule": "adaptive"}
@@ -110,6 +111,7 @@ def models_of(kind):
     return target, noisy_copy(target, 0.2), inputs
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "t5, prompts shorter than the text", "t5, longer", "llava"])
 def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(kind, dtype):

@@ -1,6 +1,7 @@
 """`hf-speculate batch` on a tiny pair, and what users see while data sets are decoded and methods are timed."""
 
 import io
+import itertools
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.cli.console import ProgressNotes
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.measuring import progress
+from hf_speculate.tools.dataset.row_decoder import RowDecoder
 from tests.tools.dataset.common import batch_words, ends_of, plain_results, prompts, results_in, write_prompts
 
 TEXTS = prompts(6)
@@ -24,6 +26,33 @@ def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(folder, tmp_p
     out, err = capsys.readouterr()
     assert out == ""
     assert f"6 rows in {output}; {sum(num for _, num, _ in expected)} tokens in" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("num_finished", [0, 1])
+def test_an_interrupted_run_names_what_is_there(folder, tmp_path, capsys, monkeypatch, num_finished):
+    write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    output, decode_all = tmp_path / "out.jsonl", RowDecoder.decode_all
+
+    def interrupted(*arguments):
+        yield from itertools.islice(decode_all(*arguments), num_finished)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RowDecoder, "decode_all", interrupted)
+    assert main(batch_words(folder, output)) == 130
+    kept = f"finished rows are in {output}" if num_finished else "no row was finished"
+    assert f"interrupted: {kept}; run the same command to resume" in capsys.readouterr().err.replace("\n", "")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"prompts.jsonl", *(["out.jsonl", "out.jsonl.run"] if num_finished else [])}
+
+
+def test_a_file_of_the_user_stays_alone(folder, tmp_path, capsys):
+    write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    (tmp_path / "README.md").write_text("mine")
+    assert main(batch_words(folder, tmp_path / "README.md")) == 2
+    assert "the output must be new or written by an earlier run" in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != "prompts.jsonl"} == {
+        "README.md": "mine"
+    }
 
 
 def test_lines_come_at_most_once_in_a_while():

@@ -111,7 +111,7 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
 
 def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
     tokenizer, other = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
-    make_model("llama", vocab_size=len(tokenizer), seed=1).save_pretrained(other)
+    make_model("llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8).save_pretrained(other)
     tokenizer.save_pretrained(other)
     status, result = run((pair[0], str(other)), questions, "-v", "greedy", "--num-prompts", "2")
     assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")

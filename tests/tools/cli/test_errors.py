@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from transformers import GenerationMixin
+from transformers import AutoModelForCausalLM, GenerationMixin
 
 from hf_speculate.tools.cli.main import main
 
 CPU = ["--device", "cpu"]
+# Its useful end is on a later line, behind many characters.
+LACKS = f"\nFlash needs flash_attn, not found. It can be {'a long story, ' * 30}\nRun `pip install flash-attn`"
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +69,28 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ([*GENERATE, "--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave it out"),
         ([*BENCH, "--top-k", "5"], "--top-k must come with --sample"),
         ([*TUNE, "--set", "top_k=5"], "--set must leave out what has an option, got top_k; use --top-k"),
-        ([*GENERATE, "--device", "foo"], "--device must be auto, map or a device of this machine, got 'foo'"),
+        (
+            [*GENERATE, "--device", "foo"],
+            "a device of this machine, got 'foo' (torch knows no such device); leave it out",
+        ),
+        (
+            [*GENERATE, "--attn-implementation", "foo"],
+            "choose another --attn-implementation, or leave it out",
+        ),
         ([*BENCH, "--device", "meta"], "of this machine, got 'meta' (Tensor.item()"),
         ([*GENERATE, "--file", "{folder}/prompts.txt"], "there must be one prompt or --file, got both"),
         ([*GENERATE, "--set", "speculation_stats=1"], "--set must be name=value with a plain field"),
+        (
+            [*GENERATE, "--set", "num_beams=4"],
+            "num_beams must be 1, got 4; beam search cannot be decoded speculatively",
+        ),
+        ([*BENCH, "--set", "eos_token_id=abc"], "eos_token_id must be a token id or a list of them, got 'abc'"),
+        ([*TUNE, "--set", "sequence_bias=[[3, 1]]"], "sequence_bias must be a list of pairs"),
+        ([*BATCH, "--set", "max_length=x"], "max_length must be an int of at least 0, got 'x'"),
+        (
+            [*GENERATE, "--set", "early_stopping=3"],
+            "--set must name values that transformers takes, got early_stopping: ",
+        ),
         ([*GENERATE, "--chat"], "the tokenizer must have a chat template"),
         ([*BATCH, "--ray-address", "1"], "--ray-address must come with --engine ray, got --engine local"),
         ([*BENCH, "-v", "greedy", "--sample"], "verifier must be a sampling one"),
@@ -102,6 +122,13 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
 def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
     assert "uvicorn must be installed for this, got none; run pip install" in refused(["serve", "nosuch"])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "accelerate", None)
+        assert "accelerate must be installed for this" in refused(["generate", "nosuch", "x", "--device", "map"])
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=ImportError(LACKS)))
+        line = refused([*GENERATE, "--attn-implementation", "flash"])
+    assert "/target needs must be installed, got an error: Flash needs flash_attn, not found. It can be " in line
+    assert "Run `pip install flash-attn`; choose another --attn-implementation, or leave it out" in line
     state = Mock(process_index=0, num_processes=2)
     monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(PartialState=lambda **options: state))
     monkeypatch.setenv("WORLD_SIZE", "2")

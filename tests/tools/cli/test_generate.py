@@ -121,7 +121,9 @@ def test_a_head_is_timed_without_transformers_own_methods(tmp_path):
 
 def test_check_says_whether_a_head_fits(tmp_path, capsys):
     assert main(["check", TARGET, "-d", HEAD]) == 0
-    assert f"ok: eagle3 as a draft head for {TARGET}" in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert f"warning: eagle3 as a draft head for {TARGET}" in report
+    assert "its context is 2048 tokens, and the target's is 8192" in report
     assert main(["check", DRAFT, "-d", HEAD, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["level"], report["spec"]["kind"]) == ("does not fit", "eagle3")

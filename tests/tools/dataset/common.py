@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from tests.tiny import make_model, noisy_copy
+from tests.tiny import cheaper_copy, make_model
 from tests.tiny_tokenizers import letters_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
@@ -21,7 +21,7 @@ def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
     target = make_model("llama")
     target.generation_config = GenerationConfig(eos_token_id=LETTERS.index(EOS), pad_token_id=0, do_sample=False)
     tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS)
-    for name, model in (("target", target), ("draft", noisy_copy(target, noise))):
+    for name, model in (("target", target), ("draft", cheaper_copy(target, noise))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return str(folder / "target"), str(folder / "draft")

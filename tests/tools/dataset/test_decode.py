@@ -50,8 +50,9 @@ def decode(tmp_path, texts=TEXTS, kind="llama", chat_template=None, **options):
 NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 
 
-def test_texts_counts_and_reasons_are_those_of_plain_decoding(plain, tmp_path):
-    report, output = decode(tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS])
+@pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])  # as LLaMA's first configs
+def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tmp_path):
+    report, output = decode(tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS], **options)
     found = results_in(output)
     assert [ends_of(found[key]) for key in range(1, 12)] == plain
     assert {reason for *_, reason in plain} == {"stop", "length"}
@@ -72,6 +73,7 @@ class EndsAtPair(StoppingCriteria):
         return (input_ids[:, None, -2:] == self.pairs).all(-1).any(-1)
 
 
+@pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
     ("kind", "eos", "options"),
     [

@@ -5,6 +5,7 @@ import math
 import re
 import runpy
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.hub.repository import CARD_MARK, function_source, model_card, save_config
+from hf_speculate.tools.hub.repository import CARD_MARK, REQUIREMENTS, function_source, model_card, save_config
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +55,18 @@ def test_a_card_explains_every_field_and_its_file_says_how_to_install():
     code = function_source({}).replace("import hf_speculate\n", "import hf_speculate_missing\n")
     with pytest.raises(ImportError, match="hf_speculate is not installed; run pip install"):
         exec(compile(code, "generate.py", "exec"), {})
+
+
+def test_requirements_are_those_of_the_package():
+    """The folder of top_k has code of its own."""
+    package = ConfigParser()
+    package.read(ROOT / "setup.cfg")
+    needed = {line.partition(",")[0] for line in package["options"]["install_requires"].split()}
+    text = (EXAMPLES / "top_k" / "custom_generate" / "requirements.txt").read_text()
+    name, *others = [line for line in text.splitlines() if not line.startswith("#")]
+    assert name == f"hf_speculate>={package['metadata']['version']}" == f"hf_speculate>={hf_speculate.__version__}"
+    assert len(others) == 2 and set(others) <= needed
+    assert text == REQUIREMENTS
 
 
 def test_settings_of_a_model_go_along_and_stay_as_they_are(tmp_path):

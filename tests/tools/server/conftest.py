@@ -30,7 +30,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def client(engine):
-    server = importlib.import_module("hf_speculate.tools.server.app").GracefulServer(engine, grace_s=0.1)
+    server = importlib.import_module("hf_speculate.tools.server.app").GracefulServer(engine, 0.1, ["name.example"])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

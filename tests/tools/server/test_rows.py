@@ -9,7 +9,8 @@ import torch
 
 import hf_speculate
 from hf_speculate.generation.continuous import RowPrompt
-from hf_speculate.tools.server.engine import Engine, RequestError
+from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.errors import RequestError
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
@@ -103,6 +104,13 @@ def collect(engine, request, most=None, on_piece=lambda: None):
 
     asyncio.run(run())
     return found
+
+
+def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):
+    request, pieces = RowPrompt([3], None, {"max_new_tokens": 40, "do_sample": False}), []
+    *pieces, result = collect(engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding))
+    assert len(pieces) <= 2
+    assert "".join(pieces) == engine.tokenizer.decode(result.row.token_ids)
 
 
 def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):

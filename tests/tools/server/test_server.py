@@ -1,20 +1,26 @@
 """The server behind a real socket on the loopback device, asked by a real client."""
 
+import asyncio
 import importlib
 import json
+import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
 from tests.tiny import MAX_LEN
 from tests.tiny_tokenizers import byte_level_tokenizer
-from tests.tools.server.serving import MANY, NUM_NEW, PATH, body
+from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-NEUTRAL = importlib.import_module("hf_speculate.tools.server.schemas").NEUTRAL
+MESSAGE = {"role": "user", "content": ""}
+Request = importlib.import_module("starlette.requests").Request
+schemas = importlib.import_module("hf_speculate.tools.server.schemas")
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +88,13 @@ def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, tex
 def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkeypatch):
     for options, status, param, words in (
         ({"n": 2}, 400, "n", "n must be 1, got 2; other values are not supported"),
+        ({"tools": [{"name": 99 * "x"}]}, 400, "tools", "tools must be [], got "),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
-        ({"temprature": 1}, 400, "temprature", "Extra inputs are not permitted"),
-        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        ({"temprature": 1}, 400, "temprature", "temprature must be left out, got 1; this endpoint has no such field"),
+        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens must be greater than or equal to 1, got 0"),
+        ({"messages": None}, 400, "messages", "messages must be a valid array, got None"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "messages.0.content must be given"),
+        ({"messages": [{"role": "user", "content": 1}]}, 400, "messages.0.content", "valid string, or a valid array"),
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
         ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
     ):
@@ -92,21 +102,135 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert (response.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param)
-        assert words in error["message"]
-    for prompt, words in ((["a", "b"], "one prompt, got 2"), ([999], "token ids in [0, "), ("", "at least one token")):
+        assert words in error["message"] and len(error["message"]) < 200
+    for prompt, words in (
+        (["a", "b"], "one prompt, got 2"),
+        ([999], "token ids in [0, "),
+        ("", "at least one token"),
+        ([3, "b"], "prompt.1 must be a valid integer"),
+    ):
         error = client.post("/v1/completions", json={"prompt": prompt}).json()["error"]
-        assert error["param"] == "prompt" and words in error["message"]
-    assert client.post(PATH, content=b'{"messages": ').json()["error"]["type"] == "invalid_request_error"
+        assert error["param"].partition(".")[0] == "prompt" and words in error["message"]
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found"
     monkeypatch.setattr(engine.tokenizer, "chat_template", None)
     assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200  # draws a seed
 
 
+def test_bodies_and_headers_that_cannot_be_read_are_refused(client):
+    for content, headers, status, words in (
+        (b'{"messages": ', {}, 400, "the body must be JSON in UTF-8, got EOF"),
+        (b'{"prompt": "\\udc00 a"}', {}, 400, "the body must be JSON in UTF-8, got lone leading surrogate"),
+        (b"[]", {}, 400, "the body must be an object, got []"),
+        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 415, "Content-Type must be application/json"),
+        (b'{"prompt": "a"}', {"Host": "evil.example:80"}, 400, "Host must be localhost, an IP address or a name that"),
+    ):
+        response = client.post(
+            "/v1/completions", content=content, headers={"Content-Type": "application/json"} | headers
+        )
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["type"]) == (status, None, "invalid_request_error")
+        assert words in error["message"]
+    for host in ("localhost", "127.0.0.1:80", "[::1]:80", "name.example"):
+        assert client.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_a_text_far_beyond_the_context_is_refused_unread(client, engine, monkeypatch):
+    monkeypatch.setattr(engine, "tokenizer", None)
+    most_bytes = 2 * engine.max_chars + 2**16
+    chunks = (bytes(65_536) for _ in range(64))
+    json_type = {"Content-Type": "application/json"}
+    for content, status, code, words in (
+        (json.dumps({"prompt": 4_000_000 * "a"}), 413, "request_too_large", f"at most {most_bytes} bytes, got 40000"),
+        (chunks, 413, "request_too_large", f"at most {most_bytes} bytes, got more"),
+        (
+            json.dumps({"prompt": (engine.max_chars + 1) * "a"}),
+            400,
+            "context_length_exceeded",
+            f"got {engine.max_chars + 1};",
+        ),
+        (json.dumps(body(messages=2 * [{"role": "user", "content": engine.max_chars // 2 * "ab"}])), 400, None, None),
+    ):
+        path = PATH if words is None else "/v1/completions"
+        response = client.post(path, content=content, headers=json_type)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (status, code or "context_length_exceeded")
+        assert (words or f"messages must have at most {engine.max_chars} characters") in error["message"]
+
+
+def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(client, engine, text, monkeypatch):
+    tokenizer, may_end, is_long = engine.tokenizer, threading.Event(), "a" * (engine.max_chars - 8)
+
+    class Slow:
+        """Tokenises a long text until it is told to end."""
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, content):
+            assert len(content) < len(is_long) or may_end.wait(WAIT_S)
+            return tokenizer(content)
+
+    monkeypatch.setattr(engine, "tokenizer", Slow())
+    answers = []
+    request = {"prompt": is_long, "note": None, "user": 65_536 * "a"}
+    asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=request).json()))
+    with client.stream("POST", PATH, json=body(stream=True)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        asking.start()
+        assert [*lines][-2] == "data: [DONE]"
+    assert answered(client)[0] == text
+    assert not answers
+    may_end.set()
+    asking.join()
+    assert answers[0]["error"]["code"] == "context_length_exceeded"
+
+
+def test_bodies_of_all_requests_together_are_bounded():
+    engine = SimpleNamespace(num_rows=2, max_queued=1, max_chars=2**16, check_room=lambda: None)
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    intake = importlib.import_module("hf_speculate.tools.server.intake").Intake(engine)
+
+    async def read(num_bytes, is_whole):
+        chunks = iter([{"type": "http.request", "body": bytes(num_bytes), "more_body": not is_whole}])
+
+        async def receive():
+            return next(chunks, None) or await asyncio.Event().wait()
+
+        return await intake.read(schemas.ChatRequest, Request(scope, receive))
+
+    async def run():
+        unfinished = [asyncio.create_task(read(intake.max_bytes - 4, is_whole=False)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(RequestError, match="too many bytes") as caught:
+            await read(13, is_whole=True)
+        assert caught.value.status == 429
+        for num_bytes in (12, 13):
+            with pytest.raises(RequestError, match="must be JSON"):
+                await read(num_bytes, is_whole=True)
+            unfinished.pop().cancel()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+
+
+def test_messages_are_counted_before_they_are_checked():
+    messages = [{"role": "user", "content": []}] * 3 + 9_999 * [MESSAGE] + [{"role": "user", "content": 2 * [None]}]
+    with pytest.raises(RequestError, match="at most 10000 parts, got 10001"):
+        schemas.parse(schemas.ChatRequest, json.dumps({"messages": messages}).encode())
+
+
+def test_requests_are_described_and_no_page_loads_scripts(client):
+    described = client.get("/openapi.json").json()["components"]["schemas"]
+    assert "max_tokens" in described["ChatRequest"]["properties"] and "Message" in described
+    assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+
+
 def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
-    neutral = {name: values[0] for name, values in NEUTRAL.items()} | {"user": "me", "metadata": {"a": "b"}}
+    neutral = {name: values[0] for name, values in schemas.NEUTRAL.items()} | {"user": "me", "metadata": {"a": "b"}}
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "word"}]
-    for options in (neutral, dict.fromkeys(NEUTRAL), {"messages": [{"role": "user", "content": parts}]}):
+    for options in (neutral, dict.fromkeys(schemas.NEUTRAL), {"messages": [{"role": "user", "content": parts}]}):
         assert answered(client, **options)[0] == text
 
 

@@ -146,6 +146,9 @@ LOOK = """() => {
   const inside = (one, frame) =>
     Math.min(one.left - frame.left, frame.right - one.right, one.top - frame.top, frame.bottom - one.bottom) >= -1;
   const problems = [];
+  for (const frame of document.querySelectorAll('.scroll'))
+    if (window.innerWidth > PHONE && frame.scrollWidth > frame.clientWidth)
+      problems.push('clipped: ' + frame.getAttribute('aria-label'));
   if (document.documentElement.scrollWidth > window.innerWidth) problems.push('too wide');
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
@@ -171,7 +174,7 @@ LOOK = """() => {
     });
   }
   return problems;
-}""".replace("MIN_LETTER_PX", str(MIN_LETTER_PX))
+}""".replace("MIN_LETTER_PX", str(MIN_LETTER_PX)).replace("PHONE", str(PHONE))
 
 
 @pytest.fixture(scope="module")
@@ -200,4 +203,6 @@ def look_at(browser, path, width, scheme="light"):
 @pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
 def test_the_page_is_drawn_and_read(browser, tmp_path, width, scheme):
-    assert look_at(browser, write_html(make_result(), tmp_path / "report.html"), width, scheme) == ([], NUM_PLOTS)
+    result = make_result()
+    result["methods"][3]["is_noise"] = True  # the longest text of a speed-up
+    assert look_at(browser, write_html(result, tmp_path / "report.html"), width, scheme) == ([], NUM_PLOTS)

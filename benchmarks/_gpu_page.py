@@ -1,0 +1,65 @@
+"""The section of the page of results that shows what first light measured on a GPU."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _harness import markdown
+
+FOLDER = "first_light"
+Cell = dict[str, Any]
+
+
+def section(results: Path) -> list[str]:
+    """Lines of markdown: one table of decoding and one of the kernels for each run, the first one first."""
+    lines = ["", "## On a GPU"]
+    runs = sorted(path for path in (results / FOLDER).glob("*") if path.is_dir())
+    if not runs:
+        return [*lines, "", "Not measured yet: `python benchmarks/on_gpu.py --first-light`."]
+    for run in runs:
+        contents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(run.glob("*.json"))}
+        environment = next(iter(contents.values()))["environment"]
+        versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items() if value)
+        lines += ["", f"`{FOLDER}/{run.name}`: {environment['device']}, {environment['date']}, commit"]
+        lines[-1] += f" {environment['commit']}, {versions}."
+        cells = {name: content["cells"] for name, content in contents.items()}
+        decoded = [cell for cell in cells.get("end_to_end", ()) if cell["what"] == "end to end"]
+        kernels = [cell for cell in cells.get("kernel_times", ()) if cell["what"] == "kernel"]
+        if decoded:
+            lines += ["", "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 64 new tokens; an oracle"]
+            lines[-1] += " accepts 0.8 of the drafted tokens."
+            lines += ["", markdown(DECODED, decoded)]
+        if kernels:
+            lines += ["", "The kernels and their references in torch, microseconds, V = 151,936, K = 5.", ""]
+            lines += [markdown(KERNELS, kernels)]
+    return lines
+
+
+def _rates(cell: Cell, name: str) -> str | None:
+    rates = cell.get(name)
+    return f"{median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})" if rates else None
+
+
+def _microseconds(name: str) -> Any:
+    return lambda cell: None if cell[name] is None else f"{cell[name]:.1f}"
+
+
+DECODED = {
+    "method": lambda cell: cell["method"],
+    "rows": lambda cell: cell["batch_size"],
+    "tokens/s": lambda cell: _rates(cell, "tokens_per_s"),
+    "alternating with": lambda cell: cell.get("peer"),
+    "tokens/s of that": lambda cell: _rates(cell, "peer_tokens_per_s"),
+    "ratio": lambda cell: cell.get("ratio"),
+    "first call, seconds": lambda cell: cell["first_s"],
+    "peak GB": lambda cell: cell["peak_gb"],
+}
+KERNELS = {
+    "operation": lambda cell: cell["operation"],
+    "rows": lambda cell: cell["batch_size"],
+    "in a graph": _microseconds("us"),
+    "reference in a graph": _microseconds("reference_us"),
+    "launched by the host": _microseconds("eager_us"),
+    "reference launched by the host": _microseconds("reference_eager_us"),
+}

@@ -1,0 +1,106 @@
+"""Draft faults: what becomes of an error that is raised while tokens are drafted."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from hf_speculate.errors import OtherRankError
+from hf_speculate.stats import SpeculationStats
+
+LOGGER = logging.getLogger("hf_speculate")
+_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # modules between the caller and a report
+
+
+class Peers(Protocol):
+    """The other processes of a call."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set; every process asks at the same time."""
+
+
+@dataclass
+class DraftFaults:
+    """As a context, turns an error of a draft model or head into a fallback: the text goes on without it.
+
+    Raised are errors of the caller's own code, and those after which a device does nothing more. Where several
+    processes decode one call, an error of one is raised in all of them as soon as they meet: alone, it would let the
+    others wait for ever. A lack of memory is a fallback: the draft gives up its cache, and the target needs none of it.
+    """
+
+    stats: SpeculationStats  # written to
+    name: str  # of the drafter, for the reason
+    device: torch.device  # of the drafter
+    is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
+    peers: Peers | None = None
+    _error: Exception | None = field(default=None, init=False)  # that the peers have yet to learn of
+    _is_over: bool = field(default=False, init=False)  # whether the peers meet no more in this context
+
+    def __enter__(self) -> None:
+        self._is_over = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self.peers is not None:
+            if not self._is_over:
+                self._error = error
+            return not self._is_over
+        if self.is_callers(error) or is_of_device(error, self.device):
+            return False
+        LOGGER.debug("an error of the draft", exc_info=error)
+        first_line = str(error).strip().partition("\n")[0]
+        self.report(f"plain decoding, because {self.name} raised {type(error).__name__}: {first_line}")
+        return True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an error waits for the peers."""
+        return self._error is not None
+
+    def meet(self, is_last: bool = True) -> None:
+        """Raise an error of any process in all of them; called where the next thing to do would wait for them.
+
+        `is_last` says that no other meeting follows in the same context.
+        """
+        if self.peers is None:
+            return
+        error, self._error = self._error, None
+        has_failed = self.peers.any(error is not None)
+        self._is_over = is_last or has_failed
+        if has_failed:
+            raise error or OtherRankError("drafting must go well in every process, got an error in another one")
+
+    def report(self, reason: str) -> None:
+        """Record a fallback, and warn of it once."""
+        if reason not in self.stats.fallbacks:
+            self.stats.add_fallback(reason)
+            warnings.warn(reason, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """The stack level, as `report` counts it, of the code that called `generate()`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def is_of_device(error: Exception, device: torch.device) -> bool:
+    """Whether an error has left a device unable to do anything more; waits for what the device has to do."""
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    if device.type != "cuda":
+        return False
+    try:  # kernels run behind the host, so that a fault of the device may be yet to come
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

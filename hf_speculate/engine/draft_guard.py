@@ -1,0 +1,278 @@
+"""Draft guard: the decoder's way to a draft session, whose end leaves the text to plain decoding."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.draft.base import Drafter
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.distributed import SyncedRanks
+from hf_speculate.engine.draft_faults import DraftFaults
+from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.transfers import upload
+from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
+
+T = TypeVar("T")
+_NO_END = 1 << 30  # a column that no row reaches
+_FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits are looked at; again after 16, 32, ...
+
+
+@dataclass
+class _Row:
+    """A row that the session serves."""
+
+    place: int  # in the batch
+    end: int  # the column behind the last token that may be drafted
+    num_missed: int = 0  # rounds without an accepted token since the last one with some
+    is_lost: bool = False  # whether the drafter computes NaN or infinity for it
+
+
+class DraftGuard:
+    """Calls a draft session for the rows that it serves; the other rows of the batch get no drafts.
+
+    After an error, no row is served any more, see `DraftFaults`. A row past the drafter's context, or with logits that
+    are not finite, stays in the session without drafts. It leaves the session if its columns would count for the other
+    rows, see `Drafter.shares_columns`.
+    """
+
+    def __init__(
+        self,
+        session: DraftSession,
+        faults: DraftFaults,
+        num_pads: Sequence[int],  # [B] columns of padding before each row of the batch
+        rows_may_leave: bool = True,  # whether the session can do without a row before the batch does
+        ranks: SyncedRanks | None = None,
+    ):
+        self._session: DraftSession | None = session
+        self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
+        self._served = [_Row(place, _end(session.drafter, num)) for place, num in enumerate(num_pads)]
+        self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
+        self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
+        self.num_fed = 0  # tokens of each row that the drafter read in the round
+        self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """The draft model's."""
+        return None if self._session is None else self._session.kv_cache
+
+    @property
+    def can_join(self) -> bool:
+        """Whether rows may join; see `DraftSession.can_join`."""
+        return self._session is None or self._session.can_join
+
+    def report_to(self, stats: SpeculationStats) -> None:
+        """Record fallbacks in other statistics from now on."""
+        self._faults.stats = stats
+
+    def begin(self, batch: Batch) -> None:
+        self._call(lambda session: session.begin(batch))
+
+    def num_unread(self, batch: Batch) -> int:
+        """See `DraftSession.num_unread`."""
+        return 0 if self._session is None else self._session.num_unread(self._view(batch))
+
+    def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
+        self._call(lambda session: session.read_prompt(batch, scored, num_ahead))
+
+    def read_ahead(self, batch: Batch) -> None:
+        self._call(lambda session: session.read_ahead(self._view(batch)))
+
+    def room(self, batch: Batch) -> list[int]:
+        """[B] tokens that may be drafted in each row in the next round."""
+        room, lens = [0] * batch.num_rows, batch.tokens.lens
+        has_end = self._session is not None and not self._session.drafter.drafts_past_context
+        for row in self._served:
+            room[row.place] = max(row.end - lens[row.place], 0) if has_end else _NO_END
+        if self._is_joint:
+            least = min(room) if self._ranks is None else self._ranks.min(min(room))
+            room = [least] * batch.num_rows
+        for row in self._served:
+            room[row.place] *= not row.is_lost
+        self.is_served = [num > 0 for num in room]
+        self._end_full_rows(batch)
+        return room
+
+    def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int]) -> DraftOut:
+        """Draft up to `num_draft_tokens` tokens of each row, and no more than `room` [B]."""
+        self.num_fed, self._own = 0, None
+        if num_draft_tokens and not self._is_joint:
+            self._make_room(batch, num_draft_tokens, room)
+        if not num_draft_tokens or self._session is None:
+            return batch.no_draft()
+        view, places, meet = self._view(batch), [row.place for row in self._served], self._faults.meet
+        own_keys, own_room = keys if view is batch else view.keys(), [room[place] for place in places]
+        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet))
+        if self._faults.is_pending:
+            meet()
+        if draft is None or self._session is None:
+            return batch.no_draft()
+        self.num_fed = self._session.num_fed
+        if view is batch:
+            return draft
+        self._own = draft
+        return _spread(draft, places, batch.num_rows)
+
+    def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
+        """Roll back the session; see `DraftSession.commit`."""
+        if self._session is None:
+            return
+        view = self._view(batch)
+        if view is not batch:
+            draft = view.no_draft() if self._own is None else self._own
+            trimmed = Trimmed(*([part[row.place] for row in self._served] for part in trimmed))  # type: ignore[arg-type]
+        self._call(lambda session: session.commit(view, draft, scored, trimmed))
+        if draft.token_ids.shape[1]:
+            self._look_at_numbers(trimmed.num_emitted)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices` of the batch, in that order."""
+        self.is_served = [self.is_served[row] for row in indices]
+        present = {row.place: number for number, row in enumerate(self._served)}
+        kept = [(place, present[old]) for place, old in enumerate(indices) if old in present]
+        self._select([number for _, number in kept])
+        served, self._served = self._served, []
+        for place, number in kept if served else ():
+            served[number].place = place
+            self._served.append(served[number])
+
+    def join(self, other: "DraftGuard", batch: Batch) -> None:
+        """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
+        theirs, joining = other._session, other._served
+        self.is_served = self.is_served + other.is_served
+        for row in joining:
+            row.place += batch.num_rows
+        if theirs is None:
+            return
+        if self._session is None:
+            self._session, self._served = theirs, joining
+            self._faults = replace(other._faults, stats=self._faults.stats)
+        else:
+            self._call(lambda session: session.join(theirs, self._view(batch)))
+            self._served = self._served + joining if self._session is not None else []
+
+    def end(self, batch: Batch) -> None:
+        self._call(lambda session: session.end(batch))
+        self._faults.meet()
+
+    def _call(self, act: Callable[[DraftSession], T]) -> T | None:
+        """What `act` does with the session: the one place that an error of a drafter passes; None after an error."""
+        if self._session is None or self._faults.is_pending:
+            return None
+        with self._faults:
+            return act(self._session)
+        if not self._faults.is_pending:  # then it is raised in all processes
+            self._close()
+        return None
+
+    def _close(self) -> None:
+        """Draft no more."""
+        cache, self._session, self._served = self.kv_cache, None, []
+        self.is_served = [False] * len(self.is_served)
+        if cache is not None:
+            cache.release()
+
+    def _view(self, batch: Batch) -> Batch:
+        """The served rows of a batch; the batch itself if these are all."""
+        places = [row.place for row in self._served]
+        return batch if places == list(range(batch.num_rows)) else batch.selected(places)
+
+    @property
+    def _is_joint(self) -> bool:
+        """Whether the row with the least room bounds the drafts of all rows, past which the drafter would fail."""
+        if self._session is None or self._rows_may_leave:
+            return False
+        return self._session.drafter.shares_columns or self._session.drafter.counts_padding
+
+    def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> None:
+        """Let rows leave the session whose columns would count for others with room for more drafts."""
+        if self._session is None or not self._session.drafter.shares_columns:
+            return
+        live = [(number, row) for number, row in enumerate(self._served) if not batch.is_finished[row.place]]
+        kept = [(number, row) for number, row in live if room[row.place] >= num_draft_tokens]
+        if len(kept) < len(live):
+            self._report_context()
+        if len(kept) < len(self._served):
+            self._select([number for number, _ in kept])
+            self._served = [row for _, row in kept if self._session is not None]
+            places = {row.place for row in self._served}
+            self.is_served = [place in places for place in range(batch.num_rows)]
+
+    def _select(self, numbers: Sequence[int]) -> None:
+        """Keep these of the served rows in the session, which has no more to do without any."""
+        if numbers:
+            self._call(lambda session: session.rows(numbers))
+        elif self._session is not None:
+            self._close()
+
+    def _end_full_rows(self, batch: Batch) -> None:
+        """Say that rows are past the context, and draft no more if no row can be drafted for."""
+        if self._session is None:
+            return
+        lens, num_left = batch.tokens.lens, batch.num_left
+        live = {place for place, is_finished in enumerate(batch.is_finished) if not is_finished and num_left[place] > 1}
+        present = [row for row in self._served if row.place in live and not row.is_lost]
+        if any(row.end <= lens[row.place] or not self.is_served[row.place] for row in present):
+            self._report_context()
+        # other ranks, and a later call with the same draft state, need the session
+        is_needed = self._ranks is not None or self._session.reuse is not None
+        if live and not any(self.is_served[place] for place in live) and not is_needed:
+            self._close()
+
+    def _report_context(self) -> None:
+        if self._session is None:
+            return
+        drafter, what = self._session.drafter, "plain decoding of rows"
+        if drafter.drafts_past_context:
+            what = "prompt lookup alone for rows"
+        elif self._is_joint:
+            what = "plain decoding of all rows, for one is"
+        self._faults.report(f"{what} past the context of {self._faults.name}, {drafter.context_len} tokens")
+
+    def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
+        """Let rows go on without drafts if these are chosen from NaN or infinity; the host reads a look a round later.
+
+        The wait of a round's verification comes after the copy, so that no other wait is needed.
+        """
+        if self._look is not None:
+            rows, are_numbers = self._look
+            lost = [row for row, is_number in zip(rows, are_numbers.tolist(), strict=False) if not is_number]
+            self._look = None
+            for row in lost:
+                row.is_lost = row.num_missed >= _FIRST_LOOK
+                if row.is_lost:
+                    self._faults.report(f"plain decoding of rows in which {self._faults.name} computes NaN or infinity")
+        is_due = False
+        for row, num in zip(self._served, num_emitted, strict=False):
+            row.num_missed = row.num_missed + 1 if num == 1 else 0
+            is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
+        if self._session is None or not is_due:
+            return
+        found = self._call(lambda session: session.drafter.has_numbers())
+        if found is not None:
+            if self._session.group is not None:  # whose drafts are those of rank 0
+                found = self._session.group.broadcast(found.to(torch.uint8))
+            self._look = list(self._served), found.to("cpu", non_blocking=True)
+
+
+def _end(drafter: Drafter, num_pads: int) -> int:
+    """The column behind the last token that may be drafted in a row: the drafter reads no more than its context."""
+    if drafter.context_len is None:
+        return _NO_END
+    return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
+
+
+def _spread(draft: DraftOut, places: Sequence[int], num_rows: int) -> DraftOut:
+    """A draft of some rows as one of all `num_rows` rows of the batch, of which the others have no tokens."""
+    index = upload(places, draft.token_ids.device)
+
+    def spread(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
+
+    ids, lens, logits, logsumexp = map(spread, draft[:4])
+    return DraftOut(ids, lens, logits, logsumexp)  # type: ignore[arg-type]  # ids and lens are given

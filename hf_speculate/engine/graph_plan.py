@@ -1,0 +1,72 @@
+"""Graph plan: which models of a call run from device graphs, and why the others do not."""
+
+from collections.abc import Collection, Sequence
+
+from transformers import PreTrainedModel
+
+from hf_speculate.compat import has_hooks_of_others
+from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.model_plan import ModelPlan
+from hf_speculate.engine.model_state import model_state
+from hf_speculate.models.cache_selection import memory_bytes
+from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
+from hf_speculate.models.quirks import growing_rope
+
+# Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
+# asked for, or a call that allows many more tokens than it generates would run out of memory.
+MAX_BUFFER_SHARE = 0.125
+
+
+def ungraphed_reasons(
+    models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int
+) -> dict[str, str]:
+    """Why the models that are to run from graphs cannot, empty for those that can, by part."""
+    if graphs == "off":
+        return {}
+    if graphs == "on":
+        return {one.part: _ungraphed_reason(one, one.part in compiled) for one in models}
+    models = [one for one in models if one.model.device.type in GRAPH_BACKENDS and one.part not in compiled]
+    num_bytes = sum(batch_size * (one.cache.max_columns or 0) * _bytes_per_token(one.model) for one in models)
+    if models and num_bytes > MAX_BUFFER_SHARE * memory_bytes(models[0].model.device):
+        size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_BUFFER_SHARE:.0%}"
+        reason = f"no graphs: KV buffers of full length may take {size}, more than {share} of the device's memory"
+        return {one.part: reason for one in models}
+    return {one.part: _ungraphed_reason(one) or _hook_reason(one) for one in models}
+
+
+def _hook_reason(one: ModelPlan) -> str:
+    if not has_hooks_of_others(one.model):
+        return ""
+    return f'no graphs of the {one.part}: its hooks would run in a capture only; "on" allows that'
+
+
+def _bytes_per_token(model: PreTrainedModel) -> int:
+    """Of keys and values in all layers, if every layer keeps both of every token."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return int(2 * config.num_hidden_layers * num_kv_heads * head_dim * model.dtype.itemsize)
+
+
+def _ungraphed_reason(one: ModelPlan, is_compiled: bool = False) -> str:
+    model = one.model
+    failure = model_state(model).units.failures.get(FAILURE_KEY)
+    if failure is not None:
+        return f"{one.part}: {failure}"
+    name = f"no graphs of the {one.part} {type(model).__name__}"
+    if one.eager_reason:
+        return f"{name}, {one.eager_reason}"
+    obstacles = {
+        one.ungraphed: bool(one.ungraphed),
+        "it runs compiled": is_compiled,
+        f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
+        "its weights lie on several devices": len({weight.device for weight in model.parameters()}) > 1,
+        "its states are not preallocated": one.cache.kind != "preallocated",
+        "it reads more than its text": not one.inputs.is_empty,
+        "it is split over processes": tensor_parallel_size(model) > 1,
+        "its rotary embedding changes with the length": growing_rope(model) is not None,
+        "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in model.modules()),
+    }
+    reason = next((reason for reason, holds in obstacles.items() if holds), "")
+    return f"{name}: {reason}" if reason else ""

@@ -1,0 +1,39 @@
+"""Draft encoder: what the draft model reads besides the text, or why its encoder cannot read it."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.engine.draft_faults import DraftFaults, Peers
+from hf_speculate.errors import SpeculateError
+from hf_speculate.generation.model_inputs import draft_inputs
+from hf_speculate.models.context import encoder_context_len
+from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.models.language_model import device_of
+from hf_speculate.stats import SpeculationStats
+
+
+def try_draft_inputs(
+    stats: SpeculationStats,
+    peers: Peers | None,
+    draft: PreTrainedModel | None,
+    target: PreTrainedModel,
+    inputs: Tensor | None,
+    *others: Any,
+) -> ExtraInputs | None:
+    """As `draft_inputs`; None, with the reason in the statistics, if the draft's encoder cannot read the inputs."""
+    if draft is None or not draft.config.is_encoder_decoder:
+        return draft_inputs(draft, target, inputs, *others)
+    name, read = f"the encoder of the drafter (model {type(draft).__name__})", None
+    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), peers)
+    longest, encoder = encoder_context_len(draft.config), draft.get_encoder()
+    is_text = inputs is not None and inputs.ndim == 2 and encoder is not target.get_encoder()
+    is_long = is_text and inputs is not None and longest is not None and inputs.shape[1] > longest
+    if is_long if peers is None else peers.any(is_long):
+        faults.report(f"plain decoding, because {name} reads {longest} tokens at most")
+        return None
+    with faults:
+        read = draft_inputs(draft, target, inputs, *others)
+    faults.meet()
+    return read

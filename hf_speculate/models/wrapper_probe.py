@@ -1,0 +1,115 @@
+"""Which arguments of a forward a model hands on to its text decoder unchanged, which a probe finds.
+
+A forward may be given a mask of four dimensions, or positions that its signature does not name, only if they reach the
+text decoder. The probe copies the model to the meta device, from its config with one layer in each part, and calls the
+copy with text up to the decoder: nothing of the user's runs, and no weights are made.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from hf_speculate.cache.layers import holding, window_of
+from hf_speculate.compat import set_attention_name
+from hf_speculate.models.language_model import cache_name
+from hf_speculate.models.quirks import is_shown
+from hf_speculate.models.text_decoder import text_decoder
+
+_NUM_ROWS, _NUM_HELD, _NUM_QUERY = 2, 3, 2  # rows, tokens in the cache and new tokens of the probe's forward
+_META = torch.device("meta")
+_KINDS = ("full_attention", "sliding_attention")  # of layers that need different masks
+
+
+class HandedOn(NamedTuple):
+    """Which arguments of a model's forward reach its text decoder unchanged."""
+
+    mask: bool = True  # a mask of four dimensions, or one for each kind of layer
+    positions: bool = True  # position ids, which the forward may name or hand on
+    failure: str = ""  # what went wrong in the probe, which then found nothing
+
+
+EVERYTHING = HandedOn()
+
+
+class _Reached(Exception):  # no error
+    """Ends the probe's forward at the text decoder."""
+
+
+def find_handed_on(model: PreTrainedModel) -> HandedOn:
+    """What the model hands on: everything if nothing wraps its decoder, or if tests have shown its type.
+
+    Nothing is asked of encoder-decoders, whose caches are dynamic and whose forwards name the positions that they take.
+    """
+    if text_decoder(model) is model.base_model or model.config.is_encoder_decoder or is_shown(model):
+        return EVERYTHING
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    has_kinds = len({window_of(layer) for layer in holding(layers)}) > 1
+    failure = ""
+    for num_layers in (1, None):  # some parts cannot be made with one layer
+        try:
+            with torch.random.fork_rng(devices=[]), _META, torch.no_grad():
+                return _probed(type(model)(_shortened(model.config, num_layers)).eval(), has_kinds)
+        except Exception as error:  # noqa: BLE001  # whatever the code of an unknown class raises
+            failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return HandedOn(False, _names_positions(model), failure)
+
+
+def _probed(twin: PreTrainedModel, has_kinds: bool) -> HandedOn:
+    """What a model on the meta device hands on in a forward of text after a cached text."""
+    cache = DynamicCache()
+    held = torch.empty(_NUM_ROWS, 1, _NUM_HELD, 1, device=_META)
+    cache.update(held, held, 0)
+    shape = (_NUM_ROWS, 1, _NUM_QUERY, _NUM_HELD + _NUM_QUERY)
+    masks = {kind: torch.empty(shape, dtype=twin.dtype, device=_META) for kind in _KINDS[: 1 + has_kinds]}
+    ids, positions = torch.zeros(2, _NUM_ROWS, _NUM_QUERY, dtype=torch.int64, device=_META)  # both [B, Q]
+    received: dict[str, Any] = {}
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        received.update(kwargs)
+        raise _Reached
+
+    text_decoder(twin).register_forward_pre_hook(stop, with_kwargs=True)
+    text: dict[str, Any] = {"input_ids": ids, "position_ids": positions, cache_name(twin): cache}
+    text["attention_mask"] = masks if has_kinds else masks[_KINDS[0]]
+    try:
+        twin(**text, use_cache=True, return_dict=True)
+    except _Reached:
+        given, arrived = list(masks.values()), tree_leaves(received.get("attention_mask"))
+        is_same = all(any(one is mask for mask in given) for one in arrived)
+        return HandedOn(is_same, _names_positions(twin) or received.get("position_ids") is positions)
+    raise RuntimeError("its forward does not call its text decoder")
+
+
+def _names_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def _shortened(config: PreTrainedConfig, num_layers: int | None) -> PreTrainedConfig:
+    """A copy of a config in which each part has so many layers, and its lists as many entries; None: all.
+
+    Its attention is the eager one, which needs neither a package nor a device.
+    """
+    config = copy.deepcopy(config)
+    for part in _parts_of(config):
+        set_attention_name(part, "eager")
+    for part in _parts_of(config) if num_layers else ():
+        num_before = getattr(part, "num_hidden_layers", None)
+        for name, value in list(vars(part).items()):
+            if isinstance(value, list) and len(value) == num_before:
+                setattr(part, name, value[:num_layers])
+        if isinstance(num_before, int):
+            part.num_hidden_layers = num_layers
+    return config
+
+
+def _parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts_of(value)

@@ -1,0 +1,96 @@
+"""Logits processors that hold the encoder's ids of each prompt, with one entry per row of the batch.
+
+transformers' own hold one entry per prompt, in the order of the prompts, and are called with every row at once. Here
+N rows of scores are N / B positions of each of the B rows, one row after the other.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+)
+
+from hf_speculate.transfers import upload
+
+
+class EncoderNoRepeatNGramByRow:
+    """Forbids the tokens that would repeat an n-gram of the row's prompt."""
+
+    def __init__(self, ngram_size: int, followers: Sequence[dict[tuple[int, ...], list[int]]]):
+        self.num_ids_read = ngram_size - 1  # last ids of a prefix that are read
+        self._followers = list(followers)  # by row: the ids that follow each n-1 ids of its prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [N, V] after ids [N, n]."""
+        num_ids, vocab_size = min(self.num_ids_read, input_ids.shape[1]), scores.shape[1]
+        tails = input_ids[:, input_ids.shape[1] - num_ids :].tolist()
+        num_positions = len(scores) // len(self._followers)
+        banned = [
+            (number, token_id)
+            for number, tail in enumerate(tails)
+            for token_id in self._followers[number // num_positions].get(tuple(tail), ())
+            if token_id < vocab_size  # a draft model may have fewer ids
+        ]
+        scores = scores.clone()
+        if banned:
+            numbers, token_ids = upload(banned, scores.device).unbind(dim=1)
+            scores[numbers, token_ids] = -torch.inf
+        return scores
+
+    def rows(self, indices: Sequence[int]) -> "EncoderNoRepeatNGramByRow":
+        return EncoderNoRepeatNGramByRow(self.num_ids_read + 1, [self._followers[row] for row in indices])
+
+
+class EncoderRepetitionPenaltyByRow:
+    """Makes the ids of the row's prompt more likely, or less."""
+
+    num_ids_read = 0
+
+    def __init__(self, penalty: float, encoder_ids: Tensor, num_ids: int):
+        self._penalty = penalty  # as transformers' processor keeps it: the inverse of its argument
+        self._encoder_ids = encoder_ids  # [B, L] int64
+        self._num_ids = num_ids  # more than the largest id
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [N, V]; the ids are not read."""
+        encoder_ids = self._encoder_ids.to(scores.device)
+        encoder_ids = encoder_ids.repeat_interleave(len(scores) // len(encoder_ids), dim=0)  # [N, L]
+        vocab_size = scores.shape[1]
+        if self._num_ids > vocab_size:  # a draft model may have fewer ids
+            scores = pad(scores, (0, self._num_ids - vocab_size))
+        chosen = scores.gather(1, encoder_ids)
+        chosen = torch.where(chosen < 0, chosen * self._penalty, chosen / self._penalty)
+        return scores.scatter(1, encoder_ids, chosen)[:, :vocab_size]
+
+    def rows(self, indices: Sequence[int]) -> "EncoderRepetitionPenaltyByRow":
+        index = upload(indices, self._encoder_ids.device)
+        return EncoderRepetitionPenaltyByRow(self._penalty, self._encoder_ids[index], self._num_ids)
+
+
+@cache
+def _repeats_prompts() -> bool:
+    """Whether transformers' penalty serves several rows of a prompt; older versions serve the first rows alone."""
+    prompt: Any = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+    scores = torch.ones(2, 1, device="cpu")
+    return bool(EncoderRepetitionPenaltyLogitsProcessor(2.0, prompt)(prompt, scores)[1] != 1)
+
+
+def by_row(processor: Any, num_rows: int) -> Any:
+    """One of ours in place of one of transformers' for prompts with equally many rows each; others as they are."""
+    if type(processor) is EncoderNoRepeatNGramLogitsProcessor and num_rows % processor.batch_size == 0:
+        num_copies = num_rows // processor.batch_size
+        followers = [ngrams for ngrams in processor.generated_ngrams for _ in range(num_copies)]
+        return EncoderNoRepeatNGramByRow(processor.ngram_size, followers)
+    if type(processor) is EncoderRepetitionPenaltyLogitsProcessor:
+        encoder_ids: Tensor = processor.encoder_input_ids
+        is_filled = encoder_ids.dim() == 2 and encoder_ids.numel() > 0
+        if is_filled and (num_rows == len(encoder_ids) or (_repeats_prompts() and num_rows % len(encoder_ids) == 0)):
+            encoder_ids = encoder_ids.repeat_interleave(num_rows // len(encoder_ids), dim=0)
+            return EncoderRepetitionPenaltyByRow(processor.penalty, encoder_ids, int(encoder_ids.max()) + 1)
+    return processor

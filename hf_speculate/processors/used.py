@@ -1,0 +1,33 @@
+"""Processors whose state has lost rows in a call, and so cannot serve another one."""
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.processors.registry import name_of
+
+_lost_rows: dict[int, "weakref.ref[Any]"] = {}  # by id, as a processor need not have a hash
+
+
+def note_lost_rows(processor: Any) -> None:
+    """Remember that rows have left a processor's state; one without weak references cannot be remembered."""
+    number = id(processor)
+    with contextlib.suppress(TypeError):
+        _lost_rows[number] = weakref.ref(processor, lambda _: _lost_rows.pop(number, None))
+
+
+def check_unused(processors: Iterable[Any]) -> None:
+    """Refuse a processor that holds the last rows of an earlier call.
+
+    Raises:
+        UnsupportedGenerationError: rows have left its state.
+    """
+    for processor in processors:
+        reference = _lost_rows.get(id(processor))
+        if reference is not None and reference() is processor:
+            raise UnsupportedGenerationError(
+                f"a logits processor with state must be a new one in each call, got a {name_of(processor)} that holds "
+                "the last rows of an earlier call; make another one"
+            )

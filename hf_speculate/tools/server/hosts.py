@@ -1,0 +1,43 @@
+"""Host check: rejects requests that name another machine, as a web page does whose own name leads to this server."""
+
+import ipaddress
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hf_speculate.tools.server.errors import RequestError, error_body
+
+
+class HostCheck:
+    """ASGI application that hands on requests to `localhost`, to an IP address and to the `names`.
+
+    It hands on all requests if the names have "*", or 0.0.0.0 or ::, the addresses of a server that is open to all.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]):
+        self.app, self.names = app, {"localhost", *(name.lower().rstrip(".") for name in names)}
+        self._allows_all = not self.names.isdisjoint(("*", "0.0.0.0", "::"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_allowed(host := Headers(scope=scope).get("host", "")):
+            error = RequestError(
+                f"Host must be localhost, an IP address or a name that the server was given, got {host[:100]!r}; start "
+                "the server with --allowed-host and this name"
+            )
+            await JSONResponse(error_body(error), error.status)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _is_allowed(self, host: str) -> bool:
+        name = host.rpartition("]")[0].lstrip("[") or host.partition(":")[0].lower().rstrip(".")
+        return self._allows_all or name in self.names or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""Intake: reads the bodies of requests into prompts, within limits and off the event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import Request as HttpRequest
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+
+from hf_speculate.generation.continuous import RowPrompt
+from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.errors import RequestError, busy_error
+from hf_speculate.tools.server.schemas import AnswerFormat, AnyRequest, parse, row_prompt
+
+_BYTES_PER_CHAR = 2  # of a text of the largest length, which is mostly ASCII; JSON escapes some characters
+_OTHER_BYTES = 65_536  # for all but the text
+_MOST_BYTES = 2**25  # of a body, whatever the context length: parsing 32 MiB of JSON takes up to two seconds
+_LONG_BYTES = 65_536  # tokenising a longer text takes more than about 0.1 s
+_DISCARD_S = 1.0  # for the rest of a rejected body: many clients send all of it before they read the answer
+
+
+class Intake:
+    """Reads a request once all limits hold, short texts beside long ones, each kind one after another.
+
+    The bytes of all bodies that are not tokenised yet have a limit, too, so that memory is bounded.
+    """
+
+    def __init__(self, engine: Engine):
+        self.max_bytes = min(_BYTES_PER_CHAR * engine.max_chars + _OTHER_BYTES, _MOST_BYTES)
+        self._max_held_bytes = (engine.num_rows + engine.max_queued) * self.max_bytes
+        self._engine, self._num_held_bytes = engine, 0
+        self._short, self._long = asyncio.Semaphore(1), asyncio.Semaphore(1)
+
+    async def read(self, kind: type[AnyRequest], http: HttpRequest) -> tuple[AnswerFormat, RowPrompt] | None:
+        """The prompt of a request, and the form of its answer; None if the client has left."""
+        chunks = http.stream()
+        try:
+            self._engine.check_room()
+            async with (
+                self._body(http.headers, chunks) as body,
+                self._long if len(body) > _LONG_BYTES else self._short,
+            ):
+                if await http.is_disconnected():
+                    return None
+                return await asyncio.to_thread(self._parse, kind, body)
+        except ClientDisconnect:
+            return None
+        except RequestError:
+            if "expect" not in http.headers:
+                with suppress(ClientDisconnect, TimeoutError):
+                    async with asyncio.timeout(_DISCARD_S):
+                        async for _ in chunks:
+                            pass
+            raise
+
+    def _parse(self, kind: type[AnyRequest], body: bytearray) -> tuple[AnswerFormat, RowPrompt]:
+        request = parse(kind, body)
+        return request.answer_format, row_prompt(request, self._engine)
+
+    @asynccontextmanager
+    async def _body(self, headers: Headers, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
+        """The body, whose bytes count as held until the context ends."""
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise RequestError(f"Content-Type must be application/json, got {media_type!r}", status=415)
+        length = headers.get("content-length")
+        if length is not None and int(length) > self.max_bytes:
+            raise self._too_large(length)
+        body = bytearray()
+        try:
+            async for chunk in chunks:
+                if len(body) + len(chunk) > self.max_bytes:
+                    raise self._too_large("more")
+                if self._num_held_bytes + len(chunk) > self._max_held_bytes:
+                    raise busy_error("the texts of all requests have too many bytes; try again later")
+                self._num_held_bytes += len(chunk)
+                body += chunk
+            yield body
+        finally:
+            self._num_held_bytes -= len(body)
+
+    def _too_large(self, got: str) -> RequestError:
+        return RequestError(
+            f"a body must have at most {self.max_bytes} bytes, got {got}; send less text",
+            code="request_too_large",
+            status=413,
+        )

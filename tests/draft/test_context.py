@@ -1,0 +1,237 @@
+"""A draft whose context is shorter than the text: rows past it decode plainly, the others keep their drafts."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_speculate
+from hf_speculate.engine.model_state import model_state
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.models.context import context_len, context_of, encoder_context_len
+from tests.cases import Unchanged, assert_decodes_as_plain, each_value
+from tests.draft.heads.designs import VOCAB_SIZE
+from tests.draft.heads.kinds import KINDS as HEADS
+from tests.fallbacks import PAST_CONTEXT, without_caches
+from tests.generation.test_compiled import compile_config
+from tests.tiny import make_model, ragged_prompts, with_context
+from tests.tiny_encoders import make_bart
+from tests.tiny_families import make_family
+
+C, K = 16, 3
+pytestmark = pytest.mark.filterwarnings("ignore:.* past the context of", "ignore:.* tokens at most")
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+TARGETS: dict[str, Any] = {
+    "bart": make_bart,
+    "mpt": partial(make_model, "mpt", dtype=torch.float32),
+    "yarn": partial(make_model, "llama", rope_parameters=YARN),
+    "dynamic": partial(make_model, "llama", rope_parameters=DYNAMIC, max_position_embeddings=C),
+    **{kind: partial(make_model, kind) for kind in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")},
+    **{kind: partial(make_family, kind) for kind in ("imagegpt", "codegen", "led", "trocr")},
+}
+BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # whose longest row counts for all
+
+
+@cache
+def pair_of(kind: str) -> Any:
+    """A target, and a draft with its weights and a context of C tokens, which is right as long as it can read."""
+    if kind == "dynamic":  # the target reads on, with the frequencies that the draft has up to C tokens
+        draft = TARGETS[kind]()
+        target = with_context(draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        return hf_speculate.enable(target), draft
+    target = TARGETS[kind]()
+    return hf_speculate.enable(target), with_context(target, 4 if kind == "yarn" else C)
+
+
+def prompts(*lens: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of these lengths."""
+    width = max(lens)
+    rows = [ragged_prompts(1, seed=seed, min_len=num, max_len=num, vocab_size=48) for seed, num in enumerate(lens)]
+    padded = [
+        torch.nn.functional.pad(row["input_ids"][0], (width - num, 0)) for row, num in zip(rows, lens, strict=True)
+    ]
+    mask = torch.arange(width) >= width - torch.tensor(lens)[:, None]
+    return {"input_ids": torch.stack(padded), "attention_mask": mask.long()}
+
+
+def num_at_most(length: int, num_new: int) -> int:
+    """Tokens that are drafted and accepted in a row of this many tokens if all are right, within the context."""
+    num_accepted, num_left = 0, num_new - 1
+    length += 1
+    while num_left > 1 and length <= C:
+        num = min(K, num_left - 1, C - length + 1)
+        num_accepted, length, num_left = num_accepted + num, length + num + 1, num_left - num - 1
+    return num_accepted
+
+
+@pytest.mark.fallback(PAST_CONTEXT, "lock step")
+@pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind != "bloom"])
+def test_drafts_end_where_the_context_ends_and_say_so(kind):
+    target, draft = pair_of(kind)
+    inputs = {"input_ids": prompts(5)["input_ids"]}
+    num_before = 1 if target.config.is_encoder_decoder else 5
+    with pytest.warns(UserWarning, match=f"{PAST_CONTEXT} .*, {C} tokens$") as caught:
+        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=28, num_assistant_tokens=K)
+    assert len([one for one in caught if PAST_CONTEXT in str(one.message)]) == len(without_caches(stats.fallbacks)) == 1
+    assert stats.num_accepted == stats.num_drafted == num_at_most(num_before, 28)
+
+
+@pytest.mark.fallback(PAST_CONTEXT)
+@each_value(kind=[kind for kind in TARGETS if kind not in ("bart", "led", "trocr", "bloom")], longest=[14, 20])
+def test_one_long_neighbour_leaves_the_others_their_drafts(kind, longest):
+    """The first row needs more columns than the context has places, but fewer positions."""
+    target, draft = pair_of(kind)
+    stats = assert_decodes_as_plain(
+        target, draft, prompts(3, longest, 4), max_new_tokens=11, num_assistant_tokens=K, speculation_cache="auto"
+    )
+    assert stats.accepted_per_row == stats.drafted_per_row
+    of_long = 0 if kind in BY_COLUMNS else num_at_most(longest, 11)
+    assert stats.accepted_per_row == [num_at_most(3, 11), of_long, num_at_most(4, 11)]
+    assert len(without_caches(stats.fallbacks)) == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "mpt", "opt"])
+def test_padding_that_all_rows_have_takes_no_room(kind):
+    inputs = {name: part[:2] for name, part in prompts(5, 3, 20).items()}
+    stats = assert_decodes_as_plain(*pair_of(kind), inputs, max_new_tokens=9, num_assistant_tokens=K)
+    assert stats.num_accepted == stats.num_drafted > 8
+
+
+@pytest.mark.fallback(PAST_CONTEXT)
+def test_padding_takes_the_room_of_tokens_where_it_takes_positions():
+    """TrOCR places tokens by column, padding included, in plain decoding too."""
+    inputs = {name: part[:1] for name, part in prompts(5, 10).items()}
+    stats = assert_decodes_as_plain(*pair_of("trocr"), inputs, max_new_tokens=20, num_assistant_tokens=K)
+    assert stats.num_accepted == stats.num_drafted == num_at_most(10, 20)
+
+
+def test_what_has_no_end_drafts_on():
+    target, draft = pair_of("bloom")
+    stats = assert_decodes_as_plain(target, draft, prompts(5, 20), max_new_tokens=28, num_assistant_tokens=K)
+    assert stats.num_accepted == stats.num_drafted > 30
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {"speculation_cache": "dynamic"},
+    "sampled": {"do_sample": True, "verifier": "coupled", "seed": 4},
+    "adaptive": {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"},
+    "lock step": {"logits_processor": [Unchanged()]},
+    "no EOS": {"eos_token_id": None, "return_dict_in_generate": True},
+    "state": {"draft_state": hf_speculate.DraftState()},
+    "lookup": {"prompt_lookup_num_tokens": 4},
+    "early exit": {"assistant_early_exit": 1},
+    "static": {"cache_implementation": "static", "speculation_cache": "auto"},
+    "compiled": {"compile_config": compile_config()},
+}
+
+
+ONLY_TABLES = ("early exit", "static", "compiled")  # transformers' GPT-Neo is wrong with a static cache
+
+
+@pytest.mark.fallback(PAST_CONTEXT, "lock step", "prompt lookup alone")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in OPTIONS for kind in ("gpt2", "gpt_neo") if kind == "gpt2" or name not in ONLY_TABLES],
+)
+def test_whatever_else_a_call_asks_for_the_text_is_plain(name, kind):
+    target, draft = pair_of(kind)
+    options = {"num_assistant_tokens": K, **OPTIONS[name]}
+    if name == "early exit":
+        target, draft = hf_speculate.enable(make_model("llama", max_position_embeddings=C)), None
+    if name == "adaptive":
+        draft = with_context(target, C, num_hidden_layers=1) if kind == "gpt2" else draft
+    for _ in range(1 + (name == "state")):
+        stats = assert_decodes_as_plain(target, draft, prompts(3, 14, 20), max_new_tokens=20, **options)
+        assert any(PAST_CONTEXT in reason for reason in stats.fallbacks) or name == "adaptive"
+
+
+@pytest.mark.fallback(PAST_CONTEXT)
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_end_where_their_training_ends(kind, tmp_path):
+    head, target = HEADS[kind](tmp_path)
+    hf_speculate.enable(target)
+    if kind == "MTP, two layers of a checkpoint":  # which reads what the target reads
+        assert head.spec.max_position_embeddings is None
+        return
+    head.spec = replace(head.spec, max_position_embeddings=C)
+    inputs = ragged_prompts(2, seed=0, min_len=3, max_len=14, vocab_size=VOCAB_SIZE)
+    stats = assert_decodes_as_plain(target, head, inputs, max_new_tokens=9, num_assistant_tokens=K)
+    hf_speculate.disable(target)
+    assert 0 < min(stats.drafted_per_row) <= sum(min(K, C - length + 1) for length in (15, 16))
+    assert max(stats.drafted_per_row) > 6
+    assert [PAST_CONTEXT in reason for reason in without_caches(stats.fallbacks)] == [True]
+
+
+@pytest.mark.fallback("the encoder of the drafter (model BartForConditionalGeneration) reads 16 tokens", "lock step")
+@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_num_tokens": 3}])
+def test_a_text_that_the_drafts_own_encoder_cannot_read_is_decoded_without_the_draft(lookup):
+    target, draft = pair_of("bart")
+    with pytest.warns(UserWarning, match="reads 16 tokens at most"):
+        stats = assert_decodes_as_plain(target, draft, prompts(20, 4), max_new_tokens=8, **lookup)
+    assert (stats.num_drafted > 0) == bool(lookup)
+
+
+@pytest.mark.fallback(PAST_CONTEXT)
+def test_rows_that_join_a_batch_bring_their_own_room():
+    target, draft = pair_of("llama")
+    texts = [prompts(num)["input_ids"][0].tolist() for num in (13, 3, 4, 14, 5)]
+    source = iter([RowPrompt(text) for text in texts])
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 10}
+    decoder = ContinuousDecoder(target, 2, options)
+    results = [result for results in decoder.decode(lambda: next(source, None)) for result in results]
+    for prompt, token_ids, _, num_drafted, num_accepted, _ in results:
+        plain = target.generate(torch.tensor([prompt.token_ids]), max_new_tokens=10)[0]
+        assert plain.tolist() == [*prompt.token_ids, *token_ids]
+        assert num_drafted == num_accepted == num_at_most(len(prompt.token_ids), 10)
+    assert [PAST_CONTEXT in reason for reason in decoder.stats.fallbacks] == [True]
+
+
+@pytest.mark.fallback(PAST_CONTEXT)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_past_the_context_are_not_learned_from(kind):
+    """What the adaptive schedule keeps for the next call is the acceptance within the context, of all tokens."""
+    target = hf_speculate.enable(make_model(kind, max_position_embeddings=64))
+    draft = with_context(target, C)  # with fewer positions it costs less than its target
+    if kind == "llama":
+        draft = with_context(target, C, intermediate_size=47)
+        draft.model.layers[0].mlp.gate_proj.weight[:] = target.model.layers[0].mlp.gate_proj.weight[:47]
+    options = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"}
+    for num in (3, 4, 5):
+        stats = assert_decodes_as_plain(target, draft, prompts(num, 14), max_new_tokens=30, **options)
+        assert stats.draft_lens[-1] == 0
+    (estimates,) = model_state(target).history._by_draft[draft].values()
+    assert estimates.acceptance.expected_tokens([0])[0][1] > 1.7
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tokens"),
+    [
+        (transformers.LlamaConfig(max_position_embeddings=64), 64),
+        (transformers.LlamaConfig(max_position_embeddings=64, rope_parameters={**DYNAMIC, "factor": 4.0}), 64),
+        (transformers.LlamaConfig(max_position_embeddings=64, rope_parameters={**YARN, "rope_type": "linear"}), 64),
+        (transformers.Qwen2Config(max_position_embeddings=32, rope_parameters={**YARN, "factor": 16.0}), 64),
+        (transformers.Qwen2Config(max_position_embeddings=32, rope_parameters=YARN), 32),
+        (transformers.GPT2Config(n_positions=48), 48),
+        (transformers.MptConfig(max_seq_len=48), 48),
+        (transformers.WhisperConfig(max_target_positions=48), 48),
+        (transformers.LEDConfig(max_decoder_position_embeddings=48), 48),
+        (transformers.FalconConfig(alibi=True), None),
+        (transformers.BloomConfig(), None),
+        (transformers.T5Config(), None),
+        (transformers.MambaConfig(), None),
+    ],
+)
+def test_the_context_is_what_the_config_names_and_what_scaling_makes_of_it(config, num_tokens):
+    assert context_len(config) == num_tokens
+
+
+def test_a_long_rope_is_read_on_by_prompts_that_are_longer_from_the_start():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    model = make_model("phi3", rope_parameters=rope | {"original_max_position_embeddings": 16}, **sizes)
+    assert [context_of(model, longest=num).num_tokens for num in (5, 17)] == [16, 64]
+    assert encoder_context_len(transformers.LEDConfig(max_encoder_position_embeddings=48)) == 48

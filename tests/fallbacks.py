@@ -1,0 +1,48 @@
+"""Which fallbacks a test expects: a drafter that has died must not go unseen, for the text stays what it would be."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hf_speculate.stats import SpeculationStats
+
+PAST_CONTEXT = "past the context of the drafter"
+# Why a KV cache is dynamic that a kind of model or an argument asks for, whatever drafts.
+OF_CACHES = (
+    "it takes no position_ids",
+    "its layers attend to an encoder's output",
+    "its positions are biases of the attention",
+    "its layers cut their windows by columns",
+    "its layers have several windows",
+    "its layers attend in other ways than fully or by window",
+    "it takes one mask for layers of two kinds",
+    "its cache holds the states of pictures too",
+    "its forward reads the attention mask as [B, T]",
+    "makes masks in a way of its own",
+    "attention weights are returned",
+    "draft_state keeps all states",
+    "the attention mask has holes",
+)
+
+
+@contextmanager
+def only_fallbacks(*words: str) -> Iterator[None]:
+    """Fails at its end if a call inside fell back for a reason that holds none of these words, nor is of a cache."""
+    reasons: list[str] = []
+    add = SpeculationStats.add_fallback
+
+    def add_and_keep(stats: SpeculationStats, reason: str) -> None:
+        reasons.append(reason)
+        add(stats, reason)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculationStats, "add_fallback", add_and_keep)
+        yield
+    unnamed = [reason for reason in without_caches(dict.fromkeys(reasons)) if not any(word in reason for word in words)]
+    assert not unnamed, f"fallbacks that no marker `fallback` of the test names: {unnamed}"
+
+
+def without_caches(reasons: Iterable[str]) -> list[str]:
+    """The reasons but for those that say why a KV cache is dynamic, see `OF_CACHES`."""
+    return [one for one in reasons if " cache: dynamic, because " not in one or not one.endswith(OF_CACHES)]

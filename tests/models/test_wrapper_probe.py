@@ -1,0 +1,150 @@
+"""What a class around a text decoder hands on is found on a copy without weights, and decides how it decodes."""
+
+import logging
+
+import pytest
+import torch
+from transformers import LlavaForConditionalGeneration
+
+import hf_speculate
+from hf_speculate.compat import CACHE_NAME
+from hf_speculate.engine.model_state import model_state
+from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
+from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
+from tests.cases import assert_decodes_as_plain
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import make_llava, text_draft
+
+NUM_NEW = 12
+INPUTS = ragged_prompts(3, seed=3, vocab_size=60)
+
+
+def whole(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+    options |= {CACHE_NAME: past_key_values} if past_key_values is not None else {}
+    return LlavaForConditionalGeneration.forward(
+        self, input_ids, attention_mask=attention_mask, position_ids=position_ids, **options
+    )
+
+
+def unnamed(self, input_ids=None, attention_mask=None, past_key_values=None, **options):
+    return whole(self, input_ids, attention_mask, past_key_values=past_key_values, **options)
+
+
+def without_positions(self, input_ids=None, attention_mask=None, past_key_values=None, **options):
+    options.pop("position_ids", None)
+    return whole(self, input_ids, attention_mask, past_key_values=past_key_values, **options)
+
+
+def other_mask(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+    attention_mask = attention_mask.clone() if attention_mask is not None else None
+    return whole(self, input_ids, attention_mask, position_ids, past_key_values, **options)
+
+
+def flat_mask(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+    if attention_mask is not None and attention_mask.ndim > 2:
+        raise ValueError("masks are [B, T]\nand nothing else")
+    return whole(self, input_ids, attention_mask, position_ids, past_key_values, **options)
+
+
+def own_class(forward, made=None):
+    """A class outside transformers, which appends to `made` whenever one of it is made."""
+
+    def init(self, config):
+        LlavaForConditionalGeneration.__init__(self, config)
+        made.append(self.model.language_model.config.num_hidden_layers)
+
+    body = {"forward": forward, "__module__": __name__} | ({} if made is None else {"__init__": init})
+    return type("Own", (LlavaForConditionalGeneration,), body)
+
+
+def own_target(forward, made=None):
+    target = make_llava()
+    target.__class__ = own_class(forward, made)
+    return target
+
+
+FAILED = "ValueError: masks are [B, T]"
+NO_POSITIONS = "lock step, because Own takes no positions but counts columns"
+DYNAMIC = "target cache: dynamic, because"
+CASES = {
+    whole: (HandedOn(), []),
+    unnamed: (HandedOn(), []),
+    without_positions: (
+        HandedOn(positions=False),
+        [NO_POSITIONS, f"{DYNAMIC} Own hands other positions on to its text decoder"],
+    ),
+    other_mask: (HandedOn(mask=False), [f"{DYNAMIC} Own hands another mask on to its text decoder"]),
+    flat_mask: (HandedOn(False, True, FAILED), [f"{DYNAMIC} a probe of Own failed ({FAILED})"]),
+}
+
+
+@pytest.mark.fallback("lock step", "cache: dynamic")
+@pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
+def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
+    caplog.set_level(logging.INFO, "hf_speculate")
+    expected, fallbacks = CASES[forward]
+    made = []
+    target = own_target(forward, made)
+    draft = text_draft(target)
+    assert find_handed_on(target) == expected
+    hf_speculate.enable(target)
+    num_made = len(made)
+    for _ in range(2):
+        stats = assert_decodes_as_plain(target, draft, INPUTS, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+        assert stats.fallbacks == fallbacks
+        assert stats.cache == ("dynamic" if fallbacks else "preallocated")
+        assert stats.lock_step == (not expected.positions)
+    assert len(made) == 2 * num_made  # probed once by the two calls
+    assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
+    assert made[0] == 1  # of the two layers
+
+
+def test_the_probe_leaves_the_model_and_the_random_state_alone():
+    target = own_target(whole)
+
+    def fail(*_):
+        raise AssertionError("a module of the user's model ran")
+
+    for module in target.modules():
+        module.register_forward_pre_hook(fail)
+    before, config = torch.get_rng_state(), target.config.to_dict()
+    assert find_handed_on(target) == HandedOn()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert target.config.to_dict() == config
+    assert not any(weight.is_meta for weight in target.parameters())
+
+
+def test_a_wrapper_that_cannot_be_made_from_its_config_has_the_reason():
+    target = own_target(whole)
+
+    def init(self, config, tokenizer):
+        raise AssertionError("never called with a config alone")
+
+    type(target).__init__ = init
+    handed_on = find_handed_on(target)
+    assert not handed_on.mask
+    assert handed_on.failure.startswith("TypeError: ")
+    assert "tokenizer" in handed_on.failure
+
+
+def test_known_types_and_models_without_a_wrapper_are_not_probed():
+    def init(*_):
+        raise AssertionError("a copy was made")
+
+    for model in (make_llava(), make_model("llama"), make_model("gpt2")):
+        known = type(model)
+        model.__class__ = type("Known", (known,), {"__module__": known.__module__, "__init__": init})
+        assert find_handed_on(model) == HandedOn()
+
+
+def test_the_text_decoder_is_the_innermost_model_and_a_subclass_of_it_makes_its_masks():
+    llava, llama = make_llava(), make_model("llama")
+    assert text_decoder(llava) is llava.model.language_model
+    assert text_decoder(llama) is llama.model
+    decoder = llama.model
+    decoder.__class__ = type("Mine", (type(decoder),), {"__module__": __name__})
+    assert makes_causal_masks(decoder)
+    hf_speculate.enable(llama)
+    stats = assert_decodes_as_plain(llama, noisy_copy(make_model("llama")), INPUTS, max_new_tokens=NUM_NEW)
+    assert (stats.cache, stats.fallbacks) == ("preallocated", [])
+    assert set(model_state(llama).handed_on.values()) == {HandedOn()}

@@ -1,0 +1,31 @@
+"""Random calls whose drafts have too short a context, NaN and infinity among their weights, or raise errors."""
+
+import random
+
+import pytest
+
+from tests.random_calls import FAMILY_NAMES
+from tests.random_search import search
+from tests.reliability.bad_drafts import FAULTS
+
+pytestmark = [pytest.mark.fallback(""), pytest.mark.filterwarnings("ignore")]  # whatever a fault leads to
+FAMILIES = tuple(random.Random(0).sample(FAMILY_NAMES, len(FAMILY_NAMES)))
+
+
+def check(seed, first, num):
+    """These calls, as `python -m tests.reliability.bad_drafts` draws them from other families."""
+    print(f"seed {seed}, calls {first} to {first + num - 1}")
+    counts = search(seed, range(first, first + num), FAMILIES, FAULTS)
+    assert counts["different"] == 0
+    assert counts["equal"] > num / 2
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_text_differs_and_no_call_ends(part):
+    check(1, 10 * part, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_no_text_of_many_differs_and_no_call_ends(part):
+    check(2, 70 * part, 70)

@@ -1,0 +1,293 @@
+"""An error inside a draft model or head ends the drafts and not the call; one of the caller's own code is raised."""
+
+import copy
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_speculate
+from hf_speculate.draft.base import Drafter
+from hf_speculate.engine.draft_faults import is_of_device
+from hf_speculate.engine.model_state import model_state
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.models import folded_attention
+from hf_speculate.types import DraftOut
+from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
+from tests.draft.heads.designs import VOCAB_SIZE
+from tests.draft.heads.kinds import KINDS as HEADS
+from tests.draft.heads.rounds import target_of
+from tests.generation.test_compiled import compile_config
+from tests.reliability.bad_drafts import with_fault
+from tests.reliability.faults import ERRORS, Fault, Halt, Mistake, hook
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+K, NUM_NEW = 3, 16
+RAISED = "plain decoding, because the drafter"
+pytestmark = pytest.mark.filterwarnings("ignore:plain decoding")
+
+# What drafts, beside the draft model.
+SOURCES: dict[str, dict[str, Any]] = {
+    "model": {},
+    "dynamic": {"speculation_cache": "dynamic"},
+    "sampled": {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 20},
+    "lookup too": {"prompt_lookup_num_tokens": 4},
+    "lock step": {"logits_processor": [Unchanged()]},
+    "adaptive": {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"},
+    "state": {"draft_state": hf_speculate.DraftState()},
+    "compiled": {"compile_config": compile_config()},
+    "kept cache": {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+def hooks_of(*models):
+    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for one in models for module in one.modules()]
+
+
+@pytest.mark.fallback(RAISED, "lock step", "eager forwards")
+@each_value(
+    source=SOURCES,
+    kind=["llama", "mistral_window", "bloom", "gpt2", "llama"],
+    batch_size=[1, 3],
+    at=[1, 2, 5, 7],
+)
+def test_a_draft_model_that_raises_leaves_the_text(source, kind, batch_size, at):
+    target, draft = new_pair(kind)
+    if source == "adaptive":  # which never calls a draft of the target's size
+        draft = make_model(kind, num_hidden_layers=1)
+    layer = list(draft.modules())[-2]
+    own = {"num_assistant_tokens": K, **SOURCES[source]}
+    before = copy.deepcopy(draft.config.to_dict()), hooks_of(target, draft)
+    inputs, stats = ragged_prompts(batch_size, seed=5), None
+    with hook(draft if at % 2 else layer, Fault(at, Mistake("on purpose\nand more"))):
+        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+    reason = (
+        f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) raised Mistake: "
+    )
+    assert [one for one in stats.fallbacks if RAISED in one] == [reason + "on purpose"]
+    assert stats.draft_lens[-1] == 0
+    assert (draft.config.to_dict(), hooks_of(target, draft)) == before
+    assert folded_attention._HOLDERS == {}
+    if source == "state":
+        assert own["draft_state"].num_tokens == 0
+    again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+    assert not any(RAISED in one for one in again.fallbacks)
+    assert again.num_drafted > 0
+
+
+@pytest.mark.fallback(RAISED)
+@each_value(kind=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
+def test_what_was_hooked_into_layers_is_taken_out_again(kind, early_exit, at):
+    """Of recurrent layers, which the target's plain steps run on if they are its own."""
+    target, draft = new_pair(kind)
+    layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
+    options = {"assistant_early_exit": early_exit, "max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
+    inputs = ragged_prompts(2, seed=5)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    stats, own = hf_speculate.SpeculationStats(), {} if early_exit else {"assistant_model": draft}
+    with hook(layer, Fault(at + bool(early_exit), Mistake("on purpose"))):
+        ours = target.generate(**inputs, **options, **own, speculation_stats=stats)
+    assert_equal_ids(plain, ours)
+    assert any(RAISED in one for one in stats.fallbacks)
+    assert hooks_of(target, draft) == before
+
+
+@pytest.mark.fallback(RAISED)
+@pytest.mark.parametrize(("number", "kind"), list(enumerate(HEADS)))
+def test_a_head_that_raises_leaves_the_text(number, kind, tmp_path):
+    """In its first or its last linear layer, of which the first of some heads reads the target's states."""
+    head, target = HEADS[kind](tmp_path)
+    linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
+    hf_speculate.enable(target)
+    inputs = ragged_prompts(1 + number % 3, seed=2, vocab_size=VOCAB_SIZE)
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
+    for layer, at in ((linear[0], 1), (linear[-1], 2), (linear[0], 5)):
+        with hook(layer, Fault(at, Mistake("on purpose"))):
+            stats = assert_decodes_as_plain(target, head, inputs, **options)
+        assert len(stats.fallbacks) == 1
+        assert RAISED in stats.fallbacks[0]
+    assert assert_decodes_as_plain(target, head, inputs, **options).num_drafted > 0
+    hf_speculate.disable(target)
+
+
+class Faulty(Drafter):
+    """Reads the target's states and drafts the newest token again; `method` fails at its n-th call."""
+
+    hidden_layers = (1,)
+
+    def __init__(self, method, fault):
+        self.method, self.fault = method, fault
+
+    def _tick(self, method):
+        if method == self.method:
+            self.fault.tick()
+
+    def draft(self, request):
+        self._tick("draft")
+        newest = request.query_token_ids[:, -1:]
+        return DraftOut(newest, torch.ones_like(newest[:, 0], dtype=torch.int32), None, None)
+
+    def project_states(self, states):
+        self._tick("project_states")
+        return states
+
+    def rows(self, indices):
+        self._tick("rows")
+
+
+class FaultyInside(Faulty):
+    """The same, were it the library's own."""
+
+    def is_callers(self, error):
+        return False
+
+
+CALLS = [(method, at) for method in ("draft", "project_states", "rows") for at in (1, 2)]
+
+
+@pytest.mark.fallback("plain decoding, because the drafter (custom drafter) raised Mistake: on purpose")
+@pytest.mark.parametrize(("method", "at"), CALLS)
+def test_an_error_of_any_method_is_the_callers_or_ends_the_drafts(method, at):
+    target, inputs = pair("llama")[0], ragged_prompts(4, seed=2)
+    ends = target.generate(**inputs, max_new_tokens=NUM_NEW)[:2, -9].tolist()  # so that rows leave one by one
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, "eos_token_id": ends}
+    error = Mistake("on purpose")
+    with pytest.raises(Mistake) as caught:
+        target.generate(**inputs, **options, drafter=lambda setup: Faulty(method, Fault(at, error)))
+    assert caught.value is error
+    own = {"drafter": lambda setup: FaultyInside(method, Fault(at, error))}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, **own)
+    assert len(stats.fallbacks) == 1
+
+
+@pytest.mark.fallback(RAISED)
+def test_one_warning_points_at_the_call():
+    target, draft = pair("llama")
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
+    with hook(draft, Fault(3, Mistake("on purpose"))), pytest.warns(UserWarning) as caught:
+        target.generate(torch.tensor([[5, 6]]), **options)
+    (warning,) = [one for one in caught if RAISED in str(one.message)]
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("error", ["interrupt", "halt"])
+def test_what_is_no_error_passes_through(error):
+    target, draft = pair("llama")
+    raised = ERRORS[error]()
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
+    with hook(draft, Fault(2, raised)), pytest.raises((KeyboardInterrupt, Halt)) as caught:
+        target.generate(torch.tensor([[5, 6]]), **options)
+    assert caught.value is raised
+    (note,) = raised.__notes__
+    assert re.fullmatch("hf_speculate: raised while tokens were drafted, round 1", note)
+
+
+@pytest.mark.fallback(f"{RAISED} (model LlamaForCausalLM) raised OutOfMemoryError")
+def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(monkeypatch):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(2, seed=1)
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
+    with hook(draft, Fault(2, torch.OutOfMemoryError("no memory, on purpose"))):
+        assert len(assert_decodes_as_plain(target, draft, inputs, **options).fallbacks) == 1
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    with hook(draft, Fault(2, error)), pytest.raises(torch.AcceleratorError) as caught:
+        target.generate(**inputs, **options, assistant_model=draft)
+    assert caught.value is error
+    # an error of the host that hides one of the device, which the next wait tells of
+    waits: list[Any] = [None, RuntimeError("CUDA error: an illegal memory access was encountered")]
+
+    def synchronize(device):
+        if isinstance(waits[0], Exception):
+            raise waits[0]
+
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    found = []
+    while waits:
+        found.append(is_of_device(Mistake("on the host"), torch.device("cuda")))
+        waits.pop(0)
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
+@pytest.mark.parametrize("at", [1, 2])
+def test_ids_that_a_model_does_not_have_reach_neither(at, options):
+    """The draft scores ids past the vocabulary, or has fewer embeddings than its config says."""
+    target, draft = pair("llama", 0.0)
+    own = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": K, **options}
+    stats = assert_decodes_as_plain(target, with_fault(draft, "tables", at, 0), ragged_prompts(2, seed=3), **own)
+    assert stats.num_drafted > 0
+
+
+@pytest.mark.fallback("computes NaN or infinity")
+@each_value(
+    value=[torch.nan, torch.inf],
+    options=[{}, {"do_sample": True, "verifier": "coupled", "seed": 3}, {"prompt_lookup_num_tokens": 2}],
+    cache_kind=["dynamic", "preallocated"],
+)
+def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, options, cache_kind):
+    """From the third forward of the draft on, its first row is lost, as a row is that has NaN among its states."""
+    target, draft = new_pair("llama")
+    num_calls = itertools.count()
+
+    def spoil(module, args, kwargs, output):
+        output.logits[:1] += value if next(num_calls) > 2 else 0
+        return output
+
+    inputs = ragged_prompts(3, seed=5)
+    with draft.register_forward_hook(spoil, with_kwargs=True):
+        own = {"max_new_tokens": 100, "num_assistant_tokens": K, "speculation_cache": cache_kind, **options}
+        stats = assert_decodes_as_plain(target, draft, inputs, **own)
+    assert len(stats.fallbacks) == 1
+    assert stats.drafted_per_row[0] < min(stats.drafted_per_row[1:]) / 2
+    assert min(stats.accepted_per_row[1:]) > 5
+
+
+@pytest.mark.fallback("computes NaN or infinity")
+@pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", "PARD"])
+def test_a_head_without_numbers_is_not_asked_for_long(kind, tmp_path):
+    head, target = HEADS[kind](tmp_path)
+    assert target is target_of()
+    next(head.network.parameters()).fill_(torch.nan)
+    hf_speculate.enable(target)
+    inputs = ragged_prompts(2, seed=2, vocab_size=VOCAB_SIZE)
+    stats = assert_decodes_as_plain(target, head, inputs, max_new_tokens=30, num_assistant_tokens=K)
+    hf_speculate.disable(target)
+    assert stats.draft_lens[-1] == 0
+    assert len(stats.fallbacks) == 1
+
+
+@pytest.mark.fallback(RAISED)
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
+    """In the forward that reads one row's prompt, or in one of all rows: later rows bring a drafter that works."""
+    target, draft = new_pair("llama")
+    texts = [ragged_prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(6)]
+    source = iter([RowPrompt(text) for text in texts])
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
+    decoder = ContinuousDecoder(target, 2, options)
+    with hook(draft, Fault(at, Mistake("on purpose"))):
+        results = [one for finished in decoder.decode(lambda: next(source, None)) for one in finished]
+    drafted = {}
+    for prompt, token_ids, _, num_drafted, _, error in results:
+        plain = target.generate(torch.tensor([prompt.token_ids]), max_new_tokens=12)[0]
+        assert error is None
+        assert plain.tolist() == [*prompt.token_ids, *token_ids]
+        drafted[texts.index(list(prompt.token_ids))] = num_drafted
+    assert len(drafted) == 6
+    assert min(drafted[number] for number in (4, 5)) > 0
+    assert [RAISED in reason for reason in decoder.stats.fallbacks] == [True]
+
+
+@pytest.mark.fallback(RAISED)
+def test_a_draft_that_died_is_not_learned_from():
+    """Its rounds are no rejections: nothing was verified when its first forward fails."""
+    target = hf_speculate.enable(make_model("llama"))
+    draft = noisy_copy(make_model("llama", num_hidden_layers=1))
+    for at, has_verified in ((1, False), (10**9, True)):
+        with hook(draft, Fault(at, Mistake("on purpose"))):
+            target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=NUM_NEW)
+        found = [one.acceptance for one in model_state(target).history._by_draft.get(draft, {}).values()]
+        assert any(any(one._positions.verified) for one in found) == has_verified
