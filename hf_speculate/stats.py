@@ -67,7 +67,8 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     time_to_first_token_s: float = 0.0  #: seconds from the start of `generate()`; 0 if rows are refilled
     rounds_s: float = 0.0  #: seconds of all rounds
     inputs_s: float = 0.0  #: seconds in which transformers prepared the call, as it does for plain decoding
-    preparation_s: float = 0.0  #: seconds of our own preparation before the prefill, mapping of vocabularies included
+    preparation_s: float = 0.0  #: seconds of our own preparation before the prefill
+    vocabulary_s: float = 0.0  #: seconds of comparing the draft model's vocabulary with the target's
     prefill_s: float = 0.0  #: seconds of the target's prefill
     draft_s: float = 0.0  #: seconds of drafting
     score_s: float = 0.0  #: seconds of the target's forwards in rounds
@@ -165,11 +166,11 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
             return None
         medians = {num_rows: median(steps_s) for num_rows, steps_s in self.plain_step_s_by_rows.items()}
         steps_s = sum(num * between(medians, num_rows) for num_rows, num in self.replaced_steps.items())
-        return (self.total_s - self.preparation_s - self.rounds_s + steps_s) / self.total_s
+        return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds of inputs, preparation, prefill, draft, score, verify and bookkeeping."""
+        """Seconds of inputs, preparation, vocabulary, prefill, draft, score, verify and bookkeeping."""
         return {stage: getattr(self, f"{stage}_s") for stage in STAGES}
 
     @property
@@ -180,7 +181,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     @property
     def tokens_per_s(self) -> float:
         """Emitted tokens per second after the prefill, summed over rows; 0 before the first round."""
-        decoding_s = self.total_s - self.inputs_s - self.preparation_s - self.prefill_s
+        decoding_s = self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
         return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class StageSeconds(NamedTuple):
 
     inputs: float = 0.0
     preparation: float = 0.0
+    vocabulary: float = 0.0
     prefill: float = 0.0
     draft: float = 0.0
     score: float = 0.0

@@ -29,6 +29,7 @@ FLOORS = {
     "hf_speculate.field_checks": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
+    "hf_speculate.module_walk": 0,
     "hf_speculate.interpolation": 0,
     "hf_speculate.transfers": 0,
     "hf_speculate.triton_kernels": -1,
@@ -39,6 +40,7 @@ MAX_CORE_LINES = 11_000  # of the library without the capabilities below; the ke
 CAPABILITIES = {
     "draft heads": ("draft/heads", "models/layer_capture.py"),
     "drafts named by folder": ("draft/named.py",),
+    "drafts of another vocabulary": ("draft/vocab_mapping.py", "draft/vocab_intersection.py"),
     "prompt lookup with a model, or over earlier texts": ("draft/hybrid.py", "draft/suffix_store.py"),
     "early exit": ("draft/early_exit.py",),
     "candidate generators": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),

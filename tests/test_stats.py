@@ -92,7 +92,7 @@ def test_calls_add_up():
 def test_the_speedup_compares_the_whole_call_with_plain_steps_of_the_same_rows():
     """Here 4 + 1 + 1 + 4 seconds, of which plain decoding takes the first, and steps of 3, 2 and 1 rows."""
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
-    stats.prefill_s, stats.preparation_s, stats.draft_s, stats.score_s = 4.0, 1.0, 1.0, 4.0
+    stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = 4.0, 0.75, 0.25, 1.0, 4.0
     stats.rounds_s, stats.replaced_steps = 5.0, {3: 4, 2: 2, 1: 2}
     assert stats.speedup is None
     assert stats.headline == "speed-up over plain decoding not measured (the call took no plain step)"
@@ -105,7 +105,7 @@ def test_the_speedup_compares_the_whole_call_with_plain_steps_of_the_same_rows()
 
 
 TIMES = (
-    "inputs 0.000 s (0%), preparation 0.000 s (0%), "
+    "inputs 0.000 s (0%), preparation 0.000 s (0%), vocabulary 0.000 s (0%), "
     "prefill 0.500 s (20%), draft 0.250 s (10%), score 1.000 s (40%), verify 0.500 s (20%), bookkeeping 0.250 s (10%)"
 )
 
@@ -218,7 +218,7 @@ def test_a_plot_has_three_panels_that_say_what_was_counted():
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
-    assert [text.get_text() for text in seconds.texts] == ["0%", "0%", "20%", "10%", "40%", "20%", "10%"]
+    assert [text.get_text() for text in seconds.texts] == ["0%", "0%", "0%", "20%", "10%", "40%", "20%", "10%"]
     stats.num_batch_rounds = 50  # more than was kept
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
     assert SpeculationStats().plot().axes[0].texts[0].get_text() == "nothing was drafted"

@@ -8,7 +8,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound
 from hf_speculate.draft.early_exit import early_exit_model
-from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, intersect_vocabularies, padding_mapping
+from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, padding_mapping
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of
 
@@ -68,7 +69,7 @@ def map_vocabularies(
     ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
     theirs = find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
     if ours is not None and theirs is not None:
-        if ours.get_vocab() == theirs.get_vocab():
+        if are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
         if are_given:
             return intersect_vocabularies(ours, theirs, num_target, num_draft)

@@ -109,7 +109,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
-        or adapters_by_row(call.target),
+        or (call.batch_size > 1 and adapters_by_row(call.target)),
         fallbacks=tuple(fallbacks),
     )
 
@@ -171,9 +171,10 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
-    keeps_rows = call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target)
     num_columns = max_columns(call.target)
-    if num_columns is not None and call.max_columns > num_columns and keeps_rows:
+    if num_columns is None or call.max_columns <= num_columns:
+        return ""
+    if call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target):
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 

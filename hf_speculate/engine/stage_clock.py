@@ -16,6 +16,7 @@ class Stage(Enum):
     """What a call is doing, in the words of the note on an error."""
 
     PREPARE = "the call was prepared"
+    VOCABULARY = "the vocabularies were compared"
     INPUTS = "transformers prepared the call"
     PREFILL = "the target read the prompt"
     DRAFT = "tokens were drafted"
@@ -33,6 +34,7 @@ class Stage(Enum):
 _FIELD_OF = {
     Stage.INPUTS: "inputs",
     Stage.PREPARE: "preparation",
+    Stage.VOCABULARY: "vocabulary",
     Stage.PREFILL: "prefill",
     Stage.DRAFT: "draft",
     Stage.SCORE: "score",

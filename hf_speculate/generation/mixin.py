@@ -217,7 +217,9 @@ def _find_decoding(
     check_models(models, source)
     check_weights(models, source)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    clock.enter(Stage.PREPARE if assistant is None else Stage.VOCABULARY)
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
+    clock.enter(Stage.PREPARE)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     # a static cache cannot roll back by row

@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.cases import new_pair
+from tests.compatibility_rows import CHARACTERS
 from tests.gpu_rounds import Enough, Rounds, counted, on_gpu
 from tests.tiny import ragged_prompts
+from tests.tiny_tokenizers import letters_tokenizer
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -98,6 +100,15 @@ def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
         assert one.num_launches <= most, one.launches
         assert one.waits == ["event"]
         assert one.num_uploads == (0 if drafter == "model" else 1)
+
+
+def test_a_draft_of_another_vocabulary_reads_the_text_on_the_host(half: Any) -> None:
+    """Where tokens that it lacks are encoded: one upload, and no further wait."""
+    ours, theirs = letters_tokenizer(CHARACTERS), letters_tokenizer(CHARACTERS[:60][::-1] + "?!;:")
+    for one in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
+        assert one.num_launches <= 40, one.launches
+        assert one.waits == ["event"]
+        assert one.num_uploads == 1
 
 
 def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
