@@ -2,6 +2,7 @@
 
 python benchmarks/_revision.py FOLDER DTYPE K MAX_NEW_TOKENS
 
+K is a number, or `adaptive` for the default schedule.
 A line of input is `{"input_ids": [B, T], "attention_mask": [B, T]}`, a line of output `{"seconds", "token_ids"}`.
 Nothing of this folder's helpers is imported: they belong to one revision of the library, and this file reads any.
 """
@@ -28,14 +29,14 @@ def main() -> None:
     for model in models:
         model.generation_config.eos_token_id = None  # every call makes all its tokens
     target, draft = hf_speculate.enable(models[0]), models[1]
+    schedule = {} if num_assistant_tokens == "adaptive" else {"num_assistant_tokens": int(num_assistant_tokens)}
     for line in sys.stdin:
         inputs = {name: torch.tensor(values) for name, values in json.loads(line).items()}
         begin = time.perf_counter()
         token_ids = target.generate(
             **inputs,
             assistant_model=draft,
-            num_assistant_tokens=int(num_assistant_tokens),
-            num_assistant_tokens_schedule="constant",
+            **schedule,
             max_new_tokens=int(max_new_tokens),
             do_sample=False,
         )

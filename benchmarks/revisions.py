@@ -1,7 +1,8 @@
-"""`generate()` of two revisions of this library, greedy with the bundled pair at constant K.
+"""`generate()` of two revisions of this library, greedy with the bundled pair.
 
     python benchmarks/revisions.py ef758cd                          # a revision and the working tree
     python benchmarks/revisions.py ef758cd 92535c9 --batch-sizes 8  # two revisions
+    python benchmarks/revisions.py ef758cd --num-assistant-tokens adaptive
 
 A process imports one library only, so each revision has one of its own, and the two take turns call by call. Times of
 two processes of the same code differ by a percent or two, so several pairs of processes are started. The sequences of
@@ -60,7 +61,7 @@ class Process:
     """A process that decodes with the library of one folder."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        options = [str(folder), args.dtype, str(args.num_assistant_tokens), str(args.max_new_tokens)]
+        options = [str(folder), args.dtype, args.num_assistant_tokens, str(args.max_new_tokens)]
         command = [sys.executable, str(WORKER), *options]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("old", help="revision, as git names it")
     parser.add_argument("new", nargs="?", default=WORKING_TREE, help="revision; unset: the working tree")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--num-assistant-tokens", default="5", help='of every round, or "adaptive"')
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--prompts", type=int, default=32)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.module_walk import modules_of
 
 _OLDEST, _NEWEST = "5.17.0", "5.24.0"
 # Whether models and `generate` take their cache as `cache`.
@@ -104,7 +105,7 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 def adapters_by_row(model: PreTrainedModel) -> bool:
     """Whether PEFT hooks in the model give each row of the batch its own adapter."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 

@@ -13,12 +13,14 @@ import rich.markup
 import rich.table
 
 from hf_speculate.errors import counted, import_extra
+from hf_speculate.interpolation import between
 from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
 
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
-MAX_PLAIN_STEPS = 256  # plain steps whose seconds are kept
+MAX_PLAIN_STEPS = 256  # plain steps of one number of rows whose seconds are kept
+_BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", "plain_step_s_by_rows")  # dicts with int keys
 _DERIVED = (  # properties in `as_dict`
     *("speedup", "mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position"),
     *("verified_acceptance_rate", "verified_acceptance_rate_per_position", "tokens_per_s", "total_s"),
@@ -58,12 +60,20 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     accepted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)  #: of the batch; 0 counts the plain steps
     draft_lens: list[int] = field(default_factory=list)  #: of each round of the batch, in order; the first 16,384
-    plain_step_s: list[float] = field(default_factory=list)  #: seconds of each round without drafts; the first 256
+    #: seconds of rounds without drafts, by the number of their rows; the first 256 of each
+    plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
+    #: steps that plain decoding takes for what rounds emitted, by the number of rows that are live in them
+    replaced_steps: dict[int, int] = field(default_factory=dict)
+    time_to_first_token_s: float = 0.0  #: seconds from the start of `generate()`; 0 if rows are refilled
+    rounds_s: float = 0.0  #: seconds of all rounds
+    inputs_s: float = 0.0  #: seconds in which transformers prepared the call, as it does for plain decoding
+    preparation_s: float = 0.0  #: seconds of our own preparation before the prefill
+    vocabulary_s: float = 0.0  #: seconds of comparing the draft model's vocabulary with the target's
     prefill_s: float = 0.0  #: seconds of the target's prefill
     draft_s: float = 0.0  #: seconds of drafting
     score_s: float = 0.0  #: seconds of the target's forwards in rounds
     verify_s: float = 0.0  #: seconds of verification
-    bookkeeping_s: float = 0.0  #: seconds of all else in rounds
+    bookkeeping_s: float = 0.0  #: seconds of all else
 
     def reset(self) -> None:
         """Reset every field, in place."""
@@ -113,10 +123,11 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         for stage, spent in zip(STAGES, seconds, strict=True):
             setattr(self, f"{stage}_s", getattr(self, f"{stage}_s") + spent)
 
-    def add_plain_step(self, seconds: float) -> None:
+    def add_plain_step(self, seconds: float, num_rows: int = 1) -> None:
         """Record the seconds of a round without drafts."""
-        if len(self.plain_step_s) < MAX_PLAIN_STEPS:
-            self.plain_step_s.append(seconds)
+        steps_s = self.plain_step_s_by_rows.setdefault(num_rows, [])
+        if len(steps_s) < MAX_PLAIN_STEPS:
+            steps_s.append(seconds)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -146,35 +157,38 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed-up over plain decoding, without the prefill; None if no plain step was measured.
+        """Estimated speed-up of the whole call over plain decoding; None if no plain step was measured.
 
-        Plain decoding is taken to need the median of `plain_step_s` for each token of the longest row.
+        Plain decoding is taken to need no preparation but transformers' own, and in place of the rounds the steps of
+        `replaced_steps`. A step takes the median of the plain steps of as many rows, interpolated between two numbers.
         """
-        decoding_s = self.total_s - self.prefill_s
-        if not self.plain_step_s or decoding_s <= 0:
+        if not self.plain_step_s_by_rows or self.total_s <= 0:
             return None
-        return self.num_longest * median(self.plain_step_s) / decoding_s
+        medians = {num_rows: median(steps_s) for num_rows, steps_s in self.plain_step_s_by_rows.items()}
+        steps_s = sum(num * between(medians, num_rows) for num_rows, num in self.replaced_steps.items())
+        return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds of prefill, draft, score, verify and bookkeeping."""
+        """Seconds of inputs, preparation, vocabulary, prefill, draft, score, verify and bookkeeping."""
         return {stage: getattr(self, f"{stage}_s") for stage in STAGES}
 
     @property
     def total_s(self) -> float:
-        """Seconds of all stages; what `generate()` does before and after decoding is not included."""
+        """Seconds of the whole call, from the start of `generate()` to its end."""
         return sum(self.seconds_by_stage.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second of all stages but the prefill, summed over rows; 0 before the first round."""
-        decoding_s = self.total_s - self.prefill_s
+        """Emitted tokens per second after the prefill, summed over rows; 0 before the first round."""
+        decoding_s = self.total_s - self.inputs_s - self.preparation_s - self.vocabulary_s - self.prefill_s
         return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Every count, and the rates that follow from them, as values that JSON can hold."""
-        lens = {str(num): count for num, count in sorted(self.rounds_by_draft_len.items())}
-        return asdict(self) | {"rounds_by_draft_len": lens} | {name: getattr(self, name) for name in _DERIVED}
+        by_number = {name: dict(sorted(getattr(self, name).items())) for name in _BY_NUMBER}
+        texts = {name: {str(num): value for num, value in counts.items()} for name, counts in by_number.items()}
+        return asdict(self) | texts | {name: getattr(self, name) for name in _DERIVED}
 
     def to_pandas(self) -> Any:
         """A data frame of one row: `as_dict()` with a column per position, and lists of strings joined.
@@ -205,7 +219,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     @property
     def headline(self) -> str:
         """Estimated speed-up over plain decoding, or that it was not measured."""
-        speedup, num = self.speedup, len(self.plain_step_s)
+        speedup, num = self.speedup, sum(map(len, self.plain_step_s_by_rows.values()))
         if speedup is None:
             return "speed-up over plain decoding not measured (the call took no plain step)"
         return f"about {speedup:.2f}x the speed of plain decoding (estimated from {counted(num, 'plain step')})"
@@ -248,6 +262,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
             f"({self.num_accepted} of {self.num_verified} verified tokens)",
             "acceptance rate per position": positions,
             "tokens per second": f"{self.tokens_per_s:.1f}",
+            "time to first token": f"{self.time_to_first_token_s:.3f} s" if self.time_to_first_token_s else "",
             "rounds by draft length": lens,
             "rounds scored again": f"{self.num_rescored}, after NaN or infinite logits" if self.num_rescored else "",
             "time by stage": stages,
@@ -270,9 +285,11 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda one, other: list(dict.fromkeys([*one, *other]))),
     **dict.fromkeys(("status", "lock_step"), operator.or_),
     **dict.fromkeys(_COUNTS, lambda one, other: [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]),
-    "rounds_by_draft_len": lambda one, other: dict(Counter(one) + Counter(other)),
+    **dict.fromkeys(("rounds_by_draft_len", "replaced_steps"), lambda one, other: dict(Counter(one) + Counter(other))),
     "draft_lens": lambda one, other: (one + other)[:MAX_DRAFT_LENS],
-    "plain_step_s": lambda one, other: (one + other)[:MAX_PLAIN_STEPS],
+    "plain_step_s_by_rows": lambda one, other: {
+        num: [*one.get(num, ()), *other.get(num, ())][:MAX_PLAIN_STEPS] for num in one | other
+    },
 }
 
 

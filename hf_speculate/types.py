@@ -107,6 +107,9 @@ class Trimmed(NamedTuple):
 class StageSeconds(NamedTuple):
     """Seconds spent in each stage."""
 
+    inputs: float = 0.0
+    preparation: float = 0.0
+    vocabulary: float = 0.0
     prefill: float = 0.0
     draft: float = 0.0
     score: float = 0.0
@@ -130,6 +133,7 @@ class RoundRecord(NamedTuple):
     trimmed: Trimmed
     seconds: StageSeconds  # since the last record
     total_s: float  # since the run began
+    call_s: float = 0.0  # since the call of `generate()` began
 
     @property
     def live_rows(self) -> list[int]:

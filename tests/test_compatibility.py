@@ -92,6 +92,7 @@ def test_a_value_that_does_not_apply_changes_nothing(row, where):
     assert stats.num_rounds > 0
 
 
+@pytest.mark.fallback("lock step")
 def test_the_page_is_what_the_table_says():
     """The page is made with the version that is pinned; for others, whose messages may differ, it has every name."""
     page = PAGE.read_text(encoding="utf-8")

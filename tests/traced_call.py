@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import hf_speculate
-from tests.tiny import cheaper_copy, make_model
+from tests.tiny import make_model
 
 LIBRARY = Path(hf_speculate.__file__).parent
 
@@ -52,8 +52,8 @@ def num_lines(files: Iterable[str | None]) -> dict[str, int]:
 
 
 def main() -> None:
-    target = hf_speculate.enable(make_model("llama"))
-    draft = cheaper_copy(target)  # which the adaptive schedule does call
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=8))
+    draft = make_model("llama", num_hidden_layers=1)  # so small that the adaptive schedule drafts in the first round
     prompt, stats = torch.tensor([[5, 6, 7, 8]]), hf_speculate.SpeculationStats()
     with called_files() as called:
         target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=16, speculation_stats=stats)

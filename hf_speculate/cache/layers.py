@@ -21,6 +21,8 @@ from hf_speculate.errors import UnsupportedModelError
 # Stands for a layer that reads the states of an earlier one; older versions end the cache before the first of these.
 _WITHOUT_STATES: Any = getattr(cache_utils, "DummyLayer", ())
 ATTENTION_LAYERS: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+# Types of layers that only attend; those of a config that names none are among them.
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # A layer with an attention of its own holds keys and values beside its recurrent states.
 RECURRENT_LAYERS: tuple[type, ...] = (
     LinearAttentionLayer,
@@ -61,7 +63,13 @@ def attention_layers(layers: Iterable[Any]) -> list[Any]:
 
 def is_recurrent(cache: Cache) -> bool:
     """Whether a layer of a cache holds convolution or recurrent states."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in text_cache(cache).layers)
+    kinds = set(map(type, text_cache(cache).layers))  # one or two: asking each layer shows in a call of a deep model
+    return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
+
+
+def only_attends(config: PreTrainedConfig) -> bool:
+    """Whether a decoder's config names layers of attention alone: no cache need be made to see their kinds."""
+    return set(getattr(config, "layer_types", None) or ()) <= _ATTENTION_TYPES
 
 
 def num_held(cache: Cache) -> int:

@@ -8,7 +8,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound
 from hf_speculate.draft.early_exit import early_exit_model
-from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, intersect_vocabularies, padding_mapping
+from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, padding_mapping
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.language_model import vocab_size_of
 
@@ -24,6 +25,7 @@ class ResolvedAssistant(NamedTuple):
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     is_vocabulary_assumed: bool = False  # that they are the same, because the tokenizers were not compared
     eager_reason: str = ""  # why it is never compiled; empty if it may be
+    early_exit: int | None = None  # layers of the target that it is made of; None if it is another model
 
 
 def resolve_assistant(
@@ -38,7 +40,8 @@ def resolve_assistant(
         if early_exit is None:
             return ResolvedAssistant(None)
         short = early_exit_model(target, early_exit)
-        return ResolvedAssistant(short, eager_reason="a model's first layers are a new draft in every call")
+        reason = "a model's first layers are a new draft in every call"
+        return ResolvedAssistant(short, eager_reason=reason, early_exit=early_exit)
     vocabulary = map_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
     if vocabulary is not None:
         return ResolvedAssistant(assistant, vocabulary, eager_reason="its ids are mapped to the target's")
@@ -66,7 +69,7 @@ def map_vocabularies(
     ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
     theirs = find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
     if ours is not None and theirs is not None:
-        if ours.get_vocab() == theirs.get_vocab():
+        if are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
         if are_given:
             return intersect_vocabularies(ours, theirs, num_target, num_draft)

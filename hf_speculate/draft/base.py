@@ -199,6 +199,6 @@ class Drafter(Protocol):
 DrafterFactory = Callable[[DrafterSetup], Drafter]
 """Makes a drafter for one call.
 
-A factory that serves many calls with drafters of one kind may have a `description: str`. `stats.plan` shows it, and the
-adaptive schedule keeps its estimates for later calls with the same object.
+A factory may have a `description: str`. `stats.plan` shows it, and the adaptive schedule keeps its estimates for later
+calls with the same description; without one, for later calls with the same class or function.
 """

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_speculate.cache.layers import attention_layers, is_recurrent
+from hf_speculate.cache.layers import attention_layers, is_recurrent, only_attends
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.field_checks import is_int
 
@@ -54,6 +54,8 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
 
 def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
     """Whether all layers are recurrent, so that a cache does not tell how many tokens it holds."""
+    if only_attends(config):
+        return False
     cache = DynamicCache(config=config)
     return is_recurrent(cache) and not attention_layers(cache.layers)
 

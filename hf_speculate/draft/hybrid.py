@@ -145,7 +145,9 @@ class HybridDrafter(Drafter):
             counts = [len(row.unread) for row in self._rows]
             ids = [row.unread + [-1] * (max(counts) - num) for row, num in zip(self._rows, counts, strict=True)]
             kept = Kept(upload(ids, _HOST), upload(counts, _HOST, torch.int32))
-        query = send(request.query_token_ids, self.device)
+        query = request.query_token_ids
+        if not self.model.reads_host_tokens:
+            query = send(query, self.device)
         model_request = request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
         drafted = self.model.draft(model_request)
         self._has_run = True

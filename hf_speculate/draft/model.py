@@ -11,7 +11,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser, choose_step
-from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.draft.vocab_mapping import DraftVocabulary, TranslatedLanguageModel
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.context import Context
@@ -31,11 +31,13 @@ class ModelDrafter(Drafter):
         processors: BlockLogitsProcessorList | ProcessorGroups | None = None,
         settings: DraftSettings | None = None,
         context: Context | None = None,  # of the draft model, if rows may be longer
+        vocabulary: DraftVocabulary | None = None,  # of the logits' columns
     ):
         self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()
         processors = BlockLogitsProcessorList() if processors is None else processors
-        self.chooser = TokenChooser(processors, self.settings, self.language_model.device, DraftVocabulary())
+        vocabulary = vocabulary or DraftVocabulary()
+        self.chooser = TokenChooser(processors, self.settings, self.language_model.device, vocabulary)
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
         self.draft_model: PreTrainedModel = self.language_model.model  # whose states `kv_cache` holds
         if context is not None:
@@ -48,8 +50,8 @@ class ModelDrafter(Drafter):
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
         self.chooser.read(query, kept)
         draft = self.chooser.start(num_draft_tokens, sample_strategy, keys)
-        self._extend(query.to(self.language_model.device), kv_cache, num_draft_tokens, draft)
-        return draft.finish(query.device)
+        self._extend(self._sent(query), kv_cache, num_draft_tokens, draft)
+        return draft.finish(self._out_device(query))
 
     def _extend(self, query: Tensor, kv_cache: KVCache, num_draft_tokens: int, draft: RoundDraft) -> None:
         self.inferencer.extend(query, kv_cache, num_draft_tokens, draft)
@@ -64,7 +66,7 @@ class ModelDrafter(Drafter):
         self.chooser.begin(token_ids)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
-        self.inferencer.feed(token_ids.to(self.language_model.device), kv_cache)
+        self.inferencer.feed(self._sent(token_ids), kv_cache)
 
     def join(self, other: "ModelDrafter") -> None:
         self.language_model.join(other.language_model)
@@ -73,6 +75,36 @@ class ModelDrafter(Drafter):
     def rows(self, indices: Sequence[int]) -> None:
         self.language_model.extra_inputs.rows(indices)
         self.chooser.rows(indices)
+
+    def _sent(self, token_ids: Tensor) -> Tensor:
+        """Token ids where the language model expects them."""
+        return token_ids.to(self.language_model.device)
+
+    def _out_device(self, query: Tensor) -> torch.device:
+        """Where drafts are expected."""
+        return query.device
+
+
+class TranslatedDrafter(ModelDrafter):
+    """A `ModelDrafter` whose model has another vocabulary; it reads the text on the host if it must encode tokens."""
+
+    def __init__(
+        self,
+        inferencer: Inferencer,
+        language_model: TranslatedLanguageModel,  # the one of the inferencer
+        processors: BlockLogitsProcessorList | ProcessorGroups,
+        settings: DraftSettings,
+        context: Context | None,
+        device: torch.device,  # where drafts are expected
+    ):
+        super().__init__(inferencer, processors, settings, context, language_model.vocabulary)
+        self.reads_host_tokens, self._device = language_model.encodes, device
+
+    def _sent(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self.reads_host_tokens else super()._sent(token_ids)
+
+    def _out_device(self, query: Tensor) -> torch.device:
+        return self._device
 
 
 # A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the

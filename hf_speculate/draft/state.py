@@ -16,7 +16,7 @@ class DraftCacheKey(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     adapters: tuple[Any, ...]  # for each layer that PEFT adapts: active ones, whether they are disabled, merged ones
-    draft_ids: bytes  # [V] int64, the draft's id of each target id; empty if the ids are the same
+    table: object  # the mapping of the target's ids to the draft's; None if the ids are the same
 
 
 class SavedDraftCache(NamedTuple):

@@ -19,14 +19,16 @@ from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.draft_prior import draft_prior
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.hidden_states import HiddenStates
+from hf_speculate.engine.history_key import history_key
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
-from hf_speculate.engine.plan import Plan, cost_ratio, drafter_text, make_plan
+from hf_speculate.engine.plan import Plan, drafter_text, make_plan
 from hf_speculate.engine.ranks import ONE_PROCESS
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import StageClock
@@ -39,7 +41,14 @@ from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
-from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
+from hf_speculate.schedule import (
+    AdaptiveSchedule,
+    ConstantSchedule,
+    DraftPrior,
+    HeuristicSchedule,
+    Schedule,
+    ScheduleHistory,
+)
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import depends_on_draft, make_verifier
@@ -95,6 +104,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         call.max_new_tokens,
         plan.is_lock_step,
         counts_drafted=drafter.drafts_fewer,
+        reads_ahead=call.rows_leave,
         ranks=call.ranks,
         group=call.ranks if reads_clock else ONE_PROCESS,
     )
@@ -124,7 +134,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         stops=stops,
         draft_length=draft_length,
         output=output,
-        observers=[*_make_observers(call, stats, stops), output, draft_length],
+        observers=[*_make_observers(plan, stats, stops), output, draft_length],
         clock=clock,
         keeps_rows=plan.keeps_rows,
     )
@@ -132,12 +142,12 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
 
 
 def build_schedule(
-    config: SpeculationConfig, draft_cost: float, history: ScheduleHistory | None, batch_size: int
+    config: SpeculationConfig, prior: DraftPrior, history: ScheduleHistory, batch_size: int, keeps_rows: bool
 ) -> Schedule:
-    """The schedule that the settings name; a draft step costs `draft_cost` plain steps of the target."""
+    """The schedule that the settings name; the adaptive one starts from the prior, or from earlier calls."""
     match config.schedule:
         case "adaptive":
-            return AdaptiveSchedule(config.max_draft_tokens, draft_cost, history, batch_size)
+            return AdaptiveSchedule(config.max_draft_tokens, prior, history, batch_size, keeps_rows)
         case "heuristic" | "heuristic_transient":
             return HeuristicSchedule(config.first_tokens)
         case _:
@@ -210,22 +220,21 @@ def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | Non
 
 def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     call, most = plan.call, drafter.max_draft_tokens
-    config, target, draft = call.config, call.target, call.draft
+    config, target = call.config, call.target
     if most == 0:
         return ConstantSchedule(0)
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
-    history = None
-    is_known = config.drafter is None or getattr(config.drafter, "description", None) is not None
-    if is_known and call.generator is None:  # of other drafters nothing is known
-        kind = (
-            *(target.device, target.dtype, torch.get_num_threads()),
-            *(config.verifier, plan.target.cache.kind, *plan.compile.settings, plan.compile.graphed),
-            *(config.prompt_lookup_num_tokens is not None, plan.is_lock_step, config.max_draft_tokens),
-            call.max_length.bit_length(),  # within a factor of two a forward's time changes little
-        )
-        history = ScheduleHistory(model_state(target).history, draft or config.drafter, kind)
-    return build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
+    key = history_key(call)
+    kind = (
+        *(key.name, target.device, target.dtype, torch.get_num_threads()),
+        *(config.verifier, plan.target.cache.kind, *plan.compile.settings, plan.compile.graphed),
+        *(plan.is_lock_step, config.max_draft_tokens),
+        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
+    )
+    history = ScheduleHistory(model_state(target).history, key.draft, kind)
+    prior = draft_prior(target, call.draft, config)
+    return build_schedule(config, prior, history, call.batch_size, plan.steps_have_all_rows)
 
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
@@ -238,9 +247,10 @@ def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verificat
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
 
-def _make_observers(call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
+def _make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
+    call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
-    observers.append(StatsObserver(stats, num_user_host_syncs=int(call.streamer is not None)))
+    observers.append(StatsObserver(stats, int(call.streamer is not None), keeps_rows=plan.steps_have_all_rows))
     if call.streamer is not None:
         observers.append(StreamObserver(call.streamer))
     if call.config.speculation_callback is not None:

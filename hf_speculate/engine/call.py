@@ -41,6 +41,7 @@ class Call:
     recorded: Recorded  # the outputs that the call asked for
     streamer: Any  # is handed every new token of the row; or None
     static: CompilePlan = field(default_factory=CompilePlan)  # the fixed buffers and compiled forwards asked for
+    early_exit: int | None = None  # layers of the target that `draft` is made of; None if it is another model
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     generator: CandidateGenerator | None = None  # a candidate generator that drafts, or None
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens

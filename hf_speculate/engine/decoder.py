@@ -137,6 +137,7 @@ class SpeculativeDecoder:
             trimmed=trimmed,
             seconds=self.clock.lap(),
             total_s=self.clock.total_s,
+            call_s=self.clock.call_s,
         )
         for observer in self.observers:
             self.clock.enter(observer.stage)

@@ -12,6 +12,7 @@ from hf_speculate.draft.state import DraftCacheKey, DraftState, SavedDraftCache
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.models.language_model import device_of
+from hf_speculate.module_walk import modules_of
 from hf_speculate.types import KVState
 
 
@@ -60,12 +61,12 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
         return None
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         return None
-    innermost = (module for module in draft.modules() if next(module.children(), None) is None)
-    parts = tuple(weakref.ref(module) for module in innermost)
-    adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
+    modules = modules_of(draft)
+    parts = tuple(weakref.ref(module) for module in modules if next(module.children(), None) is None)
+    adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]
     adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
-    ids = b"" if call.vocabulary is None else call.vocabulary.draft_ids.cpu().numpy().tobytes()
-    key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids)
+    table = None if call.vocabulary is None else call.vocabulary.table
+    key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, table)
     return DraftCacheReuse(state, key, kv_cache, call.num_pads)
 
 

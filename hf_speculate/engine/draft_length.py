@@ -7,7 +7,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.stage_clock import Stage
-from hf_speculate.schedule import RoundOutcome, Schedule
+from hf_speculate.schedule import RoundOutcome, RowGain, Schedule
 from hf_speculate.types import RoundRecord, StageSeconds
 
 
@@ -20,13 +20,14 @@ class DraftLength(Observer):
     max_new_tokens: int
     is_lock_step: bool = False
     counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
+    reads_ahead: bool = False  # whether the drafter reads prompts before the first round in any case
     ranks: Ranks = ONE_PROCESS  # the largest K of all ranks counts; finished ranks go on until all are
     group: Ranks = ONE_PROCESS  # rank 0's schedule counts; one process if every rank's asks for the same K
 
-    def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
-        """Prepare for the first round, from the seconds and columns of the target's prompt."""
-        num_unread = min(num_unread, num_read)
-        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self.max_new_tokens - 1)
+    def begin(self, prefill_s: float, num_read: int, num_unread: int) -> None:
+        """Prepare for the first round, from the seconds and columns of the target's prefill."""
+        num_unread = 0 if self.reads_ahead else num_unread
+        self.schedule.begin(prefill_s, num_read, num_unread, self.max_new_tokens - 1)
 
     def next(self, batch: Batch, room: Sequence[int], target_room: int | None = None) -> int | None:
         """What the schedule asks for, within the rows' limits and the room that they have left; None at the end.
@@ -60,16 +61,21 @@ class DraftLength(Observer):
         self.schedule.end()
 
     def on_round(self, record: RoundRecord) -> None:
-        live = [row for row in record.live_rows if record.is_served[row]]  # the others say nothing of the drafter
+        live = [row for row in record.live_rows if record.is_served[row]]
         if not record.num_round or not live:
             return
-        verified, seconds = record.verified, record.seconds
-        row_ids = [record.row_ids[row] for row in live]
+        verified, trimmed, seconds = record.verified, record.trimmed, record.seconds
+        gains = {
+            row: RowGain(
+                record.row_ids[row], trimmed.num_emitted[row], 0 if trimmed.is_stopped[row] else record.num_left[row]
+            )
+            for row in record.live_rows
+        }
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
-        num_left = [0 if record.trimmed.is_stopped[row] else record.num_left[row] for row in live]
+        row_ids, num_emitted, num_left = map(list, zip(*(gains.pop(row) for row in live), strict=True))
         if self.is_lock_step:
-            row_ids, num_left = row_ids[:1], [max(num_left)]
+            row_ids, num_left, num_emitted = row_ids[:1], [max(num_left)], [min(num_emitted)]
             num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
         num_asked = record.draft.token_ids.shape[1] if self.counts_drafted else record.num_draft_tokens
         self.schedule.update(
@@ -84,5 +90,7 @@ class DraftLength(Observer):
                 seconds.draft,
                 seconds.score,
                 seconds.verify + seconds.bookkeeping,
+                num_emitted,
+                list(gains.values()),  # these say nothing of the drafter, but plain decoding has them in its steps
             )
         )

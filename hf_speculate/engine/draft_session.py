@@ -66,7 +66,7 @@ class DraftSession:
         lens = batch.tokens.lens
         # a finished row may lack fewer tokens than are fed
         num_held = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
-        tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
+        tokens = self._tokens(batch)
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
         request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
         draft = self.drafter.draft(request)
@@ -118,8 +118,12 @@ class DraftSession:
         if self._seen_lens is not None and other._seen_lens is not None:
             self._seen_lens.join(other._seen_lens)
 
+    def _tokens(self, batch: Batch) -> TokenBuffer:
+        """The rows' tokens where the drafter reads them."""
+        return batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
+
     def _show_prompts(self, batch: Batch) -> None:
-        tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
+        tokens = self._tokens(batch)
         self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
         self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
 
@@ -138,7 +142,7 @@ class DraftSession:
         """Leave the drafter as far behind as its shortest query allows, in every row."""
         num_query, num_unseen = self.drafter.min_query_len, self._num_unseen(batch)
         if self.kv_cache is not None and num_unseen > num_query:
-            self.drafter.read(batch.tokens.last(num_unseen)[:, : num_unseen - num_query], self.kv_cache)
+            self.drafter.read(self._tokens(batch).last(num_unseen)[:, : num_unseen - num_query], self.kv_cache)
         self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
 
     def rows(self, indices: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, Dra
 from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import CompiledDrafter, ModelDrafter
+from hf_speculate.draft.model import CompiledDrafter, ModelDrafter, TranslatedDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
@@ -115,7 +115,10 @@ def _model_drafter(
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
     if compiled is not None:
         return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
-    make = LanguageModel if call.vocabulary is None else partial(TranslatedLanguageModel, call.vocabulary)
-    eager = make(draft.model, max_position, call.ranks.is_distributed, draft.inputs)
-    inferencer = Inferencer(eager, chunk_size, not call.ranks.is_distributed, meet if call.ranks.is_synced else None)
-    return ModelDrafter(inferencer, of_rows, settings, context)
+    arguments = draft.model, max_position, call.ranks.is_distributed, draft.inputs
+    rest = chunk_size, not call.ranks.is_distributed, meet if call.ranks.is_synced else None
+    if call.vocabulary is None:
+        return ModelDrafter(Inferencer(LanguageModel(*arguments), *rest), of_rows, settings, context)
+    translated = TranslatedLanguageModel(call.vocabulary, *arguments)
+    inferencer, out_device = Inferencer(translated, *rest), plan.target.device
+    return TranslatedDrafter(inferencer, translated, of_rows, settings, context, out_device)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.buffer_pool import BufferPool, max_pooled_bytes
 from hf_speculate.draft.acceptance_tallies import AcceptanceTallies
 from hf_speculate.draft.named import NamedDrafts
+from hf_speculate.engine.step_weights import StepWeights, step_weights
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.schedule import HistoryStore
@@ -19,9 +20,10 @@ from hf_speculate.schedule import HistoryStore
 class ModelState:
     """What calls with one model leave for later calls."""
 
+    weights: StepWeights  # as they were in the first call
     units: CompiledUnits = field(default_factory=CompiledUnits)  # functions compiled for the model
     buffers: BufferPool = field(default_factory=BufferPool)  # idle KV buffers of the model
-    # the adaptive schedule's estimates for this target, by draft model
+    # the adaptive schedule's estimates for this target, by draft source
     history: HistoryStore = field(default_factory=HistoryStore)
     # accepted tokens of this target's draft models and heads
     tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
@@ -40,5 +42,5 @@ def model_state(model: PreTrainedModel) -> ModelState:
     with _lock:
         if model not in _states:
             num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-            _states[model] = ModelState(buffers=BufferPool(max_pooled_bytes(num_bytes)))
+            _states[model] = ModelState(step_weights(model), buffers=BufferPool(max_pooled_bytes(num_bytes)))
         return _states[model]

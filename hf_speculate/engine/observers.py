@@ -9,6 +9,7 @@ import torch
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.errors import BadLogitsError
+from hf_speculate.schedule.progress import Progress
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import BAD_LOGITS, RoundRecord, RoundReport, StageSeconds
 
@@ -34,10 +35,18 @@ class StatsObserver(Observer):
     stats: SpeculationStats
     num_user_host_syncs: int = 0  # times that user code may wait for the device in a round
     counts_rows: bool = True  # whether output rows are counted by themselves too
+    keeps_rows: bool = False  # whether plain steps have all rows of the batch, ended ones too
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(self.keeps_rows)
 
     def on_round(self, record: RoundRecord) -> None:
         stats, verified = self.stats, record.verified
         stats.add_seconds(record.seconds)
+        if record.num_round:
+            stats.rounds_s += sum(record.seconds)
+        elif not stats.time_to_first_token_s:  # a call may decode in several runs
+            stats.time_to_first_token_s = record.call_s
         if not any(record.was_live):
             return
         stats.status |= verified.status
@@ -50,7 +59,8 @@ class StatsObserver(Observer):
         stats.num_rescored += verified.is_rescored
         stats.add_draft_len(draft_len)
         if not draft_len:
-            stats.add_plain_step(sum(record.seconds))
+            stats.add_plain_step(sum(record.seconds), len(record.row_ids))
+        self._count_replaced_steps(record)
         for row in record.live_rows:
             num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
             num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last
@@ -58,6 +68,15 @@ class StatsObserver(Observer):
             stats.add_row(num_drafted, num_accepted, num_emitted, num_verified)
             if self.counts_rows:
                 stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
+
+    def _count_replaced_steps(self, record: RoundRecord) -> None:
+        """Count the steps that plain decoding takes for what a round has emitted, by their rows."""
+        live, trimmed = record.live_rows, record.trimmed
+        num_left = [0 if trimmed.is_stopped[row] else record.num_left[row] for row in live]
+        num_emitted = [trimmed.num_emitted[row] for row in live]
+        row_ids = [record.row_ids[row] for row in live]
+        for num_rows in self._progress.advance(row_ids, num_emitted, num_left, len(record.row_ids)):
+            self.stats.replaced_steps[num_rows] = self.stats.replaced_steps.get(num_rows, 0) + 1
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         self.stats.add_seconds(seconds)

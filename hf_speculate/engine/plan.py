@@ -14,9 +14,9 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
+from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
@@ -49,6 +49,11 @@ class Plan:
     def is_lock_step(self) -> bool:
         """Whether all rows advance by the same number of tokens."""
         return bool(self.lock_step)
+
+    @property
+    def steps_have_all_rows(self) -> bool:
+        """Whether a plain step has all rows of the batch: without padding, rows go on until the last one stops."""
+        return self.keeps_rows or self.pad_token_id is None
 
     @property
     def end_padding_id(self) -> int | None:
@@ -104,7 +109,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
-        or adapters_by_row(call.target),
+        or (call.batch_size > 1 and adapters_by_row(call.target)),
         fallbacks=tuple(fallbacks),
     )
 
@@ -142,11 +147,6 @@ def attention_of(model: PreTrainedModel) -> str:
     return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
-def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The draft's parameter bytes in one process over the target's."""
-    return _num_bytes(draft) / max(_num_bytes(target), 1)
-
-
 def _fed_pad_token_id(call: Call) -> int:
     """The padding token of the call, or 0 in place of one without an embedding, at which plain `generate` fails."""
     pad = call.pad_token_id or 0
@@ -171,9 +171,10 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
-    keeps_rows = call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target)
     num_columns = max_columns(call.target)
-    if num_columns is not None and call.max_columns > num_columns and keeps_rows:
+    if num_columns is None or call.max_columns <= num_columns:
+        return ""
+    if call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target):
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 
@@ -265,10 +266,3 @@ def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelP
             cache = replace(cache, kind="dynamic", reason=reason)
     ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
     return ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed)
-
-
-def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters that a decoding step reads in one process, once each; an encoder's are not counted."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    num = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
-    return num // tensor_parallel_size(model)

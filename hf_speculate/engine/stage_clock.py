@@ -16,6 +16,8 @@ class Stage(Enum):
     """What a call is doing, in the words of the note on an error."""
 
     PREPARE = "the call was prepared"
+    VOCABULARY = "the vocabularies were compared"
+    INPUTS = "transformers prepared the call"
     PREFILL = "the target read the prompt"
     DRAFT = "tokens were drafted"
     SCORE = "the target scored tokens"
@@ -29,7 +31,15 @@ class Stage(Enum):
     RETURN = "the output was put together"
 
 
-_FIELD_OF = {Stage.PREFILL: "prefill", Stage.DRAFT: "draft", Stage.SCORE: "score", Stage.VERIFY: "verify"}
+_FIELD_OF = {
+    Stage.INPUTS: "inputs",
+    Stage.PREPARE: "preparation",
+    Stage.VOCABULARY: "vocabulary",
+    Stage.PREFILL: "prefill",
+    Stage.DRAFT: "draft",
+    Stage.SCORE: "score",
+    Stage.VERIFY: "verify",
+}
 
 
 class StageClock:
@@ -38,14 +48,14 @@ class StageClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
-        self.start(None)
-
-    def start(self, stage: Stage | None) -> None:
-        """Begin a run of the decoder with `stage`, before its first round."""
-        self._began = self._since = self._now()
-        self._seconds.clear()
-        self.stage = stage  # None while code runs that is not ours
+        self._created = self._began = self._since = self._now()
+        self.stage: Stage | None = None  # None while code runs that is not ours
         self.num_round = 0  # of the loop, counted from 1; 0 before it
+
+    def start(self, stage: Stage) -> None:
+        """Begin a run of the decoder with `stage`, before its first round."""
+        self.enter(stage, 0)
+        self._began = self._since
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
         """Begin a stage, None for code that is not ours: the seconds since the last call count for the one before."""
@@ -69,6 +79,11 @@ class StageClock:
         """Seconds since `start`, up to the last `enter` or `lap`."""
         return self._since - self._began
 
+    @property
+    def call_s(self) -> float:
+        """Seconds since the clock was made, up to the last `enter` or `lap`."""
+        return self._since - self._created
+
     def _book(self) -> None:
         now = self._now()
         if self.stage is not None:
@@ -83,7 +98,7 @@ class StageClock:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or self.stage is None:
+        if error is None or self.stage in (None, Stage.INPUTS):
             return
         if isinstance(error, SpeculateError) and self.stage is Stage.PREPARE:
             return  # it is about the arguments

@@ -171,7 +171,9 @@ class ContinuousDecoder:
             decoder.clock.enter(None)
         stats, read = self.stats, prepared.stats
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
-        stats.add_seconds(decoder.clock.lap())
+        seconds = decoder.clock.lap()
+        stats.add_seconds(seconds)
+        stats.rounds_s += seconds.draft  # plain decoding reads no prompt a second time
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
         for reason in read.fallbacks:

@@ -58,6 +58,7 @@ class SpeculativeDecoding:
     passed: dict[str, Any]  # the arguments of the call that are not None
     is_static: bool  # whether the call asks for fixed buffers
     source: DraftSource
+    clock: StageClock  # that was made when the call began
     first_row: int | None = None  # if given, the decoder is made but not run, so that its rows may join others
 
     def __post_init__(self) -> None:
@@ -66,7 +67,6 @@ class SpeculativeDecoding:
         self.stats.reset()
         self.config = replace(self.config, speculation_stats=self.stats)
         self.num_runs = 0
-        self.clock = StageClock()
         self.is_cache_passed = not self.passed.keys().isdisjoint(CACHE_NAMES)
 
     def __call__(
@@ -100,7 +100,8 @@ class SpeculativeDecoding:
             self.prepared = prepared
             return input_ids
         output = self._decode(prepared, inputs)
-        self.clock.enter(None)
+        self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
+        self.stats.add_seconds(self.clock.lap())
         return output
 
     def _decode(self, prepared: Prepared, inputs: _Inputs) -> GenerateOutput | Tensor:
@@ -173,6 +174,7 @@ class SpeculativeDecoding:
             recorded=recorded_of(generation_config),
             streamer=self.passed.get("streamer"),
             static=static,
+            early_exit=self.assistant.early_exit,
             target_inputs=extra,
             draft_inputs=read_by_draft or ExtraInputs(),
             vocabulary=vocabulary,

@@ -31,6 +31,7 @@ from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.arguments import (
     BoundCall,
@@ -119,8 +120,11 @@ def generate(
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
+    clock = _started_clock()
     bound = bind(_plain_generate(model), (), kwargs)
-    decoding = cast(SpeculativeDecoding, _find_decoding(model, bound, {}, first_row))  # never None with a first row
+    decoding = cast(
+        SpeculativeDecoding, _find_decoding(model, bound, {}, clock, first_row)
+    )  # never None with a first row
     _run(model, bound, decoding)
     return decoding.prepared
 
@@ -145,18 +149,20 @@ def _plain_generate(model: PreTrainedModel) -> Any:
 def _generate(
     model: PreTrainedModel, plain: Generate, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Mapping[str, Any]
 ) -> GenerateOutput | Tensor:
+    clock = _started_clock()
     name_cache(model, kwargs)
     bound = bind(plain, args, kwargs)
     if isinstance(bound.call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
-    decoding = _find_decoding(model, bound, saved)
+    decoding = _find_decoding(model, bound, saved, clock)
     if decoding is None:
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     output = _run(model, bound, decoding)
-    (draft, _, is_vocabulary_assumed, _), head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
+    assistant, head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
     reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
-    is_tallied = is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
+    is_tallied = assistant.is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
     tallies, verified = model_state(model).tallies, DraftCounts(stats.num_verified, stats.num_accepted)
+    draft = assistant.model
     if draft is not None and is_tallied and tallies.add(draft, verified, VERIFIED_TOKENS_BOUND):
         warn_of_low_acceptance(model, draft)
     if isinstance(head, DraftHead) and tallies.add(head, first_tokens(stats), FIRST_TOKENS_BOUND):
@@ -168,8 +174,19 @@ def _generate(
     return output
 
 
+def _started_clock() -> StageClock:
+    """A clock of a call that begins now."""
+    clock = StageClock()
+    clock.enter(Stage.PREPARE)
+    return clock
+
+
 def _find_decoding(
-    model: PreTrainedModel, bound: BoundCall, saved: Mapping[str, Any], first_row: int | None = None
+    model: PreTrainedModel,
+    bound: BoundCall,
+    saved: Mapping[str, Any],
+    clock: StageClock,
+    first_row: int | None = None,
 ) -> SpeculativeDecoding | None:
     """Take what concerns speculation out of a call, and check it; None if nothing drafts and no row is the first."""
     call = bound.call
@@ -200,7 +217,9 @@ def _find_decoding(
     check_models(models, source)
     check_weights(models, source)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    clock.enter(Stage.PREPARE if assistant is None else Stage.VOCABULARY)
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
+    clock.enter(Stage.PREPARE)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     # a static cache cannot roll back by row
@@ -210,7 +229,7 @@ def _find_decoding(
     if is_static:
         call["cache_implementation"] = "dynamic"
     passed = {name: value for name, value in call.items() if value is not None}
-    return SpeculativeDecoding(resolved, config, passed, is_static, source, first_row)
+    return SpeculativeDecoding(resolved, config, passed, is_static, source, clock, first_row)
 
 
 def _named_draft(model: PreTrainedModel, call: dict[str, Any], name: str, is_mtp: bool = False) -> Any:
@@ -232,6 +251,7 @@ def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding
         )
     with decoding.clock, _provide_tokenizer(call.get("tokenizer")):
         call["custom_generate"] = decoding
+        decoding.clock.enter(Stage.INPUTS)
         output: GenerateOutput | Tensor = bound.run()
     if not decoding.num_runs:
         raise UnsupportedModelError(

@@ -83,7 +83,7 @@ def draft_inputs(
                 f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
             )
         if vocabulary is not None and encoder.main_input_name == "input_ids":
-            inputs = vocabulary.to(inputs.device).draft_ids[inputs]
+            inputs = vocabulary.encoded(inputs.cpu())
         num_copies = num_rows // inputs.shape[0]
         arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
         parameters = inspect.signature(encoder.forward).parameters

@@ -180,7 +180,7 @@ def check_context(
     )
     if assistant is not None and input_ids.shape[1]:
         embeddings: Any = assistant.get_input_embeddings()
-        size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.draft_ids)
+        size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.table.draft_ids)
         smallest, largest = int(input_ids.min()), int(input_ids.max())
         if largest >= size or smallest < 0:
             raise UnsupportedGenerationError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -21,7 +21,15 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.hybrid import HybridKVCache
-from hf_speculate.cache.layers import ATTENTION_LAYERS, fixed_layers, holding, is_recurrent, text_cache, window_of
+from hf_speculate.cache.layers import (
+    ATTENTION_LAYERS,
+    fixed_layers,
+    holding,
+    is_recurrent,
+    only_attends,
+    text_cache,
+    window_of,
+)
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.compat import attention_name
@@ -36,6 +44,7 @@ from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
 _MASK_NAMES = ("full_attention", "sliding_attention")
+_WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no layer has a window
 # Share of the device's memory that the states after each token of a verification may take.
 MAX_STATE_SHARE = 0.05
 _UNKNOWN_MEMORY_BYTES = 8 << 30
@@ -146,7 +155,7 @@ class CachePlan:
             yield "it takes one mask for layers of two kinds"
         if not cache.layers or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)):
             yield "its cache has layers of another kind"
-        if windows != _windows(DynamicCache(config=config)):
+        if windows != _windows_by(config):
             yield "its cache was made without its config, and knows no windows"
         if cache.offloading:
             yield "its cache is offloaded"
@@ -174,6 +183,14 @@ def _layers_of(model: PreTrainedModel, cache: Cache | None) -> Cache:
 
 def _windows(cache: Cache) -> set[int | None]:
     return {window_of(layer) for layer in holding(cache.layers)}
+
+
+def _windows_by(config: PreTrainedConfig) -> set[int | None]:
+    """Windows of the layers that a config describes."""
+    is_uniform = only_attends(config) and not getattr(config, "is_heterogeneous", False)
+    if is_uniform and all(getattr(config, name, None) is None for name in _WINDOW_NAMES):
+        return {None}
+    return _windows(DynamicCache(config=config))
 
 
 def has_holes(attention_mask: Tensor | None) -> bool:

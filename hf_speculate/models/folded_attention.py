@@ -38,6 +38,7 @@ from hf_speculate.models.attention_backends import (
     repeated,
 )
 from hf_speculate.models.quirks import may_compare_attention
+from hf_speculate.module_walk import modules_of
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to
@@ -231,13 +232,19 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of grouped attention layers, or of all on CUDA; none if code may compare the attention's name."""
-    modules = list(model.modules())
+    modules = modules_of(model)
     takes_all = is_chosen(parameter.device for parameter in model.parameters())
-    layers = [module for module in modules if _num_groups(module) > 1 or (takes_all and "config" in vars(module))]
-    configs = [getattr(layer, "config", None) for layer in layers]
+    # vars(): a miss in getattr() of a module costs more than the rest of the search
+    layers = [
+        module
+        for module in modules
+        if (takes_all and "config" in vars(module))
+        or ("num_key_value_groups" in vars(module) and _num_groups(module) > 1)
+    ]
+    configs = {id(config): config for layer in layers if (config := getattr(layer, "config", None)) is not None}
     served = [
         config
-        for config in configs
+        for config in configs.values()
         # a copy that was made while another call was running has our name
         if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
     ]
@@ -249,5 +256,5 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _num_groups(module: nn.Module) -> int:
-    groups = vars(module).get("num_key_value_groups", 1)  # a miss in getattr() costs more than the rest of the search
+    groups = vars(module)["num_key_value_groups"]
     return groups if isinstance(groups, int) else 1

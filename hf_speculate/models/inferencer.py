@@ -12,6 +12,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.module_walk import modules_of
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.
@@ -162,16 +163,21 @@ class Inferencer:
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
-    """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's."""
+    """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's.
+
+    The target reads `num_query` tokens at once, the draft in its first round also those that follow the prompt.
+    """
+    if num_query <= MIN_CHUNK_TOKENS:
+        return MIN_CHUNK_TOKENS
     draft_bytes = widest_bytes(draft)
-    if not draft_bytes:
-        return max(num_query, MIN_CHUNK_TOKENS)
-    return max(num_query * widest_bytes(target) // draft_bytes, MIN_CHUNK_TOKENS)
+    num_tokens = num_query * widest_bytes(target) // draft_bytes if draft_bytes else num_query
+    return max(num_tokens + MAX_EXPECTED_QUERY, MIN_CHUNK_TOKENS)
 
 
 def widest_bytes(model: PreTrainedModel) -> int:
     """Bytes of one token's activations behind the widest layer; 0 where layers do not tell. The head is left out."""
     head = model.get_output_embeddings()
     # torch's name in a linear layer, or transformers' in GPT-2's
-    widths = [getattr(one, "out_features", None) or getattr(one, "nf", 0) for one in model.modules() if one is not head]
-    return max((width for width in widths if isinstance(width, int)), default=0) * model.dtype.itemsize
+    parts = [vars(one) for one in modules_of(model) if one is not head]
+    widths = [part.get("out_features") or part.get("nf", 0) for part in parts]
+    return max([width for width in widths if isinstance(width, int)], default=0) * model.dtype.itemsize

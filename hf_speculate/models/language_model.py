@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.layers import only_attends
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -125,8 +126,8 @@ def has_attention(model: PreTrainedModel) -> bool:
     name = cache_name(model)
     if name in OLD_CACHE_NAMES:  # of which one was for models without attention layers
         return name != "cache_params"
-    kinds = DynamicCache(config=model.config.get_text_config(decoder=True)).is_linear
-    return not kinds or not all(kinds)
+    config = model.config.get_text_config(decoder=True)
+    return only_attends(config) or not all(DynamicCache(config=config).is_linear)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

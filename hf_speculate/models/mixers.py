@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from hf_speculate.cache.layers import is_recurrent
+from hf_speculate.cache.layers import is_recurrent, only_attends
 from hf_speculate.cache.recurrent import RecurrentStates, States, states_of
 from hf_speculate.compat import is_stateful
 from hf_speculate.models.language_model import cache_name
@@ -76,8 +76,11 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
 
 def recurrent_cache(model: PreTrainedModel) -> Cache | None:
     """An empty cache of the model; None if no layer is recurrent."""
+    config = model.config.get_text_config(decoder=True)
+    if only_attends(config):
+        return None
     try:
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = DynamicCache(config=config)
     except (KeyError, AttributeError, TypeError, ValueError):  # a config that does not describe a cache
         return None
     return cache if is_recurrent(cache) else None

@@ -4,6 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
+class RowGain(NamedTuple):
+    """What a round added to a row."""
+
+    row_id: int
+    num_emitted: int
+    num_left: int  # tokens that it may still emit, 0 if it stopped
+
+
 class RoundOutcome(NamedTuple):
     """What a round emitted and how long it took."""
 
@@ -17,6 +25,13 @@ class RoundOutcome(NamedTuple):
     draft_s: float = 0.0
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, cropping and recording
+    num_emitted: Sequence[int] = ()  # [N] tokens that each row gained; empty if one more than were accepted
+    others: Sequence["RowGain"] = ()  # live rows that the drafter could not draft for
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole round."""
+        return self.draft_s + self.score_s + self.other_s
 
 
 class Schedule(Protocol):
@@ -32,12 +47,13 @@ class Schedule(Protocol):
     steps are slower for rows of different lengths (by 2.5 % for 8 rows of a small model on a CPU).
     """
 
-    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
+    def begin(self, prefill_s: float, num_read: int, num_unread: int, num_left: int) -> None:
         """Prepare for the rounds of a call.
 
         Args:
-            prompt_s: seconds that the target took to read the prompt.
-            num_prompt_tokens: prompt tokens of each row that the drafter has yet to read.
+            prefill_s: seconds of the target's prefill.
+            num_read: prompt tokens of each row that the target read in it, >= 1.
+            num_unread: prompt tokens of each row that the drafter has yet to read.
             num_left: tokens that a row may emit in rounds.
         """
         return

@@ -3,117 +3,18 @@
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import lru_cache
-from operator import add, mul
-from statistics import median_low
-from typing import NamedTuple
+from operator import add
 
 from hf_speculate.schedule.base import RoundOutcome
+from hf_speculate.schedule.cost_line import TINY, CostLine
+from hf_speculate.schedule.machine_speed import MachineSpeed
+from hf_speculate.schedule.plain_steps import PlainSteps
+from hf_speculate.schedule.prior import DraftPrior
+from hf_speculate.schedule.read_costs import ReadCosts
 
-_NUM_SAMPLES = 24  # newest rounds of one kind that are kept
-_MOST_TIMES = 3.0  # the expected seconds that a sample counts as; a pause of the process may take a hundred times
 _ESTIMATE_EVERY = 6  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
-_ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
-_BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
-_OTHER_WEIGHT = 0.1  # of the residual of another size, at most
-_NOISE = 0.025  # share of a round's seconds; half as much or twice as much loses 1 % where some sizes are slow
-_LEAST_SHARE = 0.25  # of the line's seconds that an estimate is at least
-_FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
-_LEAST_VARIANCE = 1e-9  # of sizes, below which they are equal but for rounding
-_TINY = 1e-18  # keeps a division from failing if all kinds lie on the line, or the clock is too coarse
-
-_Key = tuple[int, int]  # rows, and the size that seconds grow with
-
-
-class _Kind(NamedTuple):
-    """Seconds of the newest rounds of one kind."""
-
-    num_samples: int
-    median_s: float
-    newest: int  # drafted rounds before the newest of these
-
-
-@lru_cache(1024)
-def _likeness(size: int, other: int) -> float:
-    return 1 / (1 + (math.log(size / other) / _BANDWIDTH) ** 4)
-
-
-@lru_cache(64)
-def _likenesses(sizes: Sequence[int], keys: tuple[_Key, ...]) -> list[list[float]]:
-    """[M][N] likeness of N kinds to each of M sizes."""
-    return [[1.0 if size == other else _OTHER_WEIGHT * _likeness(size, other) for _, other in keys] for size in sizes]
-
-
-class _CostLine:
-    """Seconds by size: a line fitted to the kinds of rounds, plus the residuals of kinds of about that size."""
-
-    def __init__(self, is_proportional: bool = False) -> None:
-        self.kinds: dict[_Key, _Kind] = {}
-        self._is_proportional = is_proportional  # until two sizes were measured; otherwise constant
-        self._samples: dict[_Key, tuple[float, ...]] = {}
-
-    def add(self, rows: int, size: int, seconds: float, num_drafted: int) -> None:
-        key = (rows, size)
-        if self.kinds:
-            expected_s = self.kinds[key].median_s if key in self.kinds else self.estimate(rows, (size,))[0]
-            seconds = min(seconds, _MOST_TIMES * expected_s)
-        samples = self._samples[key] = (*self._samples.get(key, ()), seconds)[-_NUM_SAMPLES:]
-        self.kinds[key] = _Kind(len(samples), median_low(samples), num_drafted)
-
-    def line(self, rows: int) -> tuple[float, float]:
-        """Intercept and slope; kinds of other numbers of rows and older kinds weigh less."""
-        return self._fit(self._weights(rows))
-
-    def _fit(self, weights: list[float]) -> tuple[float, float]:
-        """Intercept and slope of the weighted least-squares line."""
-        sizes, medians = [size for _, size in self.kinds], [kind.median_s for kind in self.kinds.values()]
-        total = sum(weights)
-        mean_size, mean_s = sum(map(mul, weights, sizes)) / total, sum(map(mul, weights, medians)) / total
-        distances = [size - mean_size for size in sizes]
-        weighted = list(map(mul, weights, distances))
-        variance = sum(map(mul, weighted, distances))
-        steepest = mean_s / mean_size  # seconds are proportional to the size
-        if variance <= _LEAST_VARIANCE * total:  # kinds of one size
-            slope = steepest if self._is_proportional else 0.0
-        else:
-            slope = min(max(sum(map(mul, weighted, medians)) / variance, 0.0), steepest)
-        return mean_s - slope * mean_size, slope
-
-    def estimate(self, rows: int, sizes: Sequence[int]) -> list[float]:
-        """[M] seconds for M sizes."""
-        weights = self._weights(rows)
-        intercept, slope = self._fit(weights)
-        above = [kind.median_s - intercept - slope * size for (_, size), kind in self.kinds.items()]
-        squares, total = sum(map(mul, weights, map(mul, above, above))), sum(weights)
-        # The line counts as this many samples of a kind: more if the residuals of all kinds are small.
-        noise_s = _NOISE * (intercept + slope * sum(size for _, size in self.kinds) / len(self.kinds))
-        line_weight = noise_s**2 * total / max(squares, _TINY)
-        weighted = list(map(mul, weights, above))
-        seconds = []
-        for size, likeness in zip(sizes, _likenesses(sizes, tuple(self.kinds)), strict=True):
-            line_s = intercept + slope * size
-            off_s = sum(map(mul, weighted, likeness)) / (sum(map(mul, weights, likeness)) + line_weight)
-            seconds.append(max(line_s + off_s, _LEAST_SHARE * line_s))
-        return seconds
-
-    def _weights(self, rows: int) -> list[float]:
-        """[N] of the kinds in the line of so many rows."""
-        latest = max(kind.newest for kind in self.kinds.values())
-        return [
-            kind.num_samples * _FADE ** (latest - kind.newest) * _likeness(rows, others)
-            for (others, _), kind in self.kinds.items()
-        ]
-
-    def medians(self) -> list[tuple[int, float]]:
-        """Size and seconds of each kind."""
-        return [(size, kind.median_s) for (_, size), kind in self.kinds.items()]
-
-    def copy(self) -> "_CostLine":
-        twin = _CostLine(self._is_proportional)
-        twin.kinds, twin._samples = dict(self.kinds), dict(self._samples)
-        return twin
+_MOST_FIRST = 3.0  # plain steps that a first verification or read counts as at most; a first draft of K tokens as K
 
 
 class CostModel:
@@ -125,51 +26,118 @@ class CostModel:
     their samples. Plain steps take another path through the model and are kept apart.
 
     Args:
-        draft_cost_ratio: seconds of a draft step over those of a plain step, until they are measured.
+        prior: what is known before any drafted round.
     """
 
-    def __init__(self, draft_cost_ratio: float):
-        self._ratio = draft_cost_ratio
+    def __init__(self, prior: DraftPrior):
+        self.plain = PlainSteps()
+        self._prior = prior
         self._num_drafted = 0
-        self._verify = _CostLine()  # by query rows: scoring and all that follows
-        self._plain = _CostLine()  # by B
-        self._draft = _CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
+        self._verify = CostLine()  # by query rows: scoring and all that follows
+        self._draft = CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
+        self._plain_ratios: dict[int, float] = {}  # seconds of a plain step over a verification's, by rows; at least 1
+        self._speed = MachineSpeed()
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
+        self._reads = ReadCosts(prior.step_ratio or 0.0)
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
+        self._counted_s: dict[int, float] = {}  # results of `counted_plain_s` since the last round
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        """Add a round's seconds."""
+    def begin(self, prefill_s: float, num_read: int) -> None:
+        """Note the seconds of a target's prefill that read `num_read` tokens of each row."""
+        self._reads.begin(prefill_s, num_read)
+
+    def observe(self, outcome: RoundOutcome, has_read_prompt: bool = False) -> None:
+        """Add a round's seconds; `has_read_prompt` says whether the drafter read a prompt before its first step."""
         num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
+        self._counted_s.clear()
         if num == 0:
             self._known_s.clear()
-            self._plain.add(1, num_rows, verify_s, self._num_drafted)
+            was_known = self.plain.is_known(num_rows)
+            self.plain.add(num_rows, verify_s, self._num_drafted)
+            if not was_known and self.plain.is_known(num_rows):
+                self._cap_first(num_rows)
+            if num_rows not in self._plain_ratios:
+                self._compare_plain(num_rows)
             return
+        self._follow_speed(num_rows * (num + 1), verify_s)
+        plain_s = self.plain_s(num_rows) if self.plain.is_known(num_rows) else math.inf
         if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
             self._known_s.clear()
         self._num_drafted += 1
-        self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted)
+        self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted, _MOST_FIRST * plain_s)
         if outcome.num_fed <= _FEW_FED:
-            self._draft.add(num_rows, num, outcome.draft_s, self._num_drafted)
+            self._draft.add(num_rows, num, outcome.draft_s, self._num_drafted, num * plain_s)
         else:
             step_s = outcome.draft_s / num
             self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
+            self._reads.add(num_rows, outcome.num_fed, num, outcome.draft_s, has_read_prompt)
+        self._compare_plain(num_rows)
 
-    def copy(self) -> "CostModel":
-        """A model that learns apart from this one."""
+    def _follow_speed(self, size: int, verify_s: float) -> None:
+        """Measure plain steps anew if the machine has become faster or slower; other seconds are scaled."""
+        usual_s = self._verify.usual_s(1, size)
+        factor = self._speed.add(verify_s / max(usual_s, TINY)) if usual_s else 1.0
+        if factor == 1.0:
+            return
+        self._known_s.clear()
+        self._verify.scale(factor)
+        self._draft.scale(factor)
+        self.plain = PlainSteps()
+
+    def _cap_first(self, num_rows: int) -> None:
+        """Let first rounds of a size, which may load kernels or compile, count as what is likely at most."""
+        plain_s = self.plain_s(num_rows)
+        self._verify.cap_first(lambda _: _MOST_FIRST * plain_s)
+        self._draft.cap_first(lambda key: key[1] * plain_s)
+
+    def recent(self) -> "CostModel":
+        """A copy for a later call, which learns apart from this one."""
         twin = copy.copy(self)
-        twin._verify, twin._plain, twin._draft = self._verify.copy(), self._plain.copy(), self._draft.copy()
-        twin._known_s = dict(self._known_s)
+        twin._verify, twin.plain, twin._draft = self._verify.copy(), self.plain.recent(), self._draft.copy()
+        twin._known_s, twin._reads, twin._speed = dict(self._known_s), self._reads.copy(), MachineSpeed()
+        twin._plain_ratios, twin._counted_s = dict(self._plain_ratios), {}
         return twin
 
-    def num_plain_samples(self, num_rows: int) -> int:
-        """The number of plain steps measured with about this many rows."""
-        kind = self._nearest_plain(num_rows)
-        return kind.num_samples if kind else 0
+    def plain_s(self, num_rows: int) -> float:
+        """Seconds of a plain step; before any was measured, of a verification of as many rows."""
+        seconds = self.plain.seconds(num_rows)
+        if seconds is None:
+            return self._verify.estimate(1, (num_rows,))[0] if self._verify.kinds else 1.0
+        return self._within_verification(seconds, num_rows)
 
-    def plain_age(self, num_rows: int) -> int:
-        """Drafted rounds since a plain step of about this many rows; 0 if none was measured."""
-        kind = self._nearest_plain(num_rows)
-        return self._num_drafted - kind.newest if kind else 0
+    def counted_plain_s(self, num_rows: int) -> float:
+        """p(n), as which the budget counts a plain step; 0 before any measurement.
+
+        It is no more than a verification of as many query rows takes, or as many times that as when both were first
+        measured: a verification that takes less by now says that the machine has become faster.
+        """
+        if num_rows not in self._counted_s:
+            self._counted_s[num_rows] = self._count_plain(num_rows)
+        return self._counted_s[num_rows]
+
+    def _count_plain(self, num_rows: int) -> float:
+        seconds = self.plain.counted_s(num_rows)
+        if seconds is None:
+            return self.plain_s(num_rows) if self._verify.kinds else 0.0
+        shortest_s = self._verify.least_median_s(num_rows) * self._plain_ratios.get(num_rows, 1.0)
+        return min(self._within_verification(seconds, num_rows), shortest_s)
+
+    def _compare_plain(self, num_rows: int) -> None:
+        """Note how many verifications a plain step takes, where these are faster: they take another path."""
+        verify_s = self._verify.least_median_s(num_rows)
+        if verify_s < math.inf and not self.plain.is_remembered(num_rows) and self.plain.is_known(num_rows):
+            ratio = max(self.plain_s(num_rows) / max(verify_s, TINY), 1.0)
+            self._plain_ratios[num_rows] = min(self._plain_ratios.get(num_rows, ratio), ratio)
+
+    def _within_verification(self, plain_s: float, num_rows: int) -> float:
+        """A single plain step, the first of its size, takes no longer than any verification of as many query rows."""
+        if self.plain.is_known(num_rows):
+            return plain_s
+        return min([plain_s, *(median_s for size, median_s in self._verify.medians() if size >= num_rows)])
+
+    def is_plain_stale(self, num_rows: int) -> bool:
+        """Whether plain steps were last measured long ago."""
+        return self.plain.is_stale(num_rows, self._num_drafted)
 
     @property
     def num_kinds(self) -> int:
@@ -184,9 +152,8 @@ class CostModel:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
         if (num_rows, max_draft_tokens) in self._known_s:
             return self._known_s[num_rows, max_draft_tokens]
-        plain_s, drafts_s = self._plain_s(num_rows), self._drafts_s(num_rows, max_draft_tokens)
-        sizes = range(2 * num_rows, (max_draft_tokens + 1) * num_rows + 1, num_rows)
-        verify_s = self._verify.estimate(1, sizes) if self._verify.kinds else [plain_s] * max_draft_tokens
+        plain_s, drafts_s = self.plain_s(num_rows), self._drafts_s(num_rows, max_draft_tokens)
+        verify_s = self._verify_s(num_rows, max_draft_tokens, plain_s)
         seconds = self._known_s[num_rows, max_draft_tokens] = [plain_s, *map(add, drafts_s, verify_s)]
         return seconds
 
@@ -199,9 +166,9 @@ class CostModel:
         if not self._verify.kinds:
             return self.rounds_s(num_rows, max_draft_tokens)
         intercept, slope = self._verify.line(1)
-        plain_s = self._plain_s(num_rows)
+        plain_s = self.plain_s(num_rows)
         measured = sorted([(num_rows, plain_s), *self._verify.medians()])
-        share = min(seconds / max(intercept + slope * size, _TINY) for size, seconds in measured)
+        share = min(seconds / max(intercept + slope * size, TINY) for size, seconds in measured)
         best_s = [plain_s]
         for num, draft_s in enumerate(self._drafts_s(num_rows, max_draft_tokens), start=1):
             size = num_rows * (num + 1)
@@ -210,26 +177,41 @@ class CostModel:
             best_s.append(draft_s + max(share * (intercept + slope * size), near_s))
         return best_s
 
+    def read_s(self, num_rows: int, num_unread: int, num_prompt: int = 0) -> float:
+        """Seconds in which the drafter reads what it has not seen, before its first step; as `ReadCosts.seconds`."""
+        if num_unread <= _FEW_FED:
+            return 0.0
+        most_s = _MOST_FIRST * self.plain_s(num_rows)
+        return self._reads.seconds(
+            num_rows, num_unread, num_prompt, lambda rows, num: self._drafts_s(rows, num)[-1], most_s
+        )
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether it was measured how long the drafter reads."""
+        return self._reads.is_measured
+
+    def _verify_s(self, num_rows: int, max_draft_tokens: int, plain_s: float) -> list[float]:
+        """[K_max] seconds of a verification by K >= 1."""
+        if not self._verify.kinds:
+            return [plain_s] * max_draft_tokens
+        sizes = range(2 * num_rows, (max_draft_tokens + 1) * num_rows + 1, num_rows)
+        seconds = self._verify.estimate(1, sizes)
+        smallest = min((size for _, size in self._verify.kinds if size > num_rows), default=0)
+        if smallest <= sizes[0] or not self.plain.is_measured:
+            return seconds
+        # what was measured says little of shorter drafts: on a line from the plain step to the shortest at most
+        slope = (self._verify.estimate(1, (smallest,))[0] - plain_s) / (smallest - num_rows)
+        lines = [plain_s + slope * (size - num_rows) if size < smallest else math.inf for size in sizes]
+        return list(map(min, seconds, lines))
+
     def _drafts_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max] seconds of a draft by K >= 1; before any drafted round, from the models' sizes."""
         nums = range(1, max_draft_tokens + 1)
         if self._draft.kinds:
             return self._draft.estimate(num_rows, nums)
-        step_s = self._ratio * self._plain_s(num_rows)
-        step_s = step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
-        return [num * step_s for num in nums]
-
-    def _nearest_plain(self, num_rows: int) -> _Kind | None:
-        near = [
-            (abs(rows - num_rows), kind)
-            for (_, rows), kind in self._plain.kinds.items()
-            if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)
-        ]
-        return min(near, default=(0, None))[1]
-
-    def _plain_s(self, num_rows: int) -> float:
-        """Before any plain step, the estimate of a verification of as many rows."""
-        kind = self._nearest_plain(num_rows)
-        if kind is not None:
-            return kind.median_s
-        return self._verify.estimate(1, (num_rows,))[0] if self._verify.kinds else 1.0
+        plain_s = self.plain_s(num_rows)
+        drafts_s = [plain_s * self._prior.draft_steps(num) for num in nums]
+        if self._step_bound_s is None:
+            return drafts_s
+        return [min(draft_s, num * self._step_bound_s) for num, draft_s in zip(nums, drafts_s, strict=True)]

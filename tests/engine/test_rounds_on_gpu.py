@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.cases import new_pair
+from tests.compatibility_rows import CHARACTERS
 from tests.gpu_rounds import Enough, Rounds, counted, on_gpu
 from tests.tiny import ragged_prompts
+from tests.tiny_tokenizers import letters_tokenizer
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -67,7 +69,7 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
     if drafter == "model":
         source = {"assistant_model": draft, "num_assistant_tokens": num_draft}
     constant = {"num_assistant_tokens_schedule": "constant"}  # measured times would choose other lengths in each run
-    options = {"max_new_tokens": 64, "eos_token_id": NEVER, **constant, **options}
+    options = {"max_new_tokens": 64, "eos_token_id": NEVER, "speculation_graphs": "off", **constant, **options}
     with suppress(Enough):
         target.generate(**on_gpu(repeated_prompts(batch_size)), **source, **options, speculation_callback=rounds.end)
     return rounds
@@ -100,6 +102,15 @@ def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
         assert one.num_uploads == (0 if drafter == "model" else 1)
 
 
+def test_a_draft_of_another_vocabulary_reads_the_text_on_the_host(half: Any) -> None:
+    """Where tokens that it lacks are encoded: one upload, and no further wait."""
+    ours, theirs = letters_tokenizer(CHARACTERS), letters_tokenizer(CHARACTERS[:60][::-1] + "?!;:")
+    for one in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
+        assert one.num_launches <= 40, one.launches
+        assert one.waits == ["event"]
+        assert one.num_uploads == 1
+
+
 def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
     for one in run(half, "model", 8, **GREEDY, max_new_tokens=K + 2, most=3).steady():
         assert min(one.report.num_drafted) < K
@@ -126,6 +137,7 @@ def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(h
     assert found == [{("flash", False), ("efficient", True)}, {("efficient", True)}]
 
 
+@pytest.mark.fallback("no graphs")  # the test model has hooks
 def test_texts_on_the_device_are_those_of_plain_generate() -> None:
     """In float32, where both attend alike: positions, masks and places come from lengths on the device."""
     target, draft = models(torch.float32, "mistral_window")

@@ -135,6 +135,7 @@ def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
     assert_same_contents(before, cache_contents(cache))
 
 
+@pytest.mark.fallback("lock step")
 @each_value(
     pad=[64, -1, PAD, 64, -1, PAD], drafts=["model", "long drafts", "lock step", "lock step", "model", "hybrid"]
 )
@@ -343,7 +344,8 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
 
 def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
     target, draft = pair("mistral_window")
-    options = {"max_new_tokens": 6, "assistant_model": draft, "speculation_stats": hf_speculate.SpeculationStats()}
+    options = {"max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": K}
+    options["speculation_stats"] = hf_speculate.SpeculationStats()
     for own, num in (({}, 0), ({"draft_state": hf_speculate.DraftState()}, 1)):
         target.generate(**ONE_ROW, **options, **own)
         texts = options["speculation_stats"].fallbacks
@@ -353,11 +355,8 @@ def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():
 def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
     target, draft = pair("mistral_window")
     options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
-    own = {
-        "assistant_model": draft,
-        "num_assistant_tokens": K,
-        CACHE_NAME: DynamicCache(),
-    }  # without its config, all layers are full ones
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    own[CACHE_NAME] = DynamicCache()  # without its config, all layers are full ones
     target(options["input_ids"][:, :4], **{CACHE_NAME: own[CACHE_NAME]})
     with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
         target.generate(**options, **own, speculation_cache="preallocated")

@@ -126,6 +126,7 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
         assert all(reason in said for reason, said in zip(reasons, stats.fallbacks, strict=True))
 
 
+@pytest.mark.fallback("eager forwards")
 def test_a_target_that_stays_eager_beside_a_compiled_draft_takes_no_buffers_of_earlier_calls():
     target = hf_speculate.enable(make_llava())
     draft, inputs = text_draft(target), picture_prompts(target, 2)

@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.engine.plan import cost_ratio
+from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group

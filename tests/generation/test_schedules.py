@@ -53,9 +53,14 @@ def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, kind, ow
 
 def test_the_schedule_is_told_what_a_round_was(scripted):
     target, draft = pair("llama")
+    inputs = ragged_prompts(1, seed=3)
     own = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
-    target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **own)
-    outcomes = scripted[0].outcomes
+    target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
+    outcomes, (prefill_s, *counts) = scripted[0].outcomes, scripted[0].prompt
+    prompt_len = inputs["input_ids"].shape[1]
+    assert prefill_s > 0
+    assert counts == [prompt_len, prompt_len, NUM_NEW - 1]  # read by the target, not by the draft, and to come
+    assert sum(outcome.num_emitted[0] for outcome in outcomes) == NUM_NEW - 1
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
     assert outcomes[1].num_fed > 3  # the prompt

@@ -2,17 +2,18 @@
 
 import copy
 import gc
+import time
 import warnings
 import weakref
 from functools import partial
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 
 import hf_speculate
-from hf_speculate.draft.vocab_mapping import intersect_vocabularies
+from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
 from tests.compatibility_rows import CHARACTERS
@@ -183,7 +184,7 @@ def table(target, draft, num_target=None, num_draft=None):
 def pairs_of(target, draft) -> dict[str, str]:
     """The shared tokens, as each writes them."""
     found = table(target, draft)
-    ids = found.is_shared.nonzero()[:, 0].tolist(), found.draft_ids[found.is_shared].tolist()
+    ids = found.table.is_shared.nonzero()[:, 0].tolist(), found.table.draft_ids[found.table.is_shared].tolist()
     return dict(zip(target.convert_ids_to_tokens(ids[0]), draft.convert_ids_to_tokens(ids[1]), strict=True))
 
 
@@ -218,32 +219,95 @@ def test_a_lacking_token_is_fed_as_the_end_of_its_text():
     draft = metaspace_tokenizer(["ring"], LETTERS + "g", pad_token="<pad>")
     found = table(target, draft)
     word = target.convert_tokens_to_ids("string")
-    assert not found.is_shared[word]
-    assert draft.convert_ids_to_tokens(int(found.draft_ids[word])) == "ring"
-    assert draft.convert_ids_to_tokens(int(found.draft_ids[target.convert_tokens_to_ids("Ġthe")])) == "e"
+    assert not found.table.is_shared[word]
+    words = torch.tensor([[word, target.convert_tokens_to_ids("Ġthe")]])
+    for _ in range(2):
+        assert draft.convert_ids_to_tokens(found.encoded(words)[0]) == ["ring", "e"]
 
 
 def test_what_has_no_text_is_fed_as_the_unknown_token():
     target = letters_tokenizer("abcd")
     draft = letters_tokenizer(["a", "b", "c", "?"], unk_token="?")
     found = table(target, draft, num_target=9)  # five ids are padding
-    assert found.draft_ids[4:].tolist() == [3] * 5
-    assert not found.is_shared[4:].any()
+    assert found.encoded(torch.arange(4, 9)).tolist() == [3] * 5
+    assert not found.table.is_shared[4:].any()
 
 
 def test_ids_past_a_model_are_not_used():
     target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
     found = table(target, draft, num_target=3, num_draft=2)
-    assert found.is_shared.tolist() == [False, False, True]
-    assert found.draft_ids.max() < 2
+    assert found.table.is_shared.tolist() == [False, False, True]
+    assert found.encoded(torch.arange(3)).max() < 2
 
 
-def test_a_pair_is_compared_once_until_a_token_is_added_and_no_tokenizer_is_kept():
+READING_S = 0.02
+
+
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """Counts what takes long in large vocabularies."""
+
+    num_read = num_encoded = 0
+
+    def get_vocab(self):
+        self.num_read += 1
+        time.sleep(READING_S)
+        return super().get_vocab()
+
+    def __call__(self, text, **options):
+        self.num_encoded += len(text) if isinstance(text, list) else 0
+        return super().__call__(text, **options)
+
+
+def counting(tokenizer):
+    return CountingTokenizer(tokenizer_object=tokenizer.backend_tokenizer, padding_side="left")
+
+
+def replace_model(tokenizer):
+    tokenizer.backend_tokenizer.model = letters_tokenizer("dcbe").backend_tokenizer.model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tokenizer: tokenizer.add_tokens(["da"]),
+        lambda tokenizer: tokenizer.add_special_tokens({"eos_token": "a"}),
+        replace_model,
+    ],
+    ids=["token added", "role given", "vocabulary replaced"],
+)
+def test_a_pair_is_compared_again_only_when_a_tokenizer_has_changed(change):
+    ours, theirs = counting(letters_tokenizer("abcd")), counting(letters_tokenizer("dcba"))
+    first = table(ours, theirs)
+    for _ in range(3):
+        assert not are_equal(ours, theirs)
+        assert table(ours, theirs).table is first.table
+    num_read = ours.num_read, theirs.num_read
+    assert max(num_read) <= 2
+    change(theirs)
+    assert not are_equal(ours, theirs)
+    again = table(ours, theirs)
+    assert again.table is not first.table
+    assert ours.num_read > num_read[0] and theirs.num_read > num_read[1]
+
+
+def test_calls_read_no_vocabulary_again_and_encode_a_token_once(target, foreign):
+    ours, theirs = counting(OURS), counting(foreign[1])
+    inputs = ragged_prompts(3, seed=5)
+    options = {"assistant_model": foreign[0], "tokenizer": ours, "assistant_tokenizer": theirs}
+    options |= {"max_new_tokens": 8, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    stats = hf_speculate.SpeculationStats()
+    target.generate(**inputs, **options, speculation_stats=stats)
+    assert stats.vocabulary_s >= 2 * READING_S
+    counts = ours.num_read, theirs.num_read, theirs.num_encoded
+    assert 0 < counts[2] < 8  # of the 8 tokens that the draft lacks, those that have occurred
+    target.generate(**inputs, **options)
+    assert (ours.num_read, theirs.num_read, theirs.num_encoded) == counts
+
+
+def test_no_tokenizer_is_kept():
     target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
-    first = table(target, draft)
-    assert table(target, draft) is first
-    target.add_tokens(["da"])
-    assert len(table(target, draft).is_shared) == 5
+    assert not are_equal(target, draft)
+    table(target, draft)
     references = [weakref.ref(target), weakref.ref(draft)]
     del target, draft
     gc.collect()

@@ -253,6 +253,7 @@ def own_attention(module, query, key, value, attention_mask, **kwargs):
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
+@pytest.mark.fallback("its attention is own_to_be_masked")
 def test_an_attention_that_is_handed_no_mask_is_refused_with_the_line_to_add():
     AttentionInterface.register("own_to_be_masked", own_attention)
     target = hf_speculate.enable(make_model("llama", attn_implementation="own_to_be_masked"))

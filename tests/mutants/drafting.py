@@ -92,16 +92,99 @@ MUTANTS = mutants_of(
                 "num_verified = min(accepted + 1, num_positions)", "num_verified = num_positions"
             ),
         },
-        ("hf_speculate/schedule/costs.py", "schedule"): {
+        ("hf_speculate/schedule/cost_line.py", "schedule"): {
             "a pause decides about a new kind": Fault("else self.estimate(rows, (size,))[0]", "else 1e9"),
-            "a draft takes as long for every K": Fault("add(num_rows, num, outcome", "add(num_rows, 1, outcome"),
             "a kind off the line is not believed": Fault("* total / max(squares", "* 1e9 / max(squares"),
         },
-        ("hf_speculate/schedule/adaptive.py", "schedule"): {
-            "plain steps are never measured": Fault("return self._num_rounds >= _PLAIN_AT\n", "return False\n"),
-            "drafts grow without bound": Fault("max(self._last + _GROWTH, _FIRST", "max(self._max, _FIRST"),
-            "it never probes": Fault("if self._num_plain_rounds <= min(self._wait, longest):", "if True:"),
+        ("hf_speculate/schedule/costs.py", "schedule"): {
+            "a draft takes as long for every K": Fault("add(num_rows, num, outcome", "add(num_rows, 1, outcome"),
+            "a first verification counts whatever it takes": Fault("_MOST_FIRST = 3.0", "_MOST_FIRST = 1e9"),
+            "a plain step counts as longer than a verification": Fault("num_rows), shortest_s)", "num_rows), 1e9)"),
+        },
+        ("hf_speculate/schedule/machine_speed.py", "schedule"): {
+            "a machine that becomes faster is not noticed": Fault("1 / _CHANGE < factor", "0 < factor"),
+        },
+        ("hf_speculate/schedule/read_costs.py", "schedule"): {
+            "a first read counts whatever it takes": Fault("if len(by_token) > 1 else", "if by_token else"),
+        },
+        ("hf_speculate/schedule/plain_steps.py", "schedule"): {
+            "a pause counts as a plain step": Fault("_PAUSE = 1.3", "_PAUSE = 1e9"),
+            "a single step counts in full": Fault("else _ALONE * mean", "else mean"),
+            "plain steps are never measured again": Fault("_STALE = 200", "_STALE = 10**9"),
+            "steps of another speed count for long": Fault("_NUM_CHANGED = 3", "_NUM_CHANGED = 12"),
+        },
+        ("hf_speculate/schedule/progress.py", "schedule"): {
+            "the row that is furthest ahead counts": Fault("max(min(live) if live", "max(max(live) if live"),
+            "rows that have ended are in no step": Fault("len(live) + sum(", "len(live) + 0 * sum("),
+            "rows that leave stay in plain steps": Fault("if self._keeps_rows:", "if num_rows:"),
+        },
+        ("hf_speculate/schedule/budget.py", "schedule"): {
+            "the budget pays for everything": Fault(
+                "return max((self.loss_s + extra_s", "return min(0.0, (self.loss_s + extra_s"
+            ),
+            "what rounds lost is forgotten": Fault(
+                "        self._drafted_s += seconds\n", "        self._drafted_s += 0.0\n"
+            ),
+            "first rounds of a size cost nothing": Fault(
+                "sum(map(self._counted_s, [*", "0.0 * sum(map(self._counted_s, [*"
+            ),
+            "what was replaced counts as it would now": Fault(
+                "known_s = self._p(num_rows) if plain.is_known(num_rows) else math.inf", "known_s = math.inf"
+            ),
+            "a tenth may be lost": Fault("SHARE = 0.02", "SHARE = 0.1"),
+            "rows ahead count though they stay": Fault(
+                "if not self._keeps_rows and self._most_rows", "if self._most_rows"
+            ),
+        },
+        ("hf_speculate/schedule/options.py", "schedule"): {
+            "what is read does not count": Fault("[num_draft_tokens] + self.read_s -", "[num_draft_tokens] -"),
+            "shorter drafts are not tried": Fault("return self._fastest(shorter) if shorter else 0", "return 0"),
+        },
+        ("hf_speculate/schedule/call_state.py", "schedule"): {
+            "drafts grow without bound": Fault(
+                "max(self.num_last + _GROWTH, FIRST", "max(self.max_draft_tokens, FIRST"
+            ),
+        },
+        ("hf_speculate/schedule/prior.py", "schedule"): {
+            "dear drafts are as long as others": Fault("_DEAR = 0.3", "_DEAR = 3.0"),
+        },
+        ("hf_speculate/schedule/states.py", "schedule"): {
+            "it never tries": Fault("            return self._try(options)\n", "            pass\n"),
+            "it tries as often as it can": Fault("min(2 * self.num_steps, _LONGEST_WAIT)", "self.num_steps"),
+        },
+        ("hf_speculate/schedule/history.py", "schedule"): {
+            "no call rests": Fault("return self.num_vain > 0 and", "return False and"),
+            "what was left is granted twice": Fault(
+                "self.account_s + budget.left_s, 0.0)", "self.account_s, budget.left_s, 9.0)"
+            ),
+        },
+        ("hf_speculate/schedule/work.py", "schedule"): {
             "the fastest row counts": Fault("(max(of_k), sum", "(min(of_k), sum"),
+        },
+        ("hf_speculate/stats.py", "test_stats.py generation/test_headline.py"): {
+            "preparation costs nothing": Fault(
+                "(self.total_s - self.preparation_s - self.rounds_s", "(self.total_s - self.rounds_s"
+            ),
+            "all steps take as long as those of one row": Fault("between(medians, num_rows)", "between(medians, 1)"),
+        },
+        ("hf_speculate/interpolation.py", "schedule"): {
+            "sizes between two take as long as the smaller": Fault(
+                "share = (size - below) / (above - below)", "share = 0.0"
+            ),
+        },
+        ("hf_speculate/engine/stage_clock.py", "generation/test_headline.py"): {
+            "the time to the first token begins with the prefill": Fault(
+                "return self._since - self._created", "return self._since - self._began"
+            ),
+        },
+        ("hf_speculate/engine/history_key.py", "engine/test_draft_prior.py"): {
+            "early exits share a history": Fault("early exit after {source.early_exit} layers", "early exit"),
+            "an early exit is a new model in every call": Fault(
+                "if source.early_exit is not None:", "if source.draft is None:"
+            ),
+        },
+        ("hf_speculate/engine/step_weights.py", "engine/test_draft_prior.py"): {
+            "a table of embeddings is read in every step": Fault("if id(weight) not in shared:", "if not shared:"),
         },
     }
 )

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, DraftCounts
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
@@ -26,7 +26,9 @@ from hf_speculate.types import Kept, Stream
 FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 _SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
+_AT_ONCE = ("peagle", "dflash", "dspark", "pard")  # kinds that draft all tokens of a round in one step
 _MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
+_TABLE, _HEAD = SHARED_TABLES
 
 
 class TargetShape(NamedTuple):
@@ -140,6 +142,23 @@ class DraftHead:
     def device(self) -> torch.device:
         """Of its weights."""
         return next(self.network.parameters()).device
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether one step drafts all tokens of a round."""
+        return self.spec.kind in _AT_ONCE
+
+    def num_step_bytes(self, target: PreTrainedModel) -> int:
+        """Bytes of the weights that a step reads, those of the target's language modelling head among them if shared.
+
+        Tables of embeddings are not counted: a step reads one row of them for each token.
+        """
+        named = list(self.network.named_parameters(remove_duplicate=False))
+        heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
+        weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_TABLE)}
+        shared = None if heads else target.get_output_embeddings()
+        read = [*weights.values(), *(() if shared is None else shared.parameters())]
+        return sum(weight.numel() * weight.element_size() for weight in read)
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""

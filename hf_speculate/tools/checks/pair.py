@@ -10,7 +10,8 @@ from typing import Any
 from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.draft.vocab_mapping import MAX_PADDING, intersect_vocabularies
+from hf_speculate.draft.vocab_intersection import intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
@@ -253,7 +254,7 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
         except UnsupportedModelError as error:
             yield Finding("does not fit", str(error))
             return
-        shared = f"{int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can be drafted"
+        shared = f"{int(vocabulary.table.is_shared.sum())} of the target's {overlap.num_target} tokens can be drafted"
         yield _warning(f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to generate()")
     elif sizes[0] != sizes[1]:
         yield _warning(f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens")

@@ -51,7 +51,7 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
         positions={name_of(one): rates for one in methods if (rates := one.get("acceptance_rate_per_position"))},
         lens={name_of(one): lens for one in adaptive if len(set(lens := one.get("draft_lens") or ())) > 1},
         stages=STAGES,
-        seconds={name_of(one): [one["seconds"][stage] for stage in STAGES] for one in timed},
+        seconds={name_of(one): [one["seconds"].get(stage, 0.0) for stage in STAGES] for one in timed},
         categories=[{**one, "method": names[one["method"]]} for one in result.get("categories") or []],
         drift=result.get("drift") or [],
         drift_len=settings.get("drift_num_assistant_tokens"),

@@ -1,0 +1,138 @@
+"""The cost line: seconds by size, from rounds of a few sizes that vary by a fifth."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import mul
+from statistics import median_low
+from typing import NamedTuple
+
+TINY = 1e-18  # keeps a division from failing if all kinds lie on the line, or the clock is too coarse
+_NUM_SAMPLES = 24  # newest rounds of one kind that are kept
+_MOST_TIMES = 3.0  # the expected seconds that a sample counts as; a pause of the process may take a hundred times
+_FEW = 3  # rounds whose median may be compared with other seconds
+_BANDWIDTH = 0.3  # of the logarithm of a size, within which one kind says much about another
+_OTHER_WEIGHT = 0.1  # of the residual of another size, at most
+_NOISE = 0.025  # share of a round's seconds; half as much or twice as much loses 1 % where some sizes are slow
+_LEAST_SHARE = 0.25  # of the line's seconds that an estimate is at least
+_FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
+_LEAST_VARIANCE = 1e-9  # of sizes, below which they are equal but for rounding
+
+_Key = tuple[int, int]  # rows, and the size that seconds grow with
+
+
+class _Kind(NamedTuple):
+    """Seconds of the newest rounds of one kind."""
+
+    num_samples: int
+    median_s: float
+    newest: int  # drafted rounds before the newest of these
+
+
+@lru_cache(1024)
+def _likeness(size: int, other: int) -> float:
+    return 1 / (1 + (math.log(size / other) / _BANDWIDTH) ** 4)
+
+
+@lru_cache(64)
+def _likenesses(sizes: Sequence[int], keys: tuple[_Key, ...]) -> list[list[float]]:
+    """[M][N] likeness of N kinds to each of M sizes."""
+    return [[1.0 if size == other else _OTHER_WEIGHT * _likeness(size, other) for _, other in keys] for size in sizes]
+
+
+class CostLine:
+    """Seconds by size: a line fitted to the kinds of rounds, plus the residuals of kinds of about that size."""
+
+    def __init__(self, is_proportional: bool = False) -> None:
+        self.kinds: dict[_Key, _Kind] = {}
+        self._is_proportional = is_proportional  # until two sizes were measured; otherwise constant
+        self._samples: dict[_Key, tuple[float, ...]] = {}
+
+    def add(self, rows: int, size: int, seconds: float, num_drafted: int, most_s: float = math.inf) -> None:
+        """Add a sample; the first one of its kind counts as `most_s` at most, and only until there is a second."""
+        key = (rows, size)
+        if key not in self.kinds and seconds > most_s:
+            self.kinds[key] = _Kind(1, most_s, num_drafted)
+            return
+        if self.kinds:
+            expected_s = self.kinds[key].median_s if key in self.kinds else self.estimate(rows, (size,))[0]
+            seconds = min(seconds, _MOST_TIMES * expected_s)
+        samples = self._samples[key] = (*self._samples.get(key, ()), seconds)[-_NUM_SAMPLES:]
+        self.kinds[key] = _Kind(len(samples), median_low(samples), num_drafted)
+
+    def cap_first(self, most_s: Callable[[_Key], float]) -> None:
+        """Let single samples count as `most_s` of their kind at most."""
+        for key, kind in self.kinds.items():
+            if kind.num_samples == 1 and kind.median_s > most_s(key):
+                self.kinds[key] = kind._replace(median_s=most_s(key))
+                self._samples.pop(key, None)
+
+    def usual_s(self, rows: int, size: int) -> float | None:
+        """Seconds of a kind that was measured more than once; None of others."""
+        kind = self.kinds.get((rows, size))
+        return None if kind is None or kind.num_samples < 2 else kind.median_s
+
+    def scale(self, factor: float) -> None:
+        """Let all kinds take `factor` times as long, because the machine has become slower or faster."""
+        for key, samples in self._samples.items():
+            self._samples[key] = tuple(factor * sample for sample in samples)
+        for key, kind in self.kinds.items():
+            self.kinds[key] = kind._replace(median_s=factor * kind.median_s)
+
+    def line(self, rows: int) -> tuple[float, float]:
+        """Intercept and slope; kinds of other numbers of rows and older kinds weigh less."""
+        return self._fit(self._weights(rows))
+
+    def _fit(self, weights: list[float]) -> tuple[float, float]:
+        """Intercept and slope of the weighted least-squares line."""
+        sizes, medians = [size for _, size in self.kinds], [kind.median_s for kind in self.kinds.values()]
+        total = sum(weights)
+        mean_size, mean_s = sum(map(mul, weights, sizes)) / total, sum(map(mul, weights, medians)) / total
+        distances = [size - mean_size for size in sizes]
+        weighted = list(map(mul, weights, distances))
+        variance = sum(map(mul, weighted, distances))
+        steepest = mean_s / mean_size  # seconds are proportional to the size
+        if variance <= _LEAST_VARIANCE * total:  # kinds of one size
+            slope = steepest if self._is_proportional else 0.0
+        else:
+            slope = min(max(sum(map(mul, weighted, medians)) / variance, 0.0), steepest)
+        return mean_s - slope * mean_size, slope
+
+    def estimate(self, rows: int, sizes: Sequence[int]) -> list[float]:
+        """[M] seconds for M sizes."""
+        weights = self._weights(rows)
+        intercept, slope = self._fit(weights)
+        above = [kind.median_s - intercept - slope * size for (_, size), kind in self.kinds.items()]
+        squares, total = sum(map(mul, weights, map(mul, above, above))), sum(weights)
+        # The line counts as this many samples of a kind: more if the residuals of all kinds are small.
+        noise_s = _NOISE * (intercept + slope * sum(size for _, size in self.kinds) / len(self.kinds))
+        line_weight = noise_s**2 * total / max(squares, TINY)
+        weighted = list(map(mul, weights, above))
+        seconds = []
+        for size, likeness in zip(sizes, _likenesses(sizes, tuple(self.kinds)), strict=True):
+            line_s = intercept + slope * size
+            off_s = sum(map(mul, weighted, likeness)) / (sum(map(mul, weights, likeness)) + line_weight)
+            seconds.append(max(line_s + off_s, _LEAST_SHARE * line_s))
+        return seconds
+
+    def _weights(self, rows: int) -> list[float]:
+        """[N] of the kinds in the line of so many rows."""
+        latest = max(kind.newest for kind in self.kinds.values())
+        return [
+            kind.num_samples * _FADE ** (latest - kind.newest) * _likeness(rows, others)
+            for (others, _), kind in self.kinds.items()
+        ]
+
+    def medians(self) -> list[tuple[int, float]]:
+        """Size and seconds of each kind."""
+        return [(size, kind.median_s) for (_, size), kind in self.kinds.items()]
+
+    def least_median_s(self, size: int) -> float:
+        """Seconds of the fastest kind of at least a size that was measured a few times; infinite without any."""
+        medians = (kind.median_s for (_, at), kind in self.kinds.items() if at >= size and kind.num_samples >= _FEW)
+        return min(medians, default=math.inf)
+
+    def copy(self) -> "CostLine":
+        twin = CostLine(self._is_proportional)
+        twin.kinds, twin._samples = dict(self.kinds), dict(self._samples)
+        return twin

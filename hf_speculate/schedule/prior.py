@@ -1,0 +1,39 @@
+"""The prior of a draft source: what its rounds cost before any was measured."""
+
+from dataclasses import dataclass
+
+_DEAR = 0.3  # plain steps that a draft step takes, above which the first draft is a single token
+FIRST_DRAFT_TOKENS = 5  # that need no shorter draft before them
+
+
+@dataclass(frozen=True)
+class DraftPrior:
+    """What is known of a draft source before its first round.
+
+    Args:
+        step_ratio: seconds of a draft step over those of a plain step, from the bytes that both read; None if nothing
+            is known of the drafter.
+        is_parallel: whether one step drafts all tokens of a round.
+        is_verification_known: whether the target scores a few tokens about as fast as one; false for quantised weights,
+            whose products are often computed row by row.
+    """
+
+    step_ratio: float | None = 0.0
+    is_parallel: bool = False
+    is_verification_known: bool = True
+
+    @property
+    def first_draft_tokens(self) -> int:
+        """Tokens of the first draft at most: one if its cost is high or not known."""
+        if self.step_ratio is None or self.step_ratio > _DEAR or not self.is_verification_known:
+            return 1
+        return FIRST_DRAFT_TOKENS
+
+    @property
+    def never_pays(self) -> bool:
+        """Whether K drafts and a verification take longer than the K + 1 plain steps that they replace at best."""
+        return self.step_ratio is not None and self.step_ratio >= 1 and not self.is_parallel
+
+    def draft_steps(self, num_draft_tokens: int) -> float:
+        """Plain steps that a draft of K tokens takes, without reading what came before it."""
+        return (self.step_ratio or 0.0) * (1 if self.is_parallel else num_draft_tokens)

@@ -1,0 +1,165 @@
+"""What is known of a draft source before its first round, and the key under which its calls share measurements."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.engine import builder
+from hf_speculate.engine.draft_prior import cost_ratio, draft_prior
+from hf_speculate.engine.history_key import history_key
+from hf_speculate.engine.step_weights import step_weights
+from hf_speculate.schedule import DraftPrior
+from hf_speculate.types import DraftOut
+from tests.cases import new_pair
+from tests.draft.heads.kinds import KINDS
+from tests.draft.heads.rounds import Rounds, random_texts
+from tests.tiny import make_model, ragged_prompts
+
+OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, which no product reads
+NUM_NEW = 12
+
+
+class Products(TorchFunctionMode):
+    """As a context, the bytes of all matrices that vectors are multiplied with, once each, but for some."""
+
+    def __init__(self, left_out=()):
+        super().__init__()
+        self._left_out = {weight.data_ptr() for weight in left_out}
+        self._matrices = {}
+
+    @property
+    def num_bytes(self):
+        return sum(matrix.numel() * matrix.element_size() for matrix in self._matrices.values())
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is linear and args[1].data_ptr() not in self._left_out:
+            self._matrices[args[1].data_ptr()] = args[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"vocab_size": 512, "dtype": torch.bfloat16}])
+def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(options):
+    model = make_model("llama", **options)
+    with Products() as products, torch.no_grad():
+        model(torch.tensor([[1]]))
+    assert step_weights(model).num_bytes == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-3", "P-EAGLE", "DFlash", "MTP, speculators", "PARD"])
+def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(kind, tmp_path):
+    head, target = KINDS[kind](tmp_path)
+    rounds, shared = Rounds(head, target, random_texts([6], seed=1)), target.get_output_embeddings().weight
+    with Products(weight for weight in target.parameters() if weight is not shared) as products:
+        rounds.draft(1)
+    assert head.num_step_bytes(target) == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
+    prior = draft_prior(target, None, SpeculationConfig(drafter=head))
+    assert prior.step_ratio == pytest.approx(head.num_step_bytes(target) / step_weights(target).num_bytes)
+    assert prior.is_parallel is (kind in ("P-EAGLE", "DFlash", "PARD"))
+
+
+class Quantised(nn.Parameter):
+    """As a weight of a library that packs several numbers into each of its own."""
+
+
+def test_the_prior_takes_what_the_source_and_its_weights_tell():
+    target, draft = new_pair()
+    quantised = make_model("llama")
+    quantised.model.norm.weight = Quantised(quantised.model.norm.weight.data, requires_grad=False)
+    config = SpeculationConfig()
+    assert draft_prior(target, draft, config) == DraftPrior(1.0)
+    assert draft_prior(target, None, config) == DraftPrior(0.0)  # prompt lookup
+    assert draft_prior(target, None, SpeculationConfig(drafter=Repeats)) == DraftPrior(None)
+    assert step_weights(quantised).is_quantised
+    assert not step_weights(target).is_quantised
+    for models in ((quantised, draft), (target, quantised)):
+        assert not draft_prior(*models, config).is_verification_known
+
+
+@pytest.fixture
+def schedules(monkeypatch):
+    """The prior and the history of every schedule that a call builds."""
+    made, build = [], builder.build_schedule
+
+    def spy(config, prior, history, *rest):
+        made.append(SimpleNamespace(prior=prior, key=(history.draft, history.kind), recall=history.recall))
+        return build(config, prior, history, *rest)
+
+    monkeypatch.setattr(builder, "build_schedule", spy)
+    return made
+
+
+class Repeats:
+    """A drafter that proposes each row's last token again."""
+
+    def __init__(self, setup, number=0):
+        self.number = number
+
+    def draft(self, request):
+        ids = request.query_token_ids[:, -1:].repeat(1, request.num_draft_tokens)
+        return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32), None, None)
+
+    def rows(self, indices):
+        """Nothing is held by row."""
+
+
+def described(text):
+    factory = partial(Repeats, number=1)
+    factory.description = text
+    return factory
+
+
+@pytest.mark.fallback("a draft model as large as its target")
+def test_calls_share_a_history_with_those_of_the_same_source_alone(schedules):
+    target, draft = new_pair(noise=0.1)
+    other = make_model("llama", num_hidden_layers=1)
+    sources = {
+        "early exit 1": [lambda: {"assistant_early_exit": 1}] * 2,
+        "another model": [lambda: {"assistant_model": other}] * 2,
+        "a model": [lambda: {"assistant_model": draft}] * 2,
+        "a model and lookup": [lambda: {"assistant_model": other, "prompt_lookup_num_tokens": 3}] * 2,
+        "lookup": [lambda: {"prompt_lookup_num_tokens": 3}] * 2,
+        "a described drafter": [lambda: {"drafter": described("one")}] * 2,
+        "another description": [lambda: {"drafter": described("two")}] * 2,
+        "a drafter by its class": [lambda: {"drafter": partial(Repeats, number=2)}, lambda: {"drafter": Repeats}],
+        "a candidate generator": [lambda: {"candidate_generator": lookup_generator()}] * 2,
+    }
+    keys = {}
+    for name, calls in sources.items():
+        for number, options in enumerate(calls):
+            target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options())
+            made = schedules.pop()
+            assert keys.setdefault(name, made.key) == made.key
+            is_adaptive = name not in ("a candidate generator", "a model")  # as many bytes as the target: never asked
+            assert (made.recall() is not None) is is_adaptive, (name, number)
+    assert len(set(keys.values())) == len(sources)
+
+
+def lookup_generator():
+    return PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=2, max_length=100)
+
+
+def test_layers_of_an_early_exit_are_told_apart():
+    names = {history_key(_source(early_exit=num, draft=object())).name for num in (None, 2, 3)}
+    assert len(names) == 3
+    assert history_key(_source(early_exit=2, draft=object())).draft is None  # a new object in every call
+
+
+def _source(**fields):
+    parts = {"early_exit": None, "draft": None, "generator": None, "config": SpeculationConfig()}
+    return SimpleNamespace(**parts | fields)
+
+
+def test_a_pair_s_ratio_is_that_of_what_their_steps_read():
+    target, short = make_model("llama", num_hidden_layers=4), make_model("llama", num_hidden_layers=1)
+    head = target.get_output_embeddings().weight
+    num_head = head.numel() * head.element_size()
+    layers = step_weights(short).num_bytes - num_head, step_weights(target).num_bytes - num_head
+    assert layers[1] == pytest.approx(4 * layers[0], rel=0.02)
+    assert cost_ratio(target, short) == pytest.approx(step_weights(short).num_bytes / step_weights(target).num_bytes)

@@ -1,0 +1,85 @@
+"""The headline of the statistics agrees with a clock of which every second is known."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from hf_speculate.engine.stage_clock import StageClock
+from hf_speculate.generation import mixin
+from hf_speculate.stats import SpeculationStats
+from tests.cases import ACCEPTED_NONE, assert_equal_ids, new_pair
+from tests.schedule.simulator import ScriptedSchedule
+from tests.tiny import ragged_prompts
+
+NUM_NEW = 96
+PREPARATION_S, INPUTS_S = 2.0, 1.0
+FEW_REJECTED = 0.02  # noise of a draft
+CLOSE = 0.03  # of the clock
+
+
+class Script:
+    """Seconds that pass in forwards, and where a test says so."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+    def charge(self, model, base_s, token_s):
+        """Let a forward of the model take `base_s` and `token_s` for each of its tokens."""
+
+        def pass_by(module, args, kwargs):
+            self.seconds += base_s + token_s * kwargs["input_ids"].numel()
+
+        model.register_forward_pre_hook(pass_by, with_kwargs=True)
+
+    def after(self, function, seconds):
+        """The function, which takes so long."""
+
+        def slow(*args, **kwargs):
+            self.seconds += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+
+@pytest.fixture
+def script(monkeypatch):
+    script = Script()
+    monkeypatch.setattr(mixin, "StageClock", partial(StageClock, now=script))
+    monkeypatch.setattr(mixin, "resolve_assistant", script.after(mixin.resolve_assistant, PREPARATION_S))
+    return script
+
+
+@pytest.mark.parametrize("noise", [FEW_REJECTED, ACCEPTED_NONE])
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, noise):
+    target, draft = new_pair(noise=noise)
+    draft.to(torch.float32)  # half as many bytes, so that the schedule asks it
+    inputs = ragged_prompts(batch_size, seed=5)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
+    ends = [int(text[0, NUM_NEW // 4]), int(text[-1, NUM_NEW // 2])] if batch_size > 1 else []
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends or None, "pad_token_id": 0, "assistant_model": draft}
+    script.charge(target, 1.0, 0.05)
+    script.charge(draft, 0.2, 0.005)
+    target._prepare_cache_for_generation = script.after(target._prepare_cache_for_generation, INPUTS_S)
+    stats, plain = SpeculationStats(), SpeculationStats()
+    began_s = script.seconds
+    drafted = target.generate(**inputs, **options, speculation_stats=stats)
+    seconds = script.seconds - began_s
+    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule([0]))
+    began_s = script.seconds
+    assert_equal_ids(target.generate(**inputs, **options, speculation_stats=plain), drafted)
+    plain_s = script.seconds - began_s - PREPARATION_S
+
+    assert stats.rounds_by_draft_len.keys() > {0}
+    assert batch_size == 1 or len(stats.replaced_steps) > 1  # rows end apart
+    assert stats.replaced_steps == plain.replaced_steps
+    assert stats.speedup == pytest.approx(plain_s / seconds, rel=CLOSE)
+    assert stats.total_s == pytest.approx(seconds)
+    assert (stats.preparation_s, stats.inputs_s) == pytest.approx((PREPARATION_S, INPUTS_S))
+    assert stats.time_to_first_token_s == pytest.approx(PREPARATION_S + INPUTS_S + stats.prefill_s)
+    assert noise == FEW_REJECTED or stats.speedup < 1
+    assert f"{stats.speedup:.2f}x the speed" in stats.headline
