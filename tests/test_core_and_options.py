@@ -76,7 +76,6 @@ IMPORTS = {
         "processors/fused_warpers.py "
         "processors/row_groups.py"
     ),
-    "engine/model_state.py": "cache/buffer_pool.py models/compilation.py",
     "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
     "engine/stop_tracker.py": "processors/row_groups.py",
     "engine/verification.py": "processors/row_groups.py verify/spans.py",
@@ -98,7 +97,7 @@ IMPORTS = {
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 98, "lines run": 13_042, "modules loaded": 150, "lines loaded": 19_182}
+MOST = {"files run": 96, "lines run": 12_905, "modules loaded": 150, "lines loaded": 19_217}
 
 
 def option_of(path: str) -> str | None:

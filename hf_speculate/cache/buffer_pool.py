@@ -6,8 +6,9 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_speculate.model_state import model_state
 from hf_speculate.types import KVState
 
 # Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
@@ -48,6 +49,11 @@ class BufferPool:
         self._lock = threading.Lock()
         self._idle: OrderedDict[Hashable, PooledBuffers] = OrderedDict()
 
+    @classmethod
+    def of(cls, model: nn.Module) -> "BufferPool":
+        """The idle buffers of a model, whose weights bound them."""
+        return model_state(model).get(cls, lambda: cls(max_pooled_bytes(_num_weight_bytes(model))))
+
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
         """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
         with self._lock:
@@ -72,6 +78,10 @@ class BufferPool:
 def max_pooled_bytes(num_weight_bytes: int) -> int:
     """Bytes of idle buffers that are kept for a model of so many bytes."""
     return max(num_weight_bytes // POOLED_SHARE, MIN_POOLED_BYTES)
+
+
+def _num_weight_bytes(model: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def _key(shape: BufferShape) -> Hashable:

@@ -7,6 +7,10 @@ import threading
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
+from hf_speculate.model_state import model_state
+
 
 class DraftCounts(NamedTuple):
     """Tokens of a draft."""
@@ -28,6 +32,11 @@ class AcceptanceTallies:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_draft: WeakKeyDictionary[object, tuple[DraftCounts, bool]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "AcceptanceTallies":
+        """The counts of a target."""
+        return model_state(model).get(cls, cls)
 
     def add(self, draft: object, counts: DraftCounts, bound: AcceptanceBound) -> bool:
         """Count a call; whether the acceptance rate of all calls is below a bound, the first time that it is so."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_speculate.draft.heads.folder import HeadFolder
@@ -13,6 +14,7 @@ from hf_speculate.draft.heads.load import load_head
 from hf_speculate.draft.heads.recognise import is_head, is_mtp_checkpoint, text_fields
 from hf_speculate.draft.heads.weight_files import shown
 from hf_speculate.errors import ConfigError
+from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import device_of
 
 _CALLER = 6  # frames from where a warning is given to the line that calls `generate`
@@ -25,6 +27,11 @@ class NamedDrafts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._drafts: dict[tuple[str, bool, torch.dtype, torch.device], DraftHead | PreTrainedModel] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "NamedDrafts":
+        """The drafts of a target."""
+        return model_state(model).get(cls, cls)
 
     def get(self, source: str | Path, target: PreTrainedModel, is_mtp: bool = False) -> DraftHead | PreTrainedModel:
         """The draft of a folder or a Hub repository, loaded on first use; `is_mtp`: MTP layers of the target there.

@@ -25,7 +25,6 @@ from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafte
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.history_key import history_key
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, drafter_text, make_plan
@@ -46,6 +45,7 @@ from hf_speculate.schedule import (
     ConstantSchedule,
     DraftPrior,
     HeuristicSchedule,
+    HistoryStore,
     Schedule,
     ScheduleHistory,
 )
@@ -170,9 +170,7 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
     capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
-    is_pooled = one.part in (*plan.compile.settings, *plan.compile.graphed)  # eager forwards make inference tensors
-    pool = model_state(one.model).buffers if is_pooled else None
-    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, pool)
+    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, plan.compile.pool(one))
 
 
 def _make_batch(plan: Plan) -> Batch:
@@ -232,7 +230,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
         *(plan.is_lock_step, config.max_draft_tokens),
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
-    history = ScheduleHistory(model_state(target).history, key.draft, kind)
+    history = ScheduleHistory(HistoryStore.of(target), key.draft, kind)
     prior = draft_prior(target, call.draft, config)
     return build_schedule(config, prior, history, call.batch_size, plan.steps_have_all_rows)
 

@@ -7,15 +7,15 @@ from functools import cache, partial
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
+from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import STEP_QUERY_LEN
 from hf_speculate.engine.graph_plan import ungraphed_reasons
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.ranks import tensor_parallel_size
-from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
+from hf_speculate.models.compilation import LOGGER, Compilation, CompiledUnits, Runner, settings_key
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.graphs import Graphing
 from hf_speculate.models.layer_capture import LayerCapture
@@ -50,6 +50,10 @@ class CompilePlan:
         if device.type == "cuda":
             return even_capacity(num_columns)
         return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
+
+    def pool(self, one: ModelPlan) -> BufferPool | None:
+        """Where a model's buffers outlive the call; None if its forwards are eager, which make inference tensors."""
+        return BufferPool.of(one.model) if one.part in (*self.settings, *self.graphed) else None
 
     @property
     def max_query(self) -> int | None:
@@ -123,7 +127,7 @@ def make_compiled_model(
     capture: LayerCapture | None = None,
 ) -> CompiledLanguageModel | None:
     """A model of the call whose forwards are compiled or run from graphs; None if the plan lets them run eagerly."""
-    units, fail = model_state(one.model).units, partial(on_failure, one.part)
+    units, fail = CompiledUnits.of(one.model), partial(on_failure, one.part)
     if one.part in plan.settings:
         runner: Runner = Compilation(one.model, plan.settings[one.part], units, fail)
     elif one.part in plan.graphed:
@@ -153,5 +157,5 @@ def _eager_reason(one: ModelPlan, config: CompileConfig) -> str:
         reason = "which reads more than its text"
     if reason:
         return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
-    failure = model_state(one.model).units.failures.get(settings_key(config))
+    failure = CompiledUnits.of(one.model).failures.get(settings_key(config))
     return "" if failure is None else f"{one.part}: {failure}"

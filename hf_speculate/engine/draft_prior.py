@@ -3,16 +3,16 @@
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.engine.model_state import model_state
+from hf_speculate.engine.step_weights import StepWeights
 from hf_speculate.schedule import DraftPrior
 
 
 def draft_prior(target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig) -> DraftPrior:
     """What is known of a draft source before its first round."""
-    weights = model_state(target).weights
+    weights = StepWeights.of(target)
     is_known = not weights.is_quantised
     if draft is not None:  # the first layers of the target, too
-        is_known &= not model_state(draft).weights.is_quantised
+        is_known &= not StepWeights.of(draft).is_quantised
         return DraftPrior(cost_ratio(target, draft), is_verification_known=is_known)
     drafter = config.drafter
     if drafter is None:
@@ -24,4 +24,4 @@ def draft_prior(target: PreTrainedModel, draft: PreTrainedModel | None, config: 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """The bytes that a draft step reads in one process over those of a plain step."""
-    return model_state(draft).weights.num_bytes / max(model_state(target).weights.num_bytes, 1)
+    return StepWeights.of(draft).num_bytes / max(StepWeights.of(target).num_bytes, 1)

@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 
 from hf_speculate.compat import has_hooks_of_others
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_selection import memory_bytes
+from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
 from hf_speculate.models.quirks import growing_rope
 
@@ -51,7 +51,7 @@ def _bytes_per_token(model: PreTrainedModel) -> int:
 
 def _ungraphed_reason(one: ModelPlan, is_compiled: bool = False) -> str:
     model = one.model
-    failure = model_state(model).units.failures.get(FAILURE_KEY)
+    failure = CompiledUnits.of(model).failures.get(FAILURE_KEY)
     if failure is not None:
         return f"{one.part}: {failure}"
     name = f"no graphs of the {one.part} {type(model).__name__}"

@@ -16,11 +16,10 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
-from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
+from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
@@ -124,22 +123,14 @@ def target_cache_plan(call: Call) -> CachePlan:
         call.target_inputs.crosses,
         max_columns=call.max_columns,
         num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
-        handed_on=handed_on(call.target),
+        handed_on=HandedOn.of(call.target),
     )
     return plan.choose(call.target, call.cache, call.attention_mask, call.input_ids.device)
 
 
-def handed_on(model: PreTrainedModel) -> HandedOn:
-    """What the model's forward hands on to its text decoder, which is found once."""
-    known = model_state(model).handed_on
-    if type(model) not in known:
-        known[type(model)] = find_handed_on(model)
-    return known[type(model)]
-
-
 def places_by_column(model: PreTrainedModel) -> bool:
     """Whether the target places tokens by their column in the cache, so that all rows must advance together."""
-    return counts_columns(model) or (takes_positions(model) and not handed_on(model).positions)
+    return counts_columns(model) or (takes_positions(model) and not HandedOn.of(model).positions)
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -257,7 +248,7 @@ def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelP
         crosses=call.draft_inputs.crosses,
         max_columns=call.max_length,
         num_recurrent_states=target.cache.num_recurrent_states,
-        handed_on=handed_on(draft),
+        handed_on=HandedOn.of(draft),
     ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
     if cache.kind == "preallocated" and cache.requested == "auto" and call.config.draft_state is not None:
         layers = DynamicCache(config=draft.config.get_text_config(decoder=True))

@@ -1,5 +1,6 @@
 """Step weights: the bytes of a model's weights that a decoding step reads."""
 
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.engine.ranks import tensor_parallel_size
+from hf_speculate.model_state import model_state
 
 
 class StepWeights(NamedTuple):
@@ -14,6 +16,11 @@ class StepWeights(NamedTuple):
 
     num_bytes: int
     is_quantised: bool  # whether there are quantised weights, whose bytes say little of seconds
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "StepWeights":
+        """The weights of a model as they were in the first call that asked."""
+        return model_state(model).get(cls, partial(step_weights, model))
 
 
 def step_weights(model: PreTrainedModel) -> StepWeights:

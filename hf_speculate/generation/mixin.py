@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import CACHE_NAMES, check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.acceptance_tallies import DraftCounts
+from hf_speculate.draft.acceptance_tallies import AcceptanceTallies, DraftCounts
 from hf_speculate.draft.assistant import (
     VERIFIED_TOKENS_BOUND,
     find_tokenizer,
@@ -28,8 +28,8 @@ from hf_speculate.draft.heads.head import (
     warn_of_low_first_acceptance,
 )
 from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
+from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.engine.builder import Prepared
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
@@ -161,7 +161,7 @@ def _generate(
     assistant, head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
     reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
     is_tallied = assistant.is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
-    tallies, verified = model_state(model).tallies, DraftCounts(stats.num_verified, stats.num_accepted)
+    tallies, verified = AcceptanceTallies.of(model), DraftCounts(stats.num_verified, stats.num_accepted)
     draft = assistant.model
     if draft is not None and is_tallied and tallies.add(draft, verified, VERIFIED_TOKENS_BOUND):
         warn_of_low_acceptance(model, draft)
@@ -234,7 +234,7 @@ def _find_decoding(
 
 def _named_draft(model: PreTrainedModel, call: dict[str, Any], name: str, is_mtp: bool = False) -> Any:
     """The draft of a folder or an id; a model comes with its tokenizer if the call has the target's."""
-    draft = model_state(model).named_drafts.get(name, model, is_mtp)
+    draft = NamedDrafts.of(model).get(name, model, is_mtp)
     needs_tokenizer = call.get("tokenizer") is not None and call.get("assistant_tokenizer") is None
     tokenizer = find_tokenizer(name) if needs_tokenizer and not isinstance(draft, DraftHead) else None
     if tokenizer is not None:

@@ -11,7 +11,7 @@ resolution of the dtype and grows with depth; a token that is read at a wrong pl
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -23,10 +23,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.plan import attention_of, places_by_column, target_cache_plan
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.generation.draft_source import DraftSource
+from hf_speculate.model_state import model_state
 from hf_speculate.models.cache_selection import has_holes
 from hf_speculate.models.compilation import LOGGER
 from hf_speculate.models.folded_attention import folded_attention_for
@@ -53,11 +53,11 @@ def check_decoding(
     model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
     prompt_kind = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
     situation = model_kind, cache_kind, prompt_kind
-    self_tests = model_state(model).self_tests
-    difference = self_tests.get(situation, torch.nan)
+    differences: dict[Hashable, float] = model_state(model).get(check_decoding, dict)
+    difference = differences.get(situation, torch.nan)
     if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
         difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
-        self_tests[situation] = difference = call.ranks.broadcast_number(difference)
+        differences[situation] = difference = call.ranks.broadcast_number(difference)
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig
 
+from hf_speculate.model_state import model_state
+
 LOGGER = logging.getLogger(__name__)
 
 
@@ -24,6 +26,11 @@ class CompiledUnits:
         self._lock = threading.Lock()
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.failures: dict[Hashable, str] = {}  # why compiling with some settings failed, which is not tried again
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "CompiledUnits":
+        """The functions of a model."""
+        return model_state(model).get(cls, cls)
 
     def __reduce__(self) -> tuple[type["CompiledUnits"], tuple[()]]:
         return CompiledUnits, ()

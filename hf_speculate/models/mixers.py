@@ -4,12 +4,10 @@ The probe runs a mixer on a few tokens to find its projections and states, and c
 """
 
 import inspect
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, Line
 from hf_speculate.cache.layers import is_recurrent, only_attends
 from hf_speculate.cache.recurrent import RecurrentStates, States, states_of
 from hf_speculate.compat import is_stateful
+from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol, copy_with
 
@@ -32,9 +31,6 @@ _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
 _TOLERANCE = 1e-3
 _ROUNDINGS = 16.0  # units of rounding; the tolerance of coarse dtypes
 _ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
-
-_lock = threading.Lock()
-_known: "WeakKeyDictionary[nn.Module, StepProtocol | str]" = WeakKeyDictionary()
 
 
 class SteppedModel(NamedTuple):
@@ -133,17 +129,18 @@ class _Steps(NamedTuple):
 
 def _probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
     """The protocol of a mixer whose cache layer may hold `num_states` of each kind; a reason if there is none."""
-    with _lock, torch.no_grad():
-        if mixer.module not in _known:
-            try:
-                _known[mixer.module] = _probe(mixer, num_states)
-            except _ERRORS as error:
-                why = f"cannot be run with hidden states and a cache only ({type(error).__name__}: {error})"
-                _known[mixer.module] = why
-        return _known[mixer.module]
+    return model_state(mixer.module).get(StepProtocol, partial(_probe, mixer, num_states))
 
 
 def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
+    try:
+        with torch.no_grad():
+            return _find_protocol(mixer, num_states)
+    except _ERRORS as error:
+        return f"cannot be run with hidden states and a cache only ({type(error).__name__}: {error})"
+
+
+def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
     hidden = _made_up_states(mixer.module)
     tokens = hidden[:, _NUM_PREFIX:]
     layer = StepLayer(num_states)

@@ -8,6 +8,7 @@ copy with text up to the decoder: nothing of the user's runs, and no weights are
 import copy
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.cache.layers import holding, window_of
 from hf_speculate.compat import set_attention_name
+from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.quirks import is_shown
 from hf_speculate.models.text_decoder import text_decoder
@@ -32,6 +34,11 @@ class HandedOn(NamedTuple):
     mask: bool = True  # a mask of four dimensions, or one for each kind of layer
     positions: bool = True  # position ids, which the forward may name or hand on
     failure: str = ""  # what went wrong in the probe, which then found nothing
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "HandedOn":
+        """What the model hands on, found once by class: it may be enabled between calls."""
+        return model_state(model).get((cls, type(model)), partial(find_handed_on, model))
 
 
 EVERYTHING = HandedOn()

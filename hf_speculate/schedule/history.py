@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
+from hf_speculate.model_state import model_state
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.budget import Budget
 from hf_speculate.schedule.costs import CostModel
@@ -69,6 +72,11 @@ class HistoryStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_draft: WeakKeyDictionary[object, dict[Hashable, ScheduleEstimates]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "HistoryStore":
+        """The estimates of a target."""
+        return model_state(model).get(cls, cls)
 
     def get(self, draft: object | None, kind: Hashable) -> ScheduleEstimates | None:
         """A copy of the estimates of the last call of a kind; None if there was none."""

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import hf_speculate
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.models.context import context_len, context_of, encoder_context_len
+from hf_speculate.schedule import HistoryStore
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
 from tests.draft.heads.designs import VOCAB_SIZE
 from tests.draft.heads.kinds import KINDS as HEADS
@@ -203,7 +203,7 @@ def test_rows_past_the_context_are_not_learned_from(kind):
     for num in (3, 4, 5):
         stats = assert_decodes_as_plain(target, draft, prompts(num, 14), max_new_tokens=30, **options)
         assert stats.draft_lens[-1] == 0
-    (estimates,) = model_state(target).history._by_draft[draft].values()
+    (estimates,) = HistoryStore.of(target)._by_draft[draft].values()
     assert estimates.acceptance.expected_tokens([0])[0][1] > 1.7
 
 

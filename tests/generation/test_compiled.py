@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import hf_speculate
+from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.compilation import Compilation
+from hf_speculate.models.compilation import Compilation, CompiledUnits
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -172,7 +172,7 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
 
 
 def addresses_of(*models):
-    pools = [model_state(model).buffers for model in models]
+    pools = [BufferPool.of(model) for model in models]
     return {tensor.data_ptr() for pool in pools for kept in pool._idle.values() for tensor in kept.tensors}
 
 
@@ -223,7 +223,7 @@ def test_a_recompile_limit_holds_for_the_call_alone() -> None:
     model, reasons = make_model("llama", num_hidden_layers=1), []
 
     def compilation() -> Compilation:
-        return Compilation(model, CompileConfig(backend="eager", mode=None), model_state(model).units, reasons.append)
+        return Compilation(model, CompileConfig(backend="eager", mode=None), CompiledUnits.of(model), reasons.append)
 
     first = compilation()
     with torch._dynamo.config.patch(recompile_limit=2):  # of three numbers of dimensions torch compiles two

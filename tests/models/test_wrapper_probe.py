@@ -8,7 +8,6 @@ from transformers import LlavaForConditionalGeneration
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
 from tests.cases import assert_decodes_as_plain
@@ -147,4 +146,4 @@ def test_the_text_decoder_is_the_innermost_model_and_a_subclass_of_it_makes_its_
     hf_speculate.enable(llama)
     stats = assert_decodes_as_plain(llama, noisy_copy(make_model("llama")), INPUTS, max_new_tokens=NUM_NEW)
     assert (stats.cache, stats.fallbacks) == ("preallocated", [])
-    assert set(model_state(llama).handed_on.values()) == {HandedOn()}
+    assert HandedOn.of(llama) == HandedOn()

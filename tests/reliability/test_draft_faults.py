@@ -12,9 +12,9 @@ from torch import nn
 import hf_speculate
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.draft_faults import is_of_device
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.models import folded_attention
+from hf_speculate.schedule import HistoryStore
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
 from tests.draft.heads.designs import VOCAB_SIZE
@@ -289,5 +289,5 @@ def test_a_draft_that_died_is_not_learned_from():
     for at, has_verified in ((1, False), (10**9, True)):
         with hook(draft, Fault(at, Mistake("on purpose"))):
             target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=NUM_NEW)
-        found = [one.acceptance for one in model_state(target).history._by_draft.get(draft, {}).values()]
+        found = [one.acceptance for one in HistoryStore.of(target)._by_draft.get(draft, {}).values()]
         assert any(any(one._positions.verified) for one in found) == has_verified

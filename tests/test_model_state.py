@@ -1,0 +1,31 @@
+"""What calls with one model leave for later calls."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+from weakref import ref
+
+from torch import nn
+
+from hf_speculate.model_state import model_state
+
+
+class Value:
+    def __init__(self):
+        sleep(0.01)  # so that threads meet in the factory
+
+
+def test_a_value_is_made_once_for_each_model_and_key_and_goes_with_the_model():
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    state = model_state(models[0])
+    with ThreadPoolExecutor(4) as pool:
+        (value,) = set(pool.map(lambda _: state.get(Value, Value), range(8)))
+    assert model_state(models[0]).get(Value, Value) is value
+    assert state.get("another key", Value) is not value
+    other = model_state(models[1]).get(Value, Value)
+    assert other is not value
+    state, value = None, ref(value)
+    del models[0]
+    gc.collect()
+    assert value() is None
+    assert model_state(models[0]).get(Value, Value) is other
