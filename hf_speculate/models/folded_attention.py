@@ -233,7 +233,7 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of grouped attention layers, or of all on CUDA; none if code may compare the attention's name."""
     modules = modules_of(model)
-    takes_all = is_chosen(parameter.device for parameter in parameters_of(model))
+    takes_all = is_chosen({parameter.device for parameter in parameters_of(model)})
     # vars(): a miss in getattr() of a module costs more than the rest of the search
     layers = [
         module
