@@ -131,7 +131,7 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/test_floors.py
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/test_floors.py tests/test_core_and_options.py
 
 fix: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

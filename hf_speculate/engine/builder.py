@@ -15,7 +15,6 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.distributed import BroadcastStopping
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
@@ -30,6 +29,7 @@ from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, drafter_text, make_plan
+from hf_speculate.engine.ranks import ONE_PROCESS
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
@@ -86,7 +86,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     batch = _make_batch(plan)
     target_cache = _make_cache(plan.target, plan)
     capture = _make_capture(plan)
-    keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
+    keeps_states = call.is_cache_kept or call.ranks.is_distributed
     compiled = make_compiled_model(plan.target, plan.compile, call.max_position, forget_compiled, capture)
     language_model = compiled or LanguageModel(
         call.target, call.max_position, keeps_states, call.target_inputs, capture=capture
@@ -106,11 +106,9 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         counts_drafted=drafter.drafts_fewer,
         reads_ahead=call.rows_leave,
         ranks=call.ranks,
-        group=call.group if reads_clock else None,
+        group=call.ranks if reads_clock else ONE_PROCESS,
     )
-    criteria = call.criteria
-    if call.group is not None and not criteria.reads_text_alone:
-        criteria = BroadcastStopping(criteria, call.group)
+    criteria = call.ranks.wrap_criteria(call.criteria)
     stopping: BlockStoppingCriteria | StoppingGroups = criteria
     if call.rows_leave and criteria.is_row_wise:
         max_length = min(call.max_length, criteria.max_length or call.max_length)
@@ -180,8 +178,7 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
 def _make_batch(plan: Plan) -> Batch:
     call, num_rows = plan.call, plan.call.batch_size
     seeds = plan.call.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
-    if call.group is not None:
-        seeds = call.group.broadcast(seeds)
+    seeds = call.ranks.broadcast(seeds)
     limits = plan.call.config.draft_limits(num_rows)
     return Batch(
         call.input_ids, seeds, call.max_length, call.num_prompt_tokens, plan.reads_keys, call.first_row, limits
@@ -198,9 +195,7 @@ def _make_capture(plan: Plan) -> LayerCapture | None:
 
 def _make_faults(plan: Plan, stats: SpeculationStats) -> DraftFaults:
     call, device = plan.call, (plan.target if plan.draft is None else plan.draft).device
-    return DraftFaults(
-        stats, f"the drafter ({drafter_text(call)})", device, lambda error: True, call.ranks or call.group
-    )
+    return DraftFaults(stats, f"the drafter ({drafter_text(call)})", device, lambda error: True, call.ranks)
 
 
 def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None, faults: DraftFaults) -> DraftGuard:
@@ -216,10 +211,10 @@ def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | Non
         reuse,
         placeless_id(plan.target.model),
         hidden_states,
-        call.group,
+        call.ranks,
     )
     is_fixed = plan.is_lock_step or "draft" in (*plan.compile.settings, *plan.compile.graphed)
-    rows_may_leave = not is_fixed and reuse is None and call.ranks is None
+    rows_may_leave = not is_fixed and reuse is None and not call.ranks.is_synced
     return DraftGuard(session, faults, call.num_pads, rows_may_leave, call.ranks)
 
 
@@ -244,7 +239,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
     call, config = plan.call, plan.call.config
-    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.group
+    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.ranks
     if not plan.is_lock_step:
         processors = ProcessorGroups(call.processors, call.batch_size)
         return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)

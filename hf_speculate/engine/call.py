@@ -12,8 +12,8 @@ from hf_speculate.cache.layers import num_held
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.compile_plan import CompilePlan
-from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.outputs import Recorded
+from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -47,8 +47,7 @@ class Call:
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
     self_test: str = ""  # how the target compares with plain decoding; empty if its type is known to agree
-    ranks: SyncedRanks | None = None  # the ranks that must run as many forwards, or None
-    group: TensorParallelGroup | None = None  # the processes that compute a model together, or None
+    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     first_row: int = 0  # number of the first output row
     rows_leave: bool = False  # whether each row ends by itself, to make room for another prompt
 

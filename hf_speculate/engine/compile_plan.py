@@ -11,10 +11,10 @@ from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import STEP_QUERY_LEN
-from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.graph_plan import ungraphed_reasons
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
+from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.graphs import Graphing

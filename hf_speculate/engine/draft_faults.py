@@ -6,22 +6,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
+from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.errors import OtherRankError
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
 _ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # modules between the caller and a report
-
-
-class Peers(Protocol):
-    """The other processes of a call."""
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set; every process asks at the same time."""
 
 
 @dataclass
@@ -37,9 +30,9 @@ class DraftFaults:
     name: str  # of the drafter, for the reason
     device: torch.device  # of the drafter
     is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
-    peers: Peers | None = None
-    _error: Exception | None = field(default=None, init=False)  # that the peers have yet to learn of
-    _is_over: bool = field(default=False, init=False)  # whether the peers meet no more in this context
+    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
+    _error: Exception | None = field(default=None, init=False)  # that other ranks have yet to learn of
+    _is_over: bool = field(default=False, init=False)  # whether the ranks meet no more in this context
 
     def __enter__(self) -> None:
         self._is_over = False
@@ -49,7 +42,7 @@ class DraftFaults:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        if self.peers is not None:
+        if self.ranks.is_distributed:
             if not self._is_over:
                 self._error = error
             return not self._is_over
@@ -62,7 +55,7 @@ class DraftFaults:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an error waits for the peers."""
+        """Whether an error waits for the other ranks."""
         return self._error is not None
 
     def meet(self, is_last: bool = True) -> None:
@@ -70,10 +63,8 @@ class DraftFaults:
 
         `is_last` says that no other meeting follows in the same context.
         """
-        if self.peers is None:
-            return
         error, self._error = self._error, None
-        has_failed = self.peers.any(error is not None)
+        has_failed = self.ranks.any(error is not None)
         self._is_over = is_last or has_failed
         if has_failed:
             raise error or OtherRankError("drafting must go well in every process, got an error in another one")

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import SyncedRanks
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
@@ -46,7 +45,7 @@ class DraftGuard:
         faults: DraftFaults,
         num_pads: Sequence[int],  # [B] columns of padding before each row of the batch
         rows_may_leave: bool = True,  # whether the session can do without a row before the batch does
-        ranks: SyncedRanks | None = None,
+        ranks: Ranks = ONE_PROCESS,
     ):
         self._session: DraftSession | None = session
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
@@ -90,8 +89,7 @@ class DraftGuard:
         for row in self._served:
             room[row.place] = max(row.end - lens[row.place], 0) if has_end else _NO_END
         if self._is_joint:
-            least = min(room) if self._ranks is None else self._ranks.min(min(room))
-            room = [least] * batch.num_rows
+            room = [self._ranks.min(min(room))] * batch.num_rows
         for row in self._served:
             room[row.place] *= not row.is_lost
         self.is_served = [num > 0 for num in room]
@@ -220,7 +218,7 @@ class DraftGuard:
         if any(row.end <= lens[row.place] or not self.is_served[row.place] for row in present):
             self._report_context()
         # other ranks, and a later call with the same draft state, need the session
-        is_needed = self._ranks is not None or self._session.reuse is not None
+        is_needed = self._ranks.is_synced or self._session.reuse is not None
         if live and not any(self.is_served[place] for place in live) and not is_needed:
             self._close()
 
@@ -255,9 +253,7 @@ class DraftGuard:
             return
         found = self._call(lambda session: session.drafter.has_numbers())
         if found is not None:
-            if self._session.group is not None:  # whose drafts are those of rank 0
-                found = self._session.group.broadcast(found.to(torch.uint8))
-            self._look = list(self._served), found.to("cpu", non_blocking=True)
+            self._look = list(self._served), self._ranks.broadcast(found).to("cpu", non_blocking=True)
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.observers import Observer
+from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.schedule import RoundOutcome, RowGain, Schedule
 from hf_speculate.types import RoundRecord, StageSeconds
@@ -23,8 +21,8 @@ class DraftLength(Observer):
     is_lock_step: bool = False
     counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
     reads_ahead: bool = False  # whether the drafter reads prompts before the first round in any case
-    ranks: SyncedRanks | None = None  # the largest K of all ranks counts; finished ranks go on until all are
-    group: TensorParallelGroup | None = None  # rank 0's schedule counts; None if every rank's asks for the same K
+    ranks: Ranks = ONE_PROCESS  # the largest K of all ranks counts; finished ranks go on until all are
+    group: Ranks = ONE_PROCESS  # rank 0's schedule counts; one process if every rank's asks for the same K
 
     def begin(self, prefill_s: float, num_read: int, num_unread: int) -> None:
         """Prepare for the first round, from the seconds and columns of the target's prefill."""
@@ -37,7 +35,7 @@ class DraftLength(Observer):
         `room` [B] is what the drafter can draft in each row. `target_room` is how many drafted tokens the target can
         read in all rows, None for any number.
         """
-        if target_room is not None and self.ranks is not None:
+        if target_room is not None:
             target_room = self.ranks.min(target_room)
         rows = zip(batch.num_left, batch.draft_limits, room, batch.is_finished, strict=True)
         live = [(left, min(limit, most)) for left, limit, most, is_finished in rows if not is_finished]
@@ -48,18 +46,16 @@ class DraftLength(Observer):
                 most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
             if target_room is not None:
                 most = min(most, target_room)
-            num_wanted = self.schedule.num_draft_tokens
-            if self.group is not None:
-                num_wanted = int(self.group.broadcast(torch.tensor(num_wanted, device="cpu")))
+            num_wanted = self.group.broadcast_number(self.schedule.num_draft_tokens)
             num = max(min(num_wanted, most), 0)
-        return num if self.ranks is None else self.ranks.max(num)
+        return self.ranks.max(num)
 
     def keeps_rows_even(self, batch: Batch) -> bool:
         """Whether all rows must emit the same number of tokens in the round that `next` was asked for.
 
         Never in a tensor-parallel group: the schedules of its ranks may differ, and only their K is synchronised.
         """
-        return self.schedule.is_probe and self.group is None and batch.tokens.row_lens.is_even
+        return self.schedule.is_probe and not self.group.is_group and batch.tokens.row_lens.is_even
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         self.schedule.end()

@@ -10,9 +10,9 @@ from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import TensorParallelGroup, broadcast_draft
 from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
+from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
@@ -31,7 +31,7 @@ class DraftSession:
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
     placeless_id: int | None = None
     hidden_states: HiddenStates | None = None
-    group: TensorParallelGroup | None = None  # processes that use the drafts of rank 0, or None
+    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
@@ -71,8 +71,7 @@ class DraftSession:
         request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
         draft = self.drafter.draft(request)
         meet()
-        if self.group is not None:
-            draft = broadcast_draft(draft, request, self.group)
+        draft = self.ranks.broadcast_draft(draft, request)
         self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
         draft = self._before_placeless(batch, _within_room(draft, batch, room))
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0

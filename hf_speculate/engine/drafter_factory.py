@@ -94,13 +94,12 @@ def _model_drafter(
     plan: Plan, draft: ModelPlan, on_failure: Callable[[str, str], None], meet: Callable[[], None]
 ) -> ModelDrafter:
     call, config, device = plan.call, plan.call.config, draft.device
-    is_synced = call.ranks is not None or call.group is not None
     context = context_of(draft.model, call.input_ids.shape[1] - min(call.num_pads))
     max_position = call.max_position if context is None else min(call.max_position, context.num_tokens - 1)
-    if context is not None and context.num_tokens >= call.max_length and call.ranks is None:
+    if context is not None and context.num_tokens >= call.max_length and not call.ranks.is_synced:
         context = None  # out of reach; another rank's rows may be longer
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
-    chunk_size = None if call.ranks else draft_chunk_size(plan.target.model, draft.model, num_query)
+    chunk_size = None if call.ranks.is_synced else draft_chunk_size(plan.target.model, draft.model, num_query)
     eos, processors = call.criteria.eos_token_ids, call.processors.for_draft()
     if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
         processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
@@ -116,8 +115,8 @@ def _model_drafter(
     compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
     if compiled is not None:
         return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
-    arguments = draft.model, max_position, is_synced, draft.inputs
-    rest = chunk_size, not is_synced, meet if call.ranks is not None else None
+    arguments = draft.model, max_position, call.ranks.is_distributed, draft.inputs
+    rest = chunk_size, not call.ranks.is_distributed, meet if call.ranks.is_synced else None
     if call.vocabulary is None:
         return ModelDrafter(Inferencer(LanguageModel(*arguments), *rest), of_rows, settings, context)
     translated = TranslatedLanguageModel(call.vocabulary, *arguments)

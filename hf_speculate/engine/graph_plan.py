@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from transformers import PreTrainedModel
 
 from hf_speculate.compat import has_hooks_of_others
-from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.model_state import model_state
+from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_selection import memory_bytes
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
 from hf_speculate.models.quirks import growing_rope

@@ -116,7 +116,6 @@ def join_obstacle(prepared: Prepared) -> str:
         return "a logits processor has state"
     if not decoder.drafts.can_join:
         return "the drafter has states that cannot be joined"
-    is_distributed = call.ranks is not None or call.group is not None
-    if plan.keeps_rows or is_distributed or call.config.relax_only_inside is not None:
+    if plan.keeps_rows or call.ranks.is_distributed or call.config.relax_only_inside is not None:
         return "the call depends on its rows staying together"
     return ""

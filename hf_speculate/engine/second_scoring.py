@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import SyncedRanks
+from hf_speculate.engine.ranks import Ranks
 from hf_speculate.engine.target_session import TargetSession
 from hf_speculate.engine.verification import Verification
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Verified
@@ -40,7 +40,7 @@ class SecondScoring:
     target: TargetSession
     verification: Verification
     depends_on_draft: bool  # whether the output depends on what is drafted
-    ranks: SyncedRanks | None
+    ranks: Ranks
 
     def run(self, batch: Batch, draft: DraftOut, keys: NoiseKeys, first: Verified) -> Rescored:
         """The round anew, from the draft that led to the verdict `first`."""
@@ -48,8 +48,7 @@ class SecondScoring:
         num_forwards = scored_draft.token_ids.shape[1] + 1
         self.target.kv_cache.crop(draft.token_ids.shape[1] + 1)
         self.target.kv_cache.clear_rejected()
-        if self.ranks is not None:
-            self._run_dummies(batch, (self.ranks.max(num_forwards) or 0) - num_forwards)
+        self._run_dummies(batch, (self.ranks.max(num_forwards) or 0) - num_forwards)
         tokens = self.target.query(batch, draft)[:, :num_forwards].split(1, dim=1)
         scored = joined([self._score(token, **self.target.options) for token in tokens])
         verified = self.verification.verify(batch, scored.logits, scored_draft, keys, checks_logits=True)
@@ -62,7 +61,7 @@ class SecondScoring:
 
     def join_others(self, batch: Batch) -> None:
         """Take part in the second scorings of other ranks; called before every round."""
-        while self.ranks is not None and (num_forwards := self.ranks.max(0)):
+        while num_forwards := self.ranks.max(0):
             self._run_dummies(batch, num_forwards)
 
     def _run_dummies(self, batch: Batch, num_forwards: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.ranks import tensor_parallel_size
 
 
 class StepWeights(NamedTuple):

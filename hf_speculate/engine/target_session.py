@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import SyncedRanks
+from hf_speculate.engine.ranks import Ranks
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Scored, Trimmed
@@ -30,7 +30,7 @@ class EndPadding:
     max_query: int  # tokens per row in a forward that reads padding alone
     max_columns: int | None  # of the KV cache that the model can read; None for any number
     num_rows: InitVar[int]
-    ranks: SyncedRanks | None
+    ranks: Ranks
 
     def __post_init__(self, num_rows: int) -> None:
         self._num_fed = [0] * num_rows  # tokens that the cache holds after all but the last token of each row
@@ -65,9 +65,7 @@ class EndPadding:
         max_query = self.max_query
         if self.max_columns is not None:  # the longest row stays as long as it is
             max_query = max(min(max_query, self.max_columns - kv_cache.num_columns), 1)
-        num_forwards = -(-max(self._num_lacking(batch)) // max_query)
-        if self.ranks is not None:
-            num_forwards = self.ranks.max(num_forwards or None) or 0
+        num_forwards = self.ranks.max(-(-max(self._num_lacking(batch)) // max_query)) or 0
         if num_forwards and kv_cache.holds_rejected:
             kv_cache.clear_rejected()
         for _ in range(num_forwards):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import BroadcastVerifier, TensorParallelGroup
+from hf_speculate.engine.ranks import Ranks
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import download
@@ -27,7 +27,7 @@ class Verification:
 
     verifier: Verifier  # the verification rule
     spans: Spans | None  # restricts a lossy verifier to spans; None if it decides everywhere
-    group: TensorParallelGroup | None  # processes that use the verdict of rank 0, or None
+    ranks: Ranks  # the processes that decode the call together
 
     def verify(
         self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool = False
@@ -44,18 +44,12 @@ class Verification:
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
         raise NotImplementedError
 
-    def _agreed(self, has_bad_logits: bool) -> bool:
-        """What rank 0 of the tensor-parallel group says."""
-        if self.group is None:
-            return has_bad_logits
-        return bool(self.group.broadcast(torch.tensor(int(has_bad_logits), device="cpu")))
-
     def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
         """The verifier from a position of the round on, if the tokens before it were accepted."""
         verifier = self.verifier
         if self.spans is not None:
             verifier = self.spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
-        return verifier if self.group is None else BroadcastVerifier(verifier, self.group)
+        return self.ranks.wrap_verifier(verifier)
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round that were not emitted."""
@@ -94,7 +88,7 @@ class RowWiseVerification(Verification):
         has_bad_logits = False
         if loses_nan or flagged:
             is_nan = any(any(rows[row][num_positions:][: num_accepted[row] + 1]) for row in counted)
-            has_bad_logits = self._agreed(is_nan or _are_bad(logits, flagged, num_accepted))
+            has_bad_logits = self.ranks.broadcast_number(is_nan or _are_bad(logits, flagged, num_accepted))
         if has_bad_logits:
             self.processors.rollback([num_positions] * batch.num_rows)
         return Verified(
@@ -138,7 +132,7 @@ class LockStepVerification(Verification):
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
         # before the processors, which are shown what plain `generate` shows them
-        if checks_logits and self._agreed(self._begins_with_nan(batch, logits)):
+        if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, logits)):
             nothing = _no_verdict(batch, logits, draft)
             return nothing._replace(num_drafted=draft.lens.tolist(), num_host_syncs=2, has_bad_logits=True)
         input_ids: Any = batch.tokens.token_ids[:, : batch.tokens.lens[0]]  # [B, T]; typed as a LongTensor elsewhere

@@ -18,8 +18,8 @@ from hf_speculate.draft.from_candidate_generator import make_generator
 from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import static_request
-from hf_speculate.engine.distributed import synced_ranks, tensor_parallel_group
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
+from hf_speculate.engine.ranks import find_ranks
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_encoder import try_draft_inputs
@@ -145,14 +145,13 @@ class SpeculativeDecoding:
         check_context(extra, input_ids, generation_config, draft, vocabulary)
         is_fixed = self.is_static or static_cache is not None
         models = [model] if draft is None else [model, draft]
-        ranks = synced_ranks(self.passed.get("synced_gpus"), models, device)
-        group = tensor_parallel_group(models, device)
-        if ranks is not None:
+        ranks = find_ranks(self.passed.get("synced_gpus"), models, device)
+        if ranks.is_synced:
             has_compiled = generation_config.compile_config is not None
             check_synced(config, generation_config, is_fixed or has_compiled, self.source)
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
         given = inputs_tensor if reads_tensor else None, model_kwargs, len(input_ids), vocabulary
-        read_by_draft = try_draft_inputs(self.stats, ranks or group, draft, model, *given)
+        read_by_draft = try_draft_inputs(self.stats, ranks, draft, model, *given)
         if read_by_draft is None:  # the draft cannot read what the target has read
             draft = vocabulary = None
         static = static_request(model, draft, generation_config, is_fixed, self.assistant.eager_reason)
@@ -189,7 +188,6 @@ class SpeculativeDecoding:
                 vocab_size=vocab_size_of(model),
             ),
             ranks=ranks,
-            group=group,
             first_row=self.first_row or 0,
             rows_leave=self.first_row is not None,
         )

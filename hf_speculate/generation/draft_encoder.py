@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.engine.draft_faults import DraftFaults, Peers
+from hf_speculate.engine.draft_faults import DraftFaults
+from hf_speculate.engine.ranks import Ranks
 from hf_speculate.errors import SpeculateError
 from hf_speculate.generation.model_inputs import draft_inputs
 from hf_speculate.models.context import encoder_context_len
@@ -16,7 +17,7 @@ from hf_speculate.stats import SpeculationStats
 
 def try_draft_inputs(
     stats: SpeculationStats,
-    peers: Peers | None,
+    ranks: Ranks,
     draft: PreTrainedModel | None,
     target: PreTrainedModel,
     inputs: Tensor | None,
@@ -26,11 +27,11 @@ def try_draft_inputs(
     if draft is None or not draft.config.is_encoder_decoder:
         return draft_inputs(draft, target, inputs, *others)
     name, read = f"the encoder of the drafter (model {type(draft).__name__})", None
-    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), peers)
+    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), ranks)
     longest, encoder = encoder_context_len(draft.config), draft.get_encoder()
     is_text = inputs is not None and inputs.ndim == 2 and encoder is not target.get_encoder()
     is_long = is_text and inputs is not None and longest is not None and inputs.shape[1] > longest
-    if is_long if peers is None else peers.any(is_long):
+    if ranks.any(is_long):
         faults.report(f"plain decoding, because {name} reads {longest} tokens at most")
         return None
     with faults:

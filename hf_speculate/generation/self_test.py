@@ -55,20 +55,13 @@ def check_decoding(
     situation = model_kind, cache_kind, prompt_kind
     self_tests = model_state(model).self_tests
     difference = self_tests.get(situation, torch.nan)
-    is_due = math.isnan(difference)
-    if call.ranks is not None:  # forwards wait for those of the other ranks
-        is_due = bool(call.ranks.max(int(is_due)))
-    if is_due:
+    if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
         difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
-        if call.group is not None:
-            measured = torch.tensor(difference, dtype=torch.float64, device="cpu")
-            difference = float(call.group.broadcast(measured))
-        self_tests[situation] = difference
+        self_tests[situation] = difference = call.ranks.broadcast_number(difference)
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
-    fails_anywhere = has_failed if call.ranks is None else bool(call.ranks.max(int(has_failed)))
-    if fails_anywhere:
+    if call.ranks.max(int(has_failed)):
         got = f"a difference of {difference:.2g} with {padding} padding and {counted(call.batch_size, 'row')}"
         raise UnsupportedModelError(
             f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "

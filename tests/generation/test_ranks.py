@@ -19,10 +19,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.engine.distributed import tensor_parallel_group
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
+from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.draft.test_custom import Repeats
 from tests.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches
@@ -250,6 +250,7 @@ SPLIT_CALLS = {
     "coupled, lock step": {**K, **COUPLED, "logits_processor": [Unchanged()], "ends": True},
     "alone": {**COUPLED, "assistant_model": None},
     "adaptive": {**ADAPTIVE, "small": True, "ends": True},
+    "synced": {**K, "synced_gpus": True, "ends": True},
     "drafts of NaN": {**K},
     "drafts of NaN that a processor hides": {**K, "remove_invalid_values": True},
     "drafts of NaN in lock step": {**K, "logits_processor": [Unchanged()]},

@@ -164,7 +164,9 @@ MUTANTS = mutants_of(
             "a processor is shown NaN": Fault("scores = logits.nan_to_num(0.0, torch.inf, -torch.inf)", "pass", NAN),
             "NaN after the end counts": Fault("[: num_accepted[row] + 1])", ")", NAN),
             "processors are shown NaN in lock step": Fault(
-                "if checks_logits and self._agreed(self._begins_with_nan(batch, logits)):", "if False:", NAN
+                "if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, logits)):",
+                "if False:",
+                NAN,
             ),
             "a processor keeps its state of a round that is scored again": Fault(
                 "self.processors.rollback([num_positions] * batch.num_rows)", "pass", NAN
@@ -215,7 +217,7 @@ MUTANTS = mutants_of(
         ("hf_speculate/engine/draft_length.py", "engine/test_batch.py"): {
             "drafts past the last row's end": Fault("max(min(left - 1, limit)", "max(min(left + 3, limit)"),
             "a probe lets rows move apart": Fault(
-                "self.schedule.is_probe and self.group is None", "False", "generation/test_schedules.py"
+                "self.schedule.is_probe and not self.group.is_group", "False", "generation/test_schedules.py"
             ),
             "the target's table has no end": Fault("most = min(most, target_room)", "pass", COLUMNS),
         },

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_speculate.engine.distributed import synced_ranks
+from hf_speculate.engine.ranks import find_ranks as ranks_of_call
+from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.errors import UnsupportedModelError, import_extra
 
 # Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
@@ -55,7 +56,7 @@ def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
     """Raise `UnsupportedModelError` if there are several ranks and the model is distributed over them."""
     if ranks.num == 1:
         return
-    if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
+    if tensor_parallel_size(model) > 1 or ranks_of_call(None, [model], model.device).is_synced:
         raise UnsupportedModelError(
             f"each of {ranks.num} ranks must hold a whole model, got one that is distributed over them; call "
             "generate() on all ranks instead"

@@ -1,0 +1,43 @@
+"""Synced ranks: processes that must run equally many forwards, because each forward gathers weights from all."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from hf_speculate.engine.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class SyncedRanks(Ranks):
+    """The ranks that must run as many forwards as this one, because each forward gathers weights from all of them."""
+
+    device: torch.device
+    is_synced = True
+
+    def max(self, num: int | None) -> int | None:
+        wish = torch.tensor(0 if num is None else num + 1, device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
+        agreed = int(wish)
+        return agreed - 1 if agreed else None
+
+    def min(self, num: int) -> int:
+        wish = torch.tensor(num, device=self.device)
+        dist.all_reduce(wish, op=dist.ReduceOp.MIN)
+        return int(wish)
+
+    def any(self, flag: bool) -> bool:
+        return self.min(int(not flag)) == 0
+
+
+def must_sync(synced_gpus: bool | None, models: Iterable[nn.Module]) -> bool:
+    """Whether ranks must run equally many forwards: as `synced_gpus` says, else by ZeRO-3 and FSDP."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return False
+    if synced_gpus is not None:
+        return synced_gpus
+    return is_deepspeed_zero3_enabled() or any(is_fsdp_managed_module(model) for model in models)

@@ -1,0 +1,226 @@
+"""The core knows none of its options: its imports of them, which only become fewer, and what a plain call runs."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import islice
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.test_floors import ROOT, library_files
+
+FOLDER = "options"  # of the options, below `hf_speculate`
+# Option -> its files and folders that do not lie in `hf_speculate/options/<option>` yet. Everything else is the core,
+# but for the tools. Core is also what decoding with any draft model needs to be exact: second scoring, the draft guard
+# and its faults, the context of models, the probe of wrapped decoders and processors of the encoder's ids.
+# `draft/named.py` is core because it loads ordinary draft models too; the loading of heads has to leave it.
+OPTIONS = {
+    "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
+    "recurrent": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
+    "compiled": (
+        "models/compilation.py",
+        "models/compiled.py",
+        "models/graphs.py",
+        "engine/compile_plan.py",
+        "engine/graph_plan.py",
+        "cache/buffer_pool.py",
+    ),
+    "refill": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
+    "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
+    "draft_state": ("draft/state.py", "engine/draft_cache_reuse.py"),
+    "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
+    "cuda": ("processors/fused_warpers.py", "models/attention_backends.py"),
+    "cpu": ("processors/top_k_top_p.py",),
+    "static_cache": ("cache/static.py",),
+    "spans": ("verify/spans.py",),
+    "self_test": ("generation/self_test.py",),
+}
+NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
+BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}  # the imports that options may have of options
+
+# File of the core -> the options' files that it imports. The list only becomes shorter.
+IMPORTS = {
+    "cache/preallocated.py": "cache/buffer_pool.py",
+    "draft/assistant.py": "draft/early_exit.py",
+    "draft/base.py": "models/compilation.py",
+    "draft/model.py": "models/compiled.py processors/row_groups.py",
+    "draft/named.py": (
+        "draft/heads/folder.py "
+        "draft/heads/head.py "
+        "draft/heads/load.py "
+        "draft/heads/recognise.py "
+        "draft/heads/weight_files.py"
+    ),
+    "draft/suffix.py": "draft/suffix_store.py",
+    "draft/token_choice.py": "processors/row_groups.py",
+    "engine/builder.py": (
+        "engine/compile_plan.py "
+        "engine/draft_cache_reuse.py "
+        "engine/hidden_states.py "
+        "models/layer_capture.py "
+        "processors/row_groups.py "
+        "verify/spans.py"
+    ),
+    "engine/call.py": "engine/compile_plan.py",
+    "engine/draft_session.py": "engine/draft_cache_reuse.py engine/hidden_states.py",
+    "engine/drafter_factory.py": (
+        "draft/from_candidate_generator.py "
+        "draft/hybrid.py "
+        "engine/compile_plan.py "
+        "models/compilation.py "
+        "processors/fused_warpers.py "
+        "processors/row_groups.py"
+    ),
+    "engine/model_state.py": "cache/buffer_pool.py models/compilation.py",
+    "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
+    "engine/stop_tracker.py": "processors/row_groups.py",
+    "engine/verification.py": "processors/row_groups.py verify/spans.py",
+    "generation/config_sources.py": "draft/state.py draft/suffix_store.py",
+    "generation/decoding_method.py": (
+        "cache/static.py draft/from_candidate_generator.py engine/compile_plan.py generation/self_test.py"
+    ),
+    "generation/draft_source.py": "draft/heads/head.py",
+    "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
+    "generation/validate_call.py": "cache/static.py",
+    "generation/validate_models.py": "models/mixers.py",
+    "models/cache_selection.py": (
+        "cache/buffer_pool.py cache/hybrid.py cache/recurrent.py models/mixer_steps.py models/mixers.py"
+    ),
+    "models/folded_attention.py": "models/attention_backends.py",
+    "models/language_model.py": "models/layer_capture.py",
+    "processors/block.py": "processors/top_k_top_p.py",
+    "processors/registry.py": "processors/fused_warpers.py",
+}
+
+# What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
+MOST = {"files run": 98, "lines run": 13_042, "modules loaded": 150, "lines loaded": 19_182}
+
+
+def option_of(path: str) -> str | None:
+    """The option that a file of the library belongs to; None for the core and the tools."""
+    parts = PurePosixPath(path).parts
+    if parts[0] == FOLDER:
+        return parts[1] if len(parts) > 2 else None
+    matches = (option for option, own in OPTIONS.items() if any(PurePosixPath(path).is_relative_to(one) for one in own))
+    return next(matches, None)
+
+
+def sources() -> dict[str, str]:
+    """File below `hf_speculate` -> its text, without the kernels."""
+    library, kernels = ROOT / "hf_speculate", ROOT / "triton_kernels"
+    paths = (path for path in library_files().values() if not path.is_relative_to(kernels))
+    return {path.relative_to(library).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
+def imported_names(source: str) -> list[list[str]]:
+    """Dotted names that each import of a source may mean, wherever it stands; the first one that is a module counts."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [[alias.name] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names += [[f"{node.module}.{alias.name}", node.module] for alias in node.names]
+    return names
+
+
+def imports_of(source: str, files: Mapping[str, str]) -> Iterator[str]:
+    """The files of the library that a source imports."""
+    for names in imported_names(source):
+        bases = [name.removeprefix("hf_speculate.").replace(".", "/") for name in names]
+        matches = (path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in files)
+        yield from islice(matches, 1)
+
+
+def option_imports(files: Mapping[str, str]) -> set[tuple[str, str]]:
+    """(importing file, imported file) of every import of an option by the core, or by another option in its folder."""
+    found = set()
+    for path, source in files.items():
+        own = option_of(path)
+        if path.startswith(NOT_CORE) or (own is not None and not path.startswith(f"{FOLDER}/")):
+            continue
+        for imported in imports_of(source, files):
+            other = option_of(imported)
+            if other is not None and other != own and (own, other) not in BETWEEN_OPTIONS:
+                found.add((path, imported))
+    return found
+
+
+def import_problems(found: set[tuple[str, str]]) -> list[str]:
+    """Imports that are new, and entries of the list whose imports are gone."""
+    listed = {(path, imported) for path, names in IMPORTS.items() for imported in names.split()}
+    new = [f"{path} must not import {imported} ({option_of(imported)})" for path, imported in sorted(found - listed)]
+    return new + [f"take {imported} of {path} off IMPORTS" for path, imported in sorted(listed - found)]
+
+
+def figures(run: Mapping[str, int], loaded: Mapping[str, int]) -> dict[str, int]:
+    """The figures that `MOST` bounds, of a traced call: file -> lines."""
+    return dict(zip(MOST, (len(run), sum(run.values()), len(loaded), sum(loaded.values())), strict=True))
+
+
+def trace_problems(run: Mapping[str, int], loaded: Mapping[str, int]) -> list[str]:
+    """What a traced call runs and loads beyond the bounds, or of the options' folder."""
+    too_many = [f"{num} {name}: at most {MOST[name]}" for name, num in figures(run, loaded).items() if num > MOST[name]]
+    return too_many + [f"{path} is loaded" for path in sorted(loaded) if path.startswith(f"{FOLDER}/")]
+
+
+def test_the_core_imports_no_option_beside_those_listed():
+    files = sources()
+    for option, own in OPTIONS.items():
+        for one in own:
+            assert any(PurePosixPath(path).is_relative_to(one) for path in files), f"{one} of {option} does not exist"
+    found = option_imports(files)
+    print(f"{len(found)} imports of options by the core")
+    assert not (problems := import_problems(found)), "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "imported"),
+    [
+        ("engine/decoder.py", "from hf_speculate.verify.spans import Spans", "verify/spans.py"),
+        ("engine/decoder.py", "from hf_speculate.verify import spans", "verify/spans.py"),
+        ("engine/decoder.py", "def f():\n    import hf_speculate.cache.static", "cache/static.py"),
+        ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
+        ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
+        ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
+        ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
+        ("options/heads/source.py", "from hf_speculate.models.compiled import x", None),
+        ("engine/running_batch.py", "from hf_speculate.verify.spans import Spans", None),
+        ("tools/checks/pair.py", "from hf_speculate.verify.spans import Spans", None),
+        ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
+    ],
+)
+def test_an_added_import_is_found(path, line, imported):
+    more = dict.fromkeys(("options/spans/rule.py", "options/spans/other.py", "options/cpu/top.py"), "")
+    files = {**sources(), **more, "options/heads/source.py": ""}
+    before = option_imports(files)
+    added = option_imports({**files, path: f"{files[path]}\n{line}\n"}) - before
+    assert added == ({(path, imported)} if imported else set())
+    assert len(import_problems(before | added)) == len(import_problems(before)) + len(added)
+
+
+def test_an_import_that_is_gone_is_to_be_taken_off_the_list():
+    found = option_imports(sources())
+    assert import_problems(found - {min(found)}) == ["take {1} of {0} off IMPORTS".format(*min(found))]
+
+
+def test_a_plain_greedy_call_runs_and_loads_little():
+    command = [sys.executable, "-m", "tests.traced_call"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    traced = json.loads(done.stdout)
+    print(", ".join(f"{num} {name}" for name, num in figures(**traced).items()))
+    assert not (problems := trace_problems(**traced)), "\n".join(problems)
+    assert traced["run"].keys() <= traced["loaded"].keys()
+    assert {"engine/decoder.py", "draft/model.py", "verify/greedy.py"} <= traced["run"].keys()
+
+
+def test_a_call_that_runs_or_loads_more_is_found():
+    files = {f"{number}.py": 1 for number in range(max(MOST.values()) + 1)}
+    assert len(trace_problems(files, files)) == len(MOST)
+    assert trace_problems({}, {"options/spans/rule.py": 1}) == ["options/spans/rule.py is loaded"]
