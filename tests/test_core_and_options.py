@@ -98,7 +98,7 @@ IMPORTS = {
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 98, "lines run": 13_042, "modules loaded": 150, "lines loaded": 19_182}
+MOST = {"files run": 98, "lines run": 13_043, "modules loaded": 150, "lines loaded": 19_183}
 
 
 def option_of(path: str) -> str | None:
