@@ -111,13 +111,13 @@ def adapters_by_row(model: PreTrainedModel) -> bool:
 
 def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Ids of all forward hooks in the model; no two hooks of a process share one."""
-    modules = list(model.modules())
+    modules = modules_of(model)
     return tuple(found for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for found in held)
 
 
 def has_hooks_of_others(model: PreTrainedModel) -> bool:
     """Whether the model has forward hooks that transformers did not register to record outputs."""
-    held = (hooks for one in model.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks))
+    held = (hooks for one in modules_of(model) for hooks in (one._forward_pre_hooks, one._forward_hooks))
     return any(not hook.__module__.startswith("transformers.") for hooks in held for hook in hooks.values())
 
 

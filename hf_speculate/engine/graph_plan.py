@@ -11,6 +11,7 @@ from hf_speculate.models.cache_selection import memory_bytes
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
 from hf_speculate.models.quirks import growing_rope
+from hf_speculate.module_walk import modules_of, parameters_of
 
 # Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
 # asked for, or a call that allows many more tokens than it generates would run out of memory.
@@ -61,12 +62,12 @@ def _ungraphed_reason(one: ModelPlan, is_compiled: bool = False) -> str:
         one.ungraphed: bool(one.ungraphed),
         "it runs compiled": is_compiled,
         f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
-        "its weights lie on several devices": len({weight.device for weight in model.parameters()}) > 1,
+        "its weights lie on several devices": len({weight.device for weight in parameters_of(model)}) > 1,
         "its states are not preallocated": one.cache.kind != "preallocated",
         "it reads more than its text": not one.inputs.is_empty,
         "it is split over processes": tensor_parallel_size(model) > 1,
         "its rotary embedding changes with the length": growing_rope(model) is not None,
-        "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in model.modules()),
+        "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in modules_of(model)),
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     return f"{name}: {reason}" if reason else ""

@@ -29,7 +29,7 @@ def find_devices() -> None:
 def is_chosen(devices: Iterable[torch.device]) -> bool:
     """Whether the backend of attention on any of the devices is left to the functions below."""
     find_devices()
-    return any(_served.values()) and any(_is_served(device) for device in devices)
+    return any(_is_served(device) for device in devices)
 
 
 def chooses_backend(query: Tensor, value: Tensor) -> bool:

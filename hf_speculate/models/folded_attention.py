@@ -38,7 +38,7 @@ from hf_speculate.models.attention_backends import (
     repeated,
 )
 from hf_speculate.models.quirks import may_compare_attention
-from hf_speculate.module_walk import modules_of
+from hf_speculate.module_walk import modules_of, parameters_of
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to
@@ -233,7 +233,7 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of grouped attention layers, or of all on CUDA; none if code may compare the attention's name."""
     modules = modules_of(model)
-    takes_all = is_chosen(parameter.device for parameter in model.parameters())
+    takes_all = is_chosen({parameter.device for parameter in parameters_of(model)})
     # vars(): a miss in getattr() of a module costs more than the rest of the search
     layers = [
         module

@@ -12,6 +12,7 @@ from hf_speculate.compat import forward_hook_ids
 from hf_speculate.models.compilation import CompiledUnits, Runner, copies
 from hf_speculate.models.compiled import States
 from hf_speculate.models.folded_attention import folding
+from hf_speculate.module_walk import parameters_of
 
 FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
 _WEIGHTS, _BACKEND = "weights", "backend"  # entries beside the graphs of a set of buffers
@@ -111,8 +112,7 @@ class Graphing(Runner):
 
     def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None]):
         super().__init__(model, units, on_failure)
-        tensors = (*model.parameters(), *model.buffers())
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
 

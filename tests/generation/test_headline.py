@@ -13,7 +13,7 @@ from tests.schedule.simulator import ScriptedSchedule
 from tests.tiny import ragged_prompts
 
 NUM_NEW = 96
-PREPARATION_S, INPUTS_S = 2.0, 1.0
+PREPARATION_S, VOCABULARY_S, INPUTS_S = 1.5, 0.5, 1.0
 FEW_REJECTED = 0.02  # noise of a draft
 CLOSE = 0.03  # of the clock
 
@@ -49,7 +49,8 @@ class Script:
 def script(monkeypatch):
     script = Script()
     monkeypatch.setattr(mixin, "StageClock", partial(StageClock, now=script))
-    monkeypatch.setattr(mixin, "resolve_assistant", script.after(mixin.resolve_assistant, PREPARATION_S))
+    monkeypatch.setattr(mixin, "check_call", script.after(mixin.check_call, PREPARATION_S))
+    monkeypatch.setattr(mixin, "resolve_assistant", script.after(mixin.resolve_assistant, VOCABULARY_S))
     return script
 
 
@@ -72,14 +73,15 @@ def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, nois
     monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule([0]))
     began_s = script.seconds
     assert_equal_ids(target.generate(**inputs, **options, speculation_stats=plain), drafted)
-    plain_s = script.seconds - began_s - PREPARATION_S
+    plain_s = script.seconds - began_s - PREPARATION_S - VOCABULARY_S
 
     assert stats.rounds_by_draft_len.keys() > {0}
     assert batch_size == 1 or len(stats.replaced_steps) > 1  # rows end apart
     assert stats.replaced_steps == plain.replaced_steps
     assert stats.speedup == pytest.approx(plain_s / seconds, rel=CLOSE)
     assert stats.total_s == pytest.approx(seconds)
-    assert (stats.preparation_s, stats.inputs_s) == pytest.approx((PREPARATION_S, INPUTS_S))
-    assert stats.time_to_first_token_s == pytest.approx(PREPARATION_S + INPUTS_S + stats.prefill_s)
+    before_s = PREPARATION_S, VOCABULARY_S, INPUTS_S
+    assert (stats.preparation_s, stats.vocabulary_s, stats.inputs_s) == pytest.approx(before_s)
+    assert stats.time_to_first_token_s == pytest.approx(sum(before_s) + stats.prefill_s)
     assert noise == FEW_REJECTED or stats.speedup < 1
     assert f"{stats.speedup:.2f}x the speed" in stats.headline

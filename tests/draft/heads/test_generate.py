@@ -152,8 +152,9 @@ def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
     assert head.default_draft_tokens == 4
     stats = hf_speculate.SpeculationStats()
     target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, speculation_stats=stats)
-    assert max(stats.rounds_by_draft_len) == 4
+    assert max(stats.rounds_by_draft_len) <= 4  # times of tiny models decide whether it drafts
     assert "drafter: eagle3 head" in stats.plan
+    assert "draft length: adaptive, at most 4;" in stats.plan
 
 
 def decoded(target, head, **options):
