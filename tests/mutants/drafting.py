@@ -163,7 +163,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/stats.py", "test_stats.py generation/test_headline.py"): {
             "preparation costs nothing": Fault(
-                "(self.total_s - self.preparation_s - self.rounds_s", "(self.total_s - self.rounds_s"
+                "self.total_s - self.preparation_s - self.vocabulary_s", "self.total_s - self.vocabulary_s"
             ),
             "all steps take as long as those of one row": Fault("between(medians, num_rows)", "between(medians, 1)"),
         },
