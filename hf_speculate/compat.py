@@ -118,7 +118,8 @@ def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def has_hooks_of_others(model: PreTrainedModel) -> bool:
     """Whether the model has forward hooks that transformers did not register to record outputs."""
     held = (hooks for one in modules_of(model) for hooks in (one._forward_pre_hooks, one._forward_hooks))
-    return any(not hook.__module__.startswith("transformers.") for hooks in held for hook in hooks.values())
+    modules = {getattr(hook, "__module__", None) or "" for hooks in held for hook in hooks.values()}
+    return any(name.partition(".")[0] != "transformers" for name in modules)
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:

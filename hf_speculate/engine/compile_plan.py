@@ -101,7 +101,7 @@ def make_compile_plan(
     wanted = [one for one in models if one.part in requested.settings]
     uncompiled = {one.part: _eager_reason(one, requested.settings[one.part]) for one in wanted}
     settings = {part: requested.settings[part] for part, reason in uncompiled.items() if not reason}
-    ungraphed = ungraphed_reasons(models, graphs, settings, batch_size)
+    ungraphed = ungraphed_reasons(models, graphs, settings, batch_size, lens)
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
     reasons = tuple(filter(None, (*requested.reasons, *uncompiled.values(), *ungraphed.values())))
     for reason in reasons:

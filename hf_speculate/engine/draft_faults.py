@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from hf_speculate.errors import OtherRankError
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
-_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # modules between the caller and a report
+_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # packages between the caller and a report
+_OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())  # old versions of torch raise RuntimeError alone
 
 
 @dataclass
@@ -79,14 +81,14 @@ class DraftFaults:
 def _level_of_caller() -> int:
     """The stack level, as `report` counts it, of the code that called `generate()`."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _ON_THE_WAY:
         frame, level = frame.f_back, level + 1
     return level
 
 
 def is_of_device(error: Exception, device: torch.device) -> bool:
     """Whether an error has left a device unable to do anything more; waits for what the device has to do."""
-    if isinstance(error, torch.AcceleratorError):
+    if isinstance(error, _OF_DEVICES):
         return True
     if device.type != "cuda":
         return False

@@ -2,24 +2,24 @@
 
 from collections.abc import Collection, Sequence
 
-from transformers import PreTrainedModel
-
 from hf_speculate.compat import has_hooks_of_others
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_selection import memory_bytes
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
+from hf_speculate.models.kv_size import kv_values_per_token
+from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.module_walk import modules_of, parameters_of
 
 # Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
 # asked for, or a call that allows many more tokens than it generates would run out of memory.
-MAX_BUFFER_SHARE = 0.125
+MAX_SHARE = 0.125
 
 
 def ungraphed_reasons(
-    models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int
+    models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int, lens: Sequence[int]
 ) -> dict[str, str]:
     """Why the models that are to run from graphs cannot, empty for those that can, by part."""
     if graphs == "off":
@@ -27,27 +27,27 @@ def ungraphed_reasons(
     if graphs == "on":
         return {one.part: _ungraphed_reason(one, one.part in compiled) for one in models}
     models = [one for one in models if one.model.device.type in GRAPH_BACKENDS and one.part not in compiled]
-    num_bytes = sum(batch_size * (one.cache.max_columns or 0) * _bytes_per_token(one.model) for one in models)
-    if models and num_bytes > MAX_BUFFER_SHARE * memory_bytes(models[0].model.device):
-        size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_BUFFER_SHARE:.0%}"
-        reason = f"no graphs: KV buffers of full length may take {size}, more than {share} of the device's memory"
-        return {one.part: reason for one in models}
-    return {one.part: _ungraphed_reason(one) or _hook_reason(one) for one in models}
+    reasons = {one.part: _ungraphed_reason(one) or _hook_reason(one) for one in models}
+    able = [one for one in models if not reasons[one.part]]
+    num_bytes = sum(_num_bytes(one, batch_size, lens) for one in able)
+    if able and num_bytes > MAX_SHARE * memory_bytes(able[0].model.device):
+        size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_SHARE:.0%}"
+        reason = f"no graphs: with KV buffers of full length they may take {size}, over {share} of the device's memory"
+        reasons |= {one.part: reason for one in able}
+    return reasons
+
+
+def _num_bytes(one: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
+    """Of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
+    num_kv_values = (one.cache.max_columns or 0) * kv_values_per_token(one.model.config.get_text_config(decoder=True))
+    num_logits = 2 * vocab_size_of(one.model) * (sum(num + 1 for num in lens) if one.part == "target" else 1)
+    return batch_size * (num_kv_values + num_logits) * one.model.dtype.itemsize
 
 
 def _hook_reason(one: ModelPlan) -> str:
     if not has_hooks_of_others(one.model):
         return ""
     return f'no graphs of the {one.part}: its hooks would run in a capture only; "on" allows that'
-
-
-def _bytes_per_token(model: PreTrainedModel) -> int:
-    """Of keys and values in all layers, if every layer keeps both of every token."""
-    config = model.config.get_text_config(decoder=True)
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return int(2 * config.num_hidden_layers * num_kv_heads * head_dim * model.dtype.itemsize)
 
 
 def _ungraphed_reason(one: ModelPlan, is_compiled: bool = False) -> str:

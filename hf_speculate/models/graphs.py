@@ -65,14 +65,16 @@ class CudaGraphs:
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(current)
-            with torch.cuda.stream(side):
-                if self._pool is None:
-                    # A capture that fails leaves more behind than an error here.
-                    with HostReads():  # type: ignore[no-untyped-call]
-                        function()
-                    self._pool = torch.cuda.graph_pool_handle()
-                function()  # libraries make their workspaces and Triton compiles, which cannot be captured
-            current.wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    if self._pool is None:
+                        # A capture that fails leaves more behind than an error here.
+                        with HostReads():  # type: ignore[no-untyped-call]
+                            function()
+                        self._pool = torch.cuda.graph_pool_handle()
+                    function()  # libraries make their workspaces and Triton compiles, which cannot be captured
+            finally:
+                current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             _drop_workspaces()
             try:

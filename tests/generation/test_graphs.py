@@ -158,7 +158,17 @@ def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
     monkeypatch.setattr(graph_plan, "memory_bytes", lambda device: 1 << 16)
     stats = decode(target, inputs, **options)[1]
     assert stats.graphed == []
-    assert "of full length may take" in stats.fallbacks[0]
+    assert "of full length they may take" in stats.fallbacks[0]
+
+
+@pytest.mark.fallback("no graphs")
+@pytest.mark.parametrize("kind", ["mamba", "gemma4"])  # a config without heads, one whose layers have several sizes
+def test_without_a_setting_every_config_decodes(backend: Any, kind: str) -> None:
+    target = hf_speculate.enable(make_model(kind))
+    inputs, options = ragged_prompts(2, max_len=12), {"prompt_lookup_num_tokens": 3, "speculation_graphs": "auto"}
+    ids, stats = decode(target, inputs, **options, **CONSTANT)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
+    assert stats.num_drafted > 0
 
 
 @pytest.mark.fallback("no graphs")

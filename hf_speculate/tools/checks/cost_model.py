@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.config import DEFAULT_MAX_ASSISTANT_TOKENS
+from hf_speculate.models.kv_size import kv_values_per_token
 
 ACCEPTANCE_PROBABILITIES = (0.6, 0.7, 0.8, 0.9)
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -52,7 +53,7 @@ def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_
     num_experts, num_chosen = _first_field(config, _NUM_EXPERTS), _first_field(config, _NUM_CHOSEN)
     if not num_expert_bytes or num_experts < 2 or not 1 <= num_chosen <= num_experts:
         num_expert_bytes, num_experts, num_chosen = 0, 1, 1
-    kv_bytes = round(_num_kv_values_per_token(config) * bytes_per_value)
+    kv_bytes = round(kv_values_per_token(config) * bytes_per_value)
     sizes = round(num_bytes), round(num_lookup_bytes), round(num_expert_bytes)
     return ModelSize(num_params, *sizes, num_experts, num_chosen, kv_bytes)
 
@@ -85,16 +86,6 @@ def _lookup_table(model: PreTrainedModel) -> nn.Parameter | None:
         return None
     weight: nn.Parameter | None = getattr(table, "weight", None)
     return None if head is None or weight is getattr(head, "weight", None) else weight
-
-
-def _num_kv_values_per_token(config: PreTrainedConfig) -> int:
-    """Keys and values that one token adds to the cache; 0 if the config does not say."""
-    num_layers, num_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-    if not isinstance(num_layers, int) or not isinstance(num_heads, int):
-        return 0
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return 2 * num_layers * int(num_kv_heads) * int(head_dim)
 
 
 def _first_field(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
