@@ -27,6 +27,7 @@ LEFT_OUT = {
     "make check": "installs what contributors need; .ci/run runs it",
     "make docs": "installs what contributors need; .ci/run runs it",
     "make kernels": "installs what contributors need; .ci/run runs it",
+    "make first-light": "installs what contributors need; .ci/run runs it on a simulated device",
     "make gpu-check": "installs what contributors need; .ci/run runs it on a simulated device",
     "make kernel-repo": "makes an environment with an extra; tests/tools/hub runs what it runs",
     "make bench": "hours",
