@@ -17,6 +17,11 @@ _LAYERS = Check(
     "be one or more ints", lambda layers: layers and all(type(one) is int for one in layers), "leave it out for none"
 )
 
+_FLAGS = (
+    *("reads_host_tokens", "reads_kept", "is_compiled"),
+    *("counts_padding", "shares_columns", "drafts_past_context"),
+)
+
 
 class CustomDrafter(Drafter):
     """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
@@ -44,7 +49,7 @@ class CustomDrafter(Drafter):
         self.drafter = drafter
         self.hidden_layers = None if layers is None else list(layers)
         self.max_draft_tokens = most
-        for name in ("reads_host_tokens", "reads_kept", "is_compiled"):
+        for name in _FLAGS:
             setattr(self, name, bool(getattr(drafter, name, getattr(Drafter, name))))
         context_len = getattr(drafter, "context_len", None)
         if context_len is not None:

@@ -252,6 +252,8 @@ class DraftGuard:
         if self._session is None or not is_due:
             return
         found = self._call(lambda session: session.drafter.has_numbers())
+        if self._ranks.is_group and not self._ranks.is_synced:
+            self._faults.meet(is_last=False)  # or the others would wait for a rank with an error in the broadcast
         if found is not None:
             self._look = list(self._served), self._ranks.broadcast(found).to("cpu", non_blocking=True)
 
