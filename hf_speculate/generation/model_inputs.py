@@ -136,9 +136,11 @@ def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dic
     Without a mask a single token sees all tiles, but of several tokens read together SDPA shows the first ones fewer.
     """
     fixed = fixed_layers(model.config.get_text_config(decoder=True))
+    if not fixed:
+        return {}
     held = [layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed]
     pixels = model_kwargs.get("pixel_values")  # [B, pictures, tiles, ...]
-    if pixels is not None and fixed:
+    if pixels is not None:
         return {"cross_attention_mask": pixels.new_ones(len(pixels), 1, 1, pixels.shape[1] * pixels.shape[2])}
     if not held or not held[0].is_initialized:
         return {}
