@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.compat import CACHE_NAME
+from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
 from tests.draft.test_custom import Watcher
@@ -124,7 +124,11 @@ def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
         assert nan.drafted_per_position == finite.drafted_per_position
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+# There, masks of window layers that record their past are made for one forward at a time.
+FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises=RuntimeError)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)])
 def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(kind):
     (target, draft), inputs, outputs = new_pair(kind, attn_implementation="eager"), call_of("llama", 1)[2], []
     options = {**VERIFIERS["rejection"], "seed": 5, **STATES, "output_attentions": True, "output_scores": True}
