@@ -9,8 +9,9 @@ from tests.pages import PAGES, ROOT, commands
 from tests.pasted_commands import ADDED, has_run, make_clone, paste
 from tests.plain_environment import LEFT_OUT, PLAIN_PAGES, shown_commands
 
-# What only makes the environment, which the test has, and what takes hours.
-NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench")
+# What only makes the environment, which the test has, what takes hours, and what needs a GPU.
+FIRST_LIGHT = "PYTHONPATH=. python3 benchmarks/on_gpu.py --first-light --out build/first-light"
+NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench", FIRST_LIGHT)
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 

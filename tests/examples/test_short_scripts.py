@@ -77,6 +77,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.fallback("lock step, because of LogitsProcessor")  # grammar.py's
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
