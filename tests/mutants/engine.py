@@ -137,7 +137,7 @@ MUTANTS = mutants_of(
             "an error of the caller's code is swallowed": Fault(
                 "if self.is_callers(error) or is_of_device", "if is_of_device"
             ),
-            "a fault of the device is swallowed": Fault("isinstance(error, torch.AcceleratorError)", "False"),
+            "a fault of the device is swallowed": Fault("isinstance(error, _OF_DEVICES)", "False"),
             "an error that is deferred by the device is not waited for": Fault('if device.type != "cuda":', "if True:"),
         },
         ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
