@@ -4,7 +4,7 @@
 
 Nothing is timed, so other work on the machine changes nothing. K is constant. The draft model's forwards are counted:
 rounds without any are what the hybrid saves besides. A round's cost is one forward of the target and those of the
-draft, each as dear as its parameters' share of the target's.
+draft, each as expensive as its parameters' share of the target's.
 """
 
 import argparse

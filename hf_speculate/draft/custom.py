@@ -17,10 +17,7 @@ _LAYERS = Check(
     "be one or more ints", lambda layers: layers and all(type(one) is int for one in layers), "leave it out for none"
 )
 
-_FLAGS = (
-    *("reads_host_tokens", "reads_kept", "is_compiled"),
-    *("counts_padding", "shares_columns", "drafts_past_context"),
-)
+_FLAGS = ["reads_host_tokens", "reads_kept", "is_compiled", "counts_padding", "shares_columns", "drafts_past_context"]
 
 
 class CustomDrafter(Drafter):

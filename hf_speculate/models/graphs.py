@@ -92,9 +92,7 @@ def _drop_workspaces() -> None:
     torch frees them all whenever `torch.compile` records graphs of its own: one from outside of the graph, such as the
     run before the capture made, would then be gone from under it.
     """
-    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds for CPUs have none
-    if drop is not None:
-        drop()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # builds for CPUs lack it
 
 
 GRAPH_BACKENDS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}

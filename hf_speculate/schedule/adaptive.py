@@ -52,7 +52,7 @@ class AdaptiveSchedule(Schedule):
         budget = Budget(costs, keeps_rows)
         self._call = CallState(max_draft_tokens, prior, acceptance, costs, budget)
         self._state: State = Plain()
-        self._is_remembered = True  # whether the history has all that was learnt
+        self._is_remembered = True  # whether the history has all estimates of the call
         self.num_draft_tokens = 0
 
     @property

@@ -9,7 +9,7 @@ from hf_speculate.interpolation import between
 _NUM_SAMPLES = 16  # newest steps of one number of rows that are kept
 _NUM_FRESH = 2  # of them that are kept if the next step comes long after
 _LEAST_SAMPLES = 2  # steps that a mean is made of
-_ALONE = 0.7  # share of its seconds that a single step counts as where too long a step would be dear
+_ALONE = 0.7  # share of its seconds that a single step counts as where too long a step would be expensive
 _PAUSE = 1.3  # times the median above which a step is left out: the process paused, or it was the first of its size
 _NUM_CHANGED = 3  # steps in a row that differ by as much, after which those before them count no more
 _ALIKE = 2.0  # factor in the number of rows within which the steps of one number serve for another

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-_DEAR = 0.3  # plain steps that a draft step takes, above which the first draft is a single token
+_EXPENSIVE = 0.3  # plain steps that a draft step takes, above which the first draft is a single token
 FIRST_DRAFT_TOKENS = 5  # that need no shorter draft before them
 
 
@@ -25,7 +25,7 @@ class DraftPrior:
     @property
     def first_draft_tokens(self) -> int:
         """Tokens of the first draft at most: one if its cost is high or not known."""
-        if self.step_ratio is None or self.step_ratio > _DEAR or not self.is_verification_known:
+        if self.step_ratio is None or self.step_ratio > _EXPENSIVE or not self.is_verification_known:
             return 1
         return FIRST_DRAFT_TOKENS
 

@@ -146,7 +146,7 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/schedule/prior.py", "schedule"): {
-            "dear drafts are as long as others": Fault("_DEAR = 0.3", "_DEAR = 3.0"),
+            "expensive drafts are as long as others": Fault("_EXPENSIVE = 0.3", "_EXPENSIVE = 3.0"),
         },
         ("hf_speculate/schedule/states.py", "schedule"): {
             "it never tries": Fault("            return self._try(options)\n", "            pass\n"),

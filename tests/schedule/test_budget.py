@@ -66,14 +66,14 @@ ADVERSARIES = {
 PAIRS = {
     "cheap": (Machine(step_s=0.2, prompt_s=0.4), 0.2),
     "half the target": (Machine(step_s=0.5, prompt_s=1.0), 0.5),
-    "as dear as the target": (Machine(step_s=1.0, prompt_s=2.0), 0.9),
-    "far dearer than its bytes": (Machine(step_s=1.5, prompt_s=3.0), 0.1),
+    "as expensive as the target": (Machine(step_s=1.0, prompt_s=2.0), 0.9),
+    "far more expensive than its bytes": (Machine(step_s=1.5, prompt_s=3.0), 0.1),
     "rows cost": (Machine(step_s=0.3, forward_s=lambda num_query: 0.6 + 0.4 * num_query), 0.3),
     "a long prompt": (Machine(step_s=0.3, prompt_s=10.0, prefill_s=30.0), 0.3),
-    "dear to catch up with": (Machine(step_s=0.2, read_s=0.1), 0.2),
+    "expensive to catch up with": (Machine(step_s=0.2, read_s=0.1), 0.2),
 }
-# Some first rounds of a size do not count in full, because they are far dearer than what is usual.
-UNUSUAL = ("far dearer than its bytes", "rows cost", "a long prompt", "dear to catch up with")
+# Some first rounds of a size do not count in full, because they are far more expensive than what is usual.
+UNUSUAL = ("far more expensive than its bytes", "rows cost", "a long prompt", "expensive to catch up with")
 
 
 def history_of_plain_steps(machine: Machine, ratio: float, num_rows: int) -> ScheduleHistory:
@@ -160,7 +160,9 @@ JUMPS = {
 
 
 @pytest.mark.parametrize("jump", JUMPS)
-@pytest.mark.parametrize("pair", ["cheap", "half the target", "as dear as the target", "dear to catch up with"])
+@pytest.mark.parametrize(
+    "pair", ["cheap", "half the target", "as expensive as the target", "expensive to catch up with"]
+)
 def test_a_machine_that_becomes_faster_or_slower_exceeds_the_bound_by_little(jump, pair):
     machine, ratio = PAIRS[pair]
     machine = machine._replace(slowness=JUMPS[jump])
@@ -175,7 +177,7 @@ def test_a_machine_that_becomes_faster_or_slower_exceeds_the_bound_by_little(jum
             assert seconds <= (1 + JUMP) * most_s
 
 
-# Gemma 3 270M on two cores, in plain steps of one row: a draft half as dear, and its own first 6 of 18 layers.
+# Gemma 3 270M on two cores, in plain steps of one row: a draft half as expensive, and its own first 6 of 18 layers.
 REAL_FORWARD = {1: 1.0, 2: 1.06, 4: 1.15, 6: 1.25, 11: 1.5}
 REAL_PAIRS = {
     "half the target": Machine(0.5, lambda num: 0.94 + 0.052 * num, 0.01, prompt_s=2.0, prefill_s=4.0),

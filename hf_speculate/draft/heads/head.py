@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,6 +232,10 @@ class DraftHead:
                 stacklevel=3,
             )
         return check
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DraftHead":
+        """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
+        return self
 
     def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
         """The same network reading as many other states of the target."""

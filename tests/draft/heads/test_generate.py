@@ -263,9 +263,10 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
         assert draft.token_ids[row, :expected].tolist() == ids[:expected]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda head: pickle.loads(pickle.dumps(head))])
-def test_copies_and_pickles_of_a_head_draft_the_same(loaded, copied):
+def test_a_pickle_of_a_head_drafts_the_same_and_a_copy_is_the_head_itself(loaded):
     head, target = loaded
-    texts = random_texts([6, 4], seed=8)
-    ours, theirs = (Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, copied(head)))
+    texts, twin = random_texts([6, 4], seed=8), pickle.loads(pickle.dumps(head))
+    ours, theirs = (Rounds(one, target, texts).draft(K, SampleStrategy.RANDOM) for one in (head, twin))
     assert torch.equal(ours.token_logits, theirs.token_logits)
+    assert twin.network is not head.network
+    assert copy.deepcopy(head) is head  # `generate` copies a `GenerationConfig`, and the head in it, in every call
