@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.module_walk import modules_of
 
 _OLDEST, _NEWEST = "5.17.0", "5.24.0"
 # Whether models and `generate` take their cache as `cache`.
@@ -101,25 +100,6 @@ def plain_steps(
 def is_stateful(model: PreTrainedModel) -> bool:
     """Whether transformers marks the model as stateful."""
     return bool(model._is_stateful)
-
-
-def adapters_by_row(model: PreTrainedModel) -> bool:
-    """Whether PEFT hooks in the model give each row of the batch its own adapter."""
-    hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]
-    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
-
-
-def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Ids of all forward hooks in the model; no two hooks of a process share one."""
-    modules = modules_of(model)
-    return tuple(found for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for found in held)
-
-
-def has_hooks_of_others(model: PreTrainedModel) -> bool:
-    """Whether the model has forward hooks that transformers did not register to record outputs."""
-    held = (hooks for one in modules_of(model) for hooks in (one._forward_pre_hooks, one._forward_hooks))
-    modules = {getattr(hook, "__module__", None) or "" for hooks in held for hook in hooks.values()}
-    return any(name.partition(".")[0] != "transformers" for name in modules)
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:

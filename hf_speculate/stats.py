@@ -8,12 +8,12 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+import numpy as np
 import rich.jupyter
 import rich.markup
 import rich.table
 
 from hf_speculate.errors import counted, import_extra
-from hf_speculate.interpolation import between
 from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
 
@@ -164,8 +164,10 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         """
         if not self.plain_step_s_by_rows or self.total_s <= 0:
             return None
-        medians = {num_rows: median(steps_s) for num_rows, steps_s in self.plain_step_s_by_rows.items()}
-        steps_s = sum(num * between(medians, num_rows) for num_rows, num in self.replaced_steps.items())
+        measured = sorted(self.plain_step_s_by_rows)
+        medians = [median(self.plain_step_s_by_rows[num_rows]) for num_rows in measured]
+        replaced = self.replaced_steps.items()
+        steps_s = sum(num * float(np.interp(num_rows, measured, medians)) for num_rows, num in replaced)
         return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
 
     @property

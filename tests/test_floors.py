@@ -30,9 +30,7 @@ FLOORS = {
     "hf_speculate.field_checks": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
-    "hf_speculate.module_walk": 0,
     "hf_speculate.model_state": 0,
-    "hf_speculate.interpolation": 0,
     "hf_speculate.transfers": 0,
     "hf_speculate.triton_kernels": -1,
 }

@@ -9,7 +9,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
-from hf_speculate.compat import adapters_by_row, attention_name
+from hf_speculate.compat import attention_name
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
@@ -19,6 +19,7 @@ from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
+from hf_speculate.models.module_walk import adapters_by_row
 from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.types import SampleStrategy

@@ -37,8 +37,8 @@ from hf_speculate.models.attention_backends import (
     is_chosen,
     repeated,
 )
+from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
-from hf_speculate.module_walk import modules_of, parameters_of
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to

@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_speculate.compat import forward_hook_ids
 from hf_speculate.models.compilation import CompiledUnits, Runner, copies
 from hf_speculate.models.compiled import States
 from hf_speculate.models.folded_attention import folding
-from hf_speculate.module_walk import parameters_of
+from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 
 FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
 _WEIGHTS, _BACKEND = "weights", "backend"  # entries beside the graphs of a set of buffers

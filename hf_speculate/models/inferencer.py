@@ -12,7 +12,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.module_walk import modules_of
+from hf_speculate.models.module_walk import modules_of
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.

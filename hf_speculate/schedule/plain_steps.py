@@ -1,10 +1,10 @@
 """Plain steps: the seconds of a round without drafts, by its number of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median_low
 
-from hf_speculate.interpolation import between
+import numpy as np
 
 _NUM_SAMPLES = 16  # newest steps of one number of rows that are kept
 _NUM_FRESH = 2  # of them that are kept if the next step comes long after
@@ -49,11 +49,11 @@ class PlainSteps:
 
     def seconds(self, num_rows: int) -> float | None:
         """The mean; None before the first step."""
-        return between(self._means, num_rows) if self._means else None
+        return _between(self._means, num_rows) if self._means else None
 
     def counted_s(self, num_rows: int) -> float | None:
         """p(n): the mean, but 0.7 of it after a single step; None before the first step."""
-        return between(self._counted, num_rows) if self._counted else None
+        return _between(self._counted, num_rows) if self._counted else None
 
     def least_row_s(self, num_rows: int) -> float:
         """The least by which p of at most `num_rows` rows falls for each row less; 0 if not known."""
@@ -102,3 +102,11 @@ def _has_changed(samples: Sequence[float]) -> bool:
         return False
     usual_s = median_low(before)
     return min(newest) > _PAUSE * usual_s or _PAUSE * max(newest) < usual_s
+
+
+def _between(by_size: Mapping[int, float], size: int) -> float:
+    """The value of a size, on a line between its two neighbours; outside of all sizes, that of the nearest."""
+    if size in by_size:
+        return by_size[size]
+    sizes = sorted(by_size)
+    return float(np.interp(size, sizes, [by_size[known] for known in sizes]))

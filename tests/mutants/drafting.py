@@ -111,6 +111,9 @@ MUTANTS = mutants_of(
             "a pause counts as a plain step": Fault("_PAUSE = 1.3", "_PAUSE = 1e9"),
             "a single step counts in full": Fault("else _ALONE * mean", "else mean"),
             "plain steps are never measured again": Fault("_STALE = 200", "_STALE = 10**9"),
+            "sizes between two take as long as the smallest": Fault(
+                "np.interp(size, sizes", "np.interp(sizes[0], sizes"
+            ),
             "steps of another speed count for long": Fault("_NUM_CHANGED = 3", "_NUM_CHANGED = 12"),
         },
         ("hf_speculate/schedule/progress.py", "schedule"): {
@@ -165,11 +168,8 @@ MUTANTS = mutants_of(
             "preparation costs nothing": Fault(
                 "self.total_s - self.preparation_s - self.vocabulary_s", "self.total_s - self.vocabulary_s"
             ),
-            "all steps take as long as those of one row": Fault("between(medians, num_rows)", "between(medians, 1)"),
-        },
-        ("hf_speculate/interpolation.py", "schedule"): {
-            "sizes between two take as long as the smaller": Fault(
-                "share = (size - below) / (above - below)", "share = 0.0"
+            "all steps take as long as those of one row": Fault(
+                "np.interp(num_rows, measured", "np.interp(1, measured"
             ),
         },
         ("hf_speculate/engine/stage_clock.py", "generation/test_headline.py"): {

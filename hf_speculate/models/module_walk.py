@@ -1,0 +1,46 @@
+"""Module walk: a model's modules, parameters and forward hooks in one plain loop.
+
+torch's `modules()` and `parameters()` make the name of each, in a generator for every level. That takes four to eight
+times as long, and shows in each call of a deep model.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all below it, each once, level by level."""
+    found: dict[nn.Module, None] = {module: None}
+    walk = [module]
+    for one in walk:
+        for child in vars(one)["_modules"].values():
+            if child is not None and child not in found:
+                found[child] = None
+                walk.append(child)
+    return walk
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    """The parameters of a module and of all below it, each once."""
+    held: Any = [one for part in modules_of(module) for one in vars(part)["_parameters"].values()]
+    return list({id(one): one for one in held if one is not None}.values())
+
+
+def adapters_by_row(model: nn.Module) -> bool:
+    """Whether PEFT hooks in the model give each row of the batch its own adapter."""
+    hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+
+
+def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
+    """Ids of all forward hooks in the model; no two hooks of a process share one."""
+    modules = modules_of(model)
+    return tuple(found for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for found in held)
+
+
+def has_hooks_of_others(model: nn.Module) -> bool:
+    """Whether the model has forward hooks that transformers did not register to record outputs."""
+    held = (hooks for one in modules_of(model) for hooks in (one._forward_pre_hooks, one._forward_hooks))
+    modules = {getattr(hook, "__module__", None) or "" for hooks in held for hook in hooks.values()}
+    return any(name.partition(".")[0] != "transformers" for name in modules)
