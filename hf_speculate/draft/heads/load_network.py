@@ -187,7 +187,7 @@ def naming(file: str | Path, content: str) -> Iterator[None]:
     """Raise what reading damaged content raises as an error that names the file."""
     try:
         yield
-    except SpeculateError:
+    except (SpeculateError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of any type, by what is wrong with the content
         raise ConfigError(
