@@ -161,14 +161,14 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
 
 def test_held_out_modules_were_not_trained_on(import_example):
     sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
-    held_out = set(import_example("pair_training.corpus").HELD_OUT_MODULES)
+    held_out = set(import_example("training.pair.corpus").HELD_OUT_MODULES)
     assert len(sources["held_out"]) >= 15
     assert set(sources["held_out"]) <= held_out
     assert held_out.isdisjoint(sources["training"])
 
 
 def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example):
-    report, measurements = import_example("pair_training.report"), json.loads((PAIR / "measurements.json").read_text())
+    report, measurements = import_example("training.pair.report"), json.loads((PAIR / "measurements.json").read_text())
     assert (PAIR / "README.md").read_text(encoding="utf-8") == report.render(measurements)
     pair = measurements["pair"]
     for batch_size, record in report.pair_bounds(pair["acceptance"], pair["timings"]).items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import rotate_half
 
-from head_training.seed_prompts import next_turn, question
+from training.smollm2.seed_prompts import next_turn, question
 
 BATCH_SIZE = 64
 ROW_LEN = 512

@@ -1,7 +1,9 @@
 """Trains the small model pair in `examples/pair` on the Python standard library's own sources.
 
-    python examples/train_pair.py                    # every stage, about an hour on two cores
-    python examples/train_pair.py --stage measure    # measure the committed pair again and rewrite its README
+    cd examples && python -m training.train_pair    # every stage, about an hour on two cores
+    cd examples && python -m training.train_pair --stage measure
+
+Stage measure, the last one, measures the committed pair again and rewrites its README.
 
 Stages run in this order: data, tokenizer, target, prompts, draft, choose, measure. A stage that was interrupted
 goes on from its last checkpoint in the work folder; delete that folder to start afresh.
@@ -17,19 +19,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pair_training.corpus import list_sources, read_source, stdlib_root, write_sources
-from pair_training.distill import BATCH_SIZE, DraftTraining, start_draft
-from pair_training.evaluate import acceptance_record, loss_record, machine_record, timing_record, write_sample
-from pair_training.pretrain import PHASES, TargetTraining
-from pair_training.prompts import build_prompts, read_prompts, write_prompts
-from pair_training.report import pair_bounds, render
-from pair_training.selftext import ROW_LEN, load_self_text, write_self_text
-from pair_training.shapes import DRAFT_SHAPES
-from pair_training.store import load_model, load_tokenizer, read_results, save_model, save_tokenizer, write_section
-from pair_training.timing import CONTEXT_LEN, NUM_REPEATS
-from pair_training.tokens import encode_texts, load_stream, train_tokenizer
+from training.pair.corpus import list_sources, read_source, stdlib_root, write_sources
+from training.pair.distill import BATCH_SIZE, DraftTraining, start_draft
+from training.pair.evaluate import acceptance_record, loss_record, machine_record, timing_record, write_sample
+from training.pair.pretrain import PHASES, TargetTraining
+from training.pair.prompts import build_prompts, read_prompts, write_prompts
+from training.pair.report import pair_bounds, render
+from training.pair.selftext import ROW_LEN, load_self_text, write_self_text
+from training.pair.shapes import DRAFT_SHAPES
+from training.pair.store import load_model, load_tokenizer, read_results, save_model, save_tokenizer, write_section
+from training.pair.timing import CONTEXT_LEN, NUM_REPEATS
+from training.pair.tokens import encode_texts, load_stream, train_tokenizer
 
-EXAMPLES = Path(__file__).resolve().parent
+EXAMPLES = Path(__file__).resolve().parents[1]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from pair_training.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_prefixes
+from training.pair.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_prefixes
 
 AUX_LAYERS = (2, 8, 13)
 NUM_ROWS_PER_FORWARD = 16

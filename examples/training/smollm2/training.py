@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from head_training.writing import Conversations
-from pair_training.clock import Budget, warm_then_linear
 from smollm2_head.head import EMBEDDING_SCALE, LAYER_FIELDS, DraftHead, Heads
+from training.pair.clock import Budget, warm_then_linear
+from training.smollm2.writing import Conversations
 
 BATCH_SIZE = 4
 LEARNING_RATE = 2e-4

@@ -1,6 +1,6 @@
 """Measures the bundled EAGLE-3 head beside the bundled draft model, on held-out prompts.
 
-    cd examples && python -m heads.measure    # writes heads/measurements.json
+    cd examples && python -m training.measure_eagle3    # writes heads/measurements.json
 
 Greedy decoding with K constant. Acceptance counts every prompt once. Times are those of passes in which plain decoding,
 the draft model and the head take turns, prompt by prompt, on one row.
@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 import hf_speculate
 from models import EAGLE3, PAIR, read_questions
-from pair_training.evaluate import cpu_name
-from pair_training.store import load_model, load_tokenizer
+from training.pair.evaluate import cpu_name
+from training.pair.store import load_model, load_tokenizer
 
 PROMPTS = PAIR.parent / "prompts.jsonl"
 
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-assistant-tokens", type=int, default=5, help="K")
     parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "measurements.json")
+    parser.add_argument("--output", type=Path, default=EAGLE3.parent / "measurements.json")
     return parser.parse_args()
 
 

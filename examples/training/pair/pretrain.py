@@ -9,9 +9,9 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from pair_training.clock import Budget, warm_then_linear
-from pair_training.muon import PairOptimizer
-from pair_training.shapes import TARGET_SHAPE, build_model, grow
+from training.pair.clock import Budget, warm_then_linear
+from training.pair.muon import PairOptimizer
+from training.pair.shapes import TARGET_SHAPE, build_model, grow
 
 CHECKPOINT_EVERY_S = 150
 MATRIX_LR = 0.015

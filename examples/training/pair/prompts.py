@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from pair_training.corpus import HELD_OUT_MODULES, read_source
+from training.pair.corpus import HELD_OUT_MODULES, read_source
 
 PROMPTS_PER_CATEGORY = 10
 MIN_PROMPT_LEN = 40

@@ -6,10 +6,10 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from pair_training.clock import Budget, warm_then_linear
-from pair_training.muon import PairOptimizer
-from pair_training.selftext import SelfText
-from pair_training.shapes import Shape, build_model
+from training.pair.clock import Budget, warm_then_linear
+from training.pair.muon import PairOptimizer
+from training.pair.selftext import SelfText
+from training.pair.shapes import Shape, build_model
 
 BATCH_SIZE = 8
 CHECKPOINT_EVERY_S = 120

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pair_training.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID
+from training.pair.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID
 
 LOADING_KEYS = ("backend", "is_local", "local_files_only")
 """Keys that tell how a tokenizer was loaded, which is no property of the tokenizer."""

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_speculate.compat import CACHE_NAME
-from pair_training.clock import Budget
+from training.pair.clock import Budget
 
 ROW_LEN = 320
 PREFIX_LENS = (64, 128, 192)

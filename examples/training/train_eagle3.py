@@ -1,6 +1,6 @@
 """Fits an EAGLE-3 head to the bundled target, and saves it in the format of the speculators library.
 
-    cd examples && python -m heads.train    # see README.md for the time
+    cd examples && python -m training.train_eagle3    # an hour on two cores
 
 The target continues pieces of the Python standard library, half of the rows greedily and half by sampling. The head
 learns the target's distribution at each of several draft steps, after the first from its own states. The target stays
@@ -17,20 +17,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from heads.rollout import rollout
-from heads.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.draft.heads.layers import read_layer_config
 from hf_speculate.draft.heads.network import NetworkPlan
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
-from pair_training.clock import Budget, warm_then_linear
-from pair_training.corpus import list_sources, read_source, stdlib_root
-from pair_training.muon import PairOptimizer
-from pair_training.store import load_model, load_tokenizer
-from pair_training.tokens import encode_texts
+from training.eagle3.rollout import rollout
+from training.eagle3.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
+from training.pair.clock import Budget, warm_then_linear
+from training.pair.corpus import list_sources, read_source, stdlib_root
+from training.pair.muon import PairOptimizer
+from training.pair.store import load_model, load_tokenizer
+from training.pair.tokens import encode_texts
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-HEAD = Path(__file__).resolve().parent / "eagle3"
+HEAD = EXAMPLES / "heads" / "eagle3"
 CHECKED_EVERY_S = 300
 NUM_CHECKED_ROWS = 64  # every other one was written greedily, and is read
 WARMUP = 0.03

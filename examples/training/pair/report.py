@@ -2,8 +2,8 @@
 
 import textwrap
 
-from pair_training.acceptance import bound
-from pair_training.shapes import DRAFT_SHAPES, TARGET_SHAPE, Shape
+from training.pair.acceptance import bound
+from training.pair.shapes import DRAFT_SHAPES, TARGET_SHAPE, Shape
 
 GOALS = {1: 1.85, 8: 1.7}
 """The bound that the pair should allow, by batch size."""
@@ -15,11 +15,11 @@ HEAD = """# A small pair for speculative decoding
 
 `target` and `draft` are Llama models that continue Python code. They share one byte-level BPE tokenizer of 4096
 tokens, are stored as bfloat16 safetensors, load as float32, and together take {megabytes:.1f} MB. They exist so that
-this repository's demo, tests and benchmarks need no download; they are no coding assistants. `examples/train_pair.py`
+this repository's demo, tests and benchmarks need no download; they are no coding assistants. `examples/training`
 made them from the Python {python} standard library (see `examples/NOTICE`); `sources.json` lists the files read
 and the modules held out.
 
-This file is written by `python examples/train_pair.py --stage measure` from `measurements.json`.
+This file is written by `python -m training.train_pair --stage measure` from `measurements.json`.
 """
 
 

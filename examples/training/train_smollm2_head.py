@@ -1,10 +1,10 @@
 """Trains the draft head in `examples/smollm2_head` on text that SmolLM2-135M-Instruct writes itself.
 
-    python examples/train_head.py                                  # every stage, three hours on two cores
-    python examples/train_head.py --stage measure --questions questions.jsonl
+    cd examples && python -m training.train_smollm2_head    # every stage, three hours on two cores
+    cd examples && python -m training.train_smollm2_head --stage measure --questions questions.jsonl
 
 Stages run in this order: text, train, measure. One that was interrupted goes on where it was; delete the work folder to
-start afresh. `head_training/seed_prompts.py` makes the questions that the target answers; nothing but the model is
+start afresh. `smollm2/seed_prompts.py` makes the questions that the target answers; nothing but the model is
 downloaded. With `--worker 0/2` and `--worker 1/2` two processes write the text, one core each.
 """
 
@@ -19,15 +19,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from head_training.measuring import measure
-from head_training.training import HeadTraining, frequent_ids, read_batches, start_head
-from head_training.writing import write_batches
 from models import HEAD, SMOLLM2, ModelUnavailableError, model_folder, read_questions
-from pair_training.evaluate import cpu_name
-from pair_training.store import write_section
 from smollm2_head.head import DraftHead
+from training.pair.evaluate import cpu_name
+from training.pair.store import write_section
+from training.smollm2.measuring import measure
+from training.smollm2.training import HeadTraining, frequent_ids, read_batches, start_head
+from training.smollm2.writing import write_batches
 
-EXAMPLES = Path(__file__).resolve().parent
+EXAMPLES = Path(__file__).resolve().parents[1]
 AUX_LAYERS = [15, 27]  # of 30, beside the last state
 DRAFT_VOCAB_SIZE = 8192
 

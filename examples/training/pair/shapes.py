@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pair_training.tokens import MAX_CONTEXT_LEN, VOCAB_SIZE
+from training.pair.tokens import MAX_CONTEXT_LEN, VOCAB_SIZE
 
 EOS_TOKEN_ID = 0
 PAD_TOKEN_ID = 1

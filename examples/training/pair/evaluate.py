@@ -9,12 +9,12 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pair_training.acceptance import Verdicts, verdicts_of, walk_rounds
-from pair_training.corpus import list_sources, read_source, stdlib_root
-from pair_training.pretrain import stream_loss
-from pair_training.report import A_DRAFT_TOKENS
-from pair_training.timing import MAX_ROWS, time_pair
-from pair_training.tokens import encode_texts
+from training.pair.acceptance import Verdicts, verdicts_of, walk_rounds
+from training.pair.corpus import list_sources, read_source, stdlib_root
+from training.pair.pretrain import stream_loss
+from training.pair.report import A_DRAFT_TOKENS
+from training.pair.timing import MAX_ROWS, time_pair
+from training.pair.tokens import encode_texts
 
 BATCH_SIZES = (1, 8)
 SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
