@@ -13,6 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import hf_speculate
+
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "triton_kernels"
 VARIANT = "torch-universal"  # for every torch build, with or without a GPU
@@ -34,11 +36,10 @@ def metadata(variant: Path) -> dict[str, object]:
     """Metadata of a variant; the library requires every key."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    version = setup["metadata"]["version"]
     return {
         "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
         "name": NAME,
-        "version": int(version.split(".")[0]),
+        "version": int(hf_speculate.__version__.split(".")[0]),
         "license": setup["metadata"]["license"],
         "python-depends": [],
         "backend": {"type": "cuda"},  # required, but not compared with the device
