@@ -1,6 +1,5 @@
 """The model drafter: drafts with a smaller model, eagerly or with compiled steps."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +16,16 @@ from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, fo
 from hf_speculate.models.context import Context
 from hf_speculate.models.inferencer import Chosen, Inferencer
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.types import DraftOut, NoiseKeys
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(PerRow, Drafter):
     """A `Drafter` over a draft model, whose distribution the row-wise processors bring near the target's."""
+
+    PARTS = ("language_model", "chooser")
 
     def __init__(
         self,
@@ -67,14 +69,6 @@ class ModelDrafter(Drafter):
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         self.inferencer.feed(self._sent(token_ids), kv_cache)
-
-    def join(self, other: "ModelDrafter") -> None:
-        self.language_model.join(other.language_model)
-        self.chooser.join(other.chooser)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.language_model.extra_inputs.rows(indices)
-        self.chooser.rows(indices)
 
     def _sent(self, token_ids: Tensor) -> Tensor:
         """Token ids where the language model expects them."""

@@ -1,6 +1,5 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.triton_kernels import Draws, sample
@@ -38,8 +38,10 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings)
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
 
 
-class TokenChooser:
+class TokenChooser(PerRow):
     """Chooses the drafted tokens of one call, as ids of the target, and keeps the sequences that processors read."""
+
+    PARTS = ("processors", "history")
 
     def __init__(
         self,
@@ -81,18 +83,8 @@ class TokenChooser:
         draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
         return RoundDraft(self, draws, num_tokens)
 
-    def join(self, other: "TokenChooser") -> None:
+    def forget(self) -> None:
         self.last_logits = None
-        if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
-            self.processors.join(other.processors)
-        if self.history is not None and other.history is not None:
-            self.history.join(other.history)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.processors = self.processors.rows(indices)
-        self.last_logits = None
-        if self.history is not None:
-            self.history.rows(indices)
 
     def has_numbers(self) -> Tensor | None:
         """See `Drafter.has_numbers`."""

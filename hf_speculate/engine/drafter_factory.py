@@ -1,6 +1,6 @@
 """Drafter factory: makes the drafter of a planned call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
@@ -19,6 +19,7 @@ from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel, vocab_size_of
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.row_groups import ProcessorGroups
@@ -35,7 +36,7 @@ def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> D
     return None if call.generator is None else CandidateGeneratorDrafter(call.generator)
 
 
-class NoDrafter(Drafter):
+class NoDrafter(PerRow, Drafter):
     """The drafter of a call that decodes token by token."""
 
     max_draft_tokens = 0
@@ -43,9 +44,6 @@ class NoDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         raise NotImplementedError
-
-    def rows(self, indices: Sequence[int]) -> None:
-        return
 
 
 def make_drafter(plan: Plan, on_failure: Callable[[str, str], None], meet: Callable[[], None]) -> Drafter:

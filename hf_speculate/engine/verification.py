@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.ranks import Ranks
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import download
@@ -22,7 +23,7 @@ from hf_speculate.verify.spans import Spans
 
 
 @dataclass
-class Verification:
+class Verification(PerRow):
     """Decides which tokens of a round are accepted."""
 
     verifier: Verifier  # the verification rule
@@ -54,16 +55,12 @@ class Verification:
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round that were not emitted."""
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
-
-    def join(self, other: Any) -> None:
-        """Add the rows of `other` behind these."""
-
 
 @dataclass
 class RowWiseVerification(Verification):
     """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
+
+    PARTS = ("processors", "spans")
 
     processors: ProcessorGroups  # the logits processors of each row, all of them row-wise
     keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
@@ -107,14 +104,6 @@ class RowWiseVerification(Verification):
         if any(trimmed.num_emitted):
             num_positions = draft.token_ids.shape[1] + 1
             self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.processors.rows(indices)
-        if self.spans is not None:
-            self.spans.rows(indices)
-
-    def join(self, other: "RowWiseVerification") -> None:
-        self.processors.join(other.processors)
 
 
 @dataclass

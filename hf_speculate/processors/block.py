@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.per_row import PerRow, RowIndices
 from hf_speculate.processors.encoder_ids import by_row
 from hf_speculate.processors.registry import (
     Reads,
@@ -145,13 +146,16 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             for processor in filter(_has_state, self):
                 processor.rollback(num_calls)
 
-    def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
-        """The list for the rows `indices` [N], in that order; processors with state drop the others in place."""
-        kept = torch.as_tensor(indices, dtype=torch.int64, device="cpu")  # [N]
-        return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order; processors with state drop the others, others are replaced."""
+        kept = RowIndices.of(indices)
+        self[:] = [_for_rows(processor, kept) for processor in self]
+
+    def join(self, other: Any) -> None:
+        """Does nothing: `other` has the same processors."""
 
 
-class _ForkedProcessor:
+class _ForkedProcessor(PerRow):
     """Stands among a draft model's processors for one of the target's with state, which is rolled back there."""
 
     def __init__(self, processor: RollbackProcessor):
@@ -161,9 +165,6 @@ class _ForkedProcessor:
         return self.fork()(input_ids, scores)
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Does nothing."""
-
-    def rows(self, indices: Sequence[int]) -> None:
         """Does nothing."""
 
 
@@ -279,18 +280,19 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
     return None
 
 
-def _for_rows(processor: Any, row_indices: Tensor) -> Any:
+def _for_rows(processor: Any, kept: RowIndices) -> Any:
     if _has_state(processor):
         note_lost_rows(processor)
-        processor.rows(row_indices.tolist())
+        processor.rows(list(kept))
         return processor
-    if find_reads(processor) is Reads.ROW:
-        return processor.rows(row_indices.tolist())
+    if find_reads(processor) is Reads.ROW:  # other lists have it too
+        own = copy.copy(processor)
+        own.rows(kept)
+        return own
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor
-    ignored_lens = ignored_lens.index_select(0, row_indices.to(ignored_lens.device))  # [N]
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
+    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=kept.select(ignored_lens))
 
 
 def _has_state(processor: Any) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import send
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier, make_verifier
@@ -65,8 +66,10 @@ class SpanVerifier:
         return Verdict(token_ids, num_accepted.to(torch.int32), status.gather(1, here)[:, 0])
 
 
-class Spans:
+class Spans(PerRow):
     """Whether each row is inside a span; tokens are read once, on the host."""
+
+    TENSORS = ("_num_read", "_is_open")
 
     def __init__(self, span: Span, exact: Verifier, num_pads: Sequence[int]):
         self.span = span
@@ -84,9 +87,6 @@ class Spans:
         self._is_open, self._num_read = self.span.open_after_each(news, self._is_open)[:, -1], lens
         is_open = send(self._is_open, token_ids.device)
         return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self._num_read, self._is_open = self._num_read[list(indices)], self._is_open[list(indices)]
 
 
 def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans | None:
