@@ -18,7 +18,7 @@ from hf_speculate.models.inferencer import Chosen, Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.row_groups import ProcessorGroups
+from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.types import DraftOut, NoiseKeys
 
 
@@ -30,7 +30,7 @@ class ModelDrafter(PerRow, Drafter):
     def __init__(
         self,
         inferencer: Inferencer,
-        processors: BlockLogitsProcessorList | ProcessorGroups | None = None,
+        processors: RowProcessors | None = None,
         settings: DraftSettings | None = None,
         context: Context | None = None,  # of the draft model, if rows may be longer
         vocabulary: DraftVocabulary | None = None,  # of the logits' columns
@@ -86,7 +86,7 @@ class TranslatedDrafter(ModelDrafter):
         self,
         inferencer: Inferencer,
         language_model: TranslatedLanguageModel,  # the one of the inferencer
-        processors: BlockLogitsProcessorList | ProcessorGroups,
+        processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
         device: torch.device,  # where drafts are expected

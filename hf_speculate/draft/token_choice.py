@@ -10,8 +10,7 @@ from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
 from hf_speculate.per_row import PerRow
-from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.row_groups import ProcessorGroups
+from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.triton_kernels import Draws, sample
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
@@ -45,14 +44,14 @@ class TokenChooser(PerRow):
 
     def __init__(
         self,
-        processors: BlockLogitsProcessorList | ProcessorGroups,
+        processors: RowProcessors,
         settings: DraftSettings,
         device: torch.device,
         vocabulary: DraftVocabulary,
     ):
         self.processors, self.settings, self.vocabulary = processors, settings, vocabulary
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
-        self.can_join = isinstance(processors, ProcessorGroups)
+        self.can_join = processors.can_join
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
         self.counts, self._device = Ruler(device, torch.int32), device
         self.processor_error: Exception | None = None  # the last one that a processor raised

@@ -1,7 +1,7 @@
 """The batch: the rows that are decoded, with their tokens, seeds and finished flags."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -92,6 +92,11 @@ class Batch(PerRow):
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
             self.host_tokens.append(torch.tensor(ids, device="cpu"), trimmed.num_emitted)
         self.is_finished = list(trimmed.is_finished)
+
+    def end_rows(self, row_ids: Collection[int]) -> None:
+        """Finish rows where they are, by their numbers among the output rows."""
+        flags = zip(self.row_ids, self.is_finished, strict=True)
+        self.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
 
     def selected(self, indices: Sequence[int]) -> "Batch":
         """A copy of the rows `indices`; this batch stays as it is."""

@@ -4,8 +4,7 @@ from dataclasses import InitVar, dataclass
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.per_row import PerRow
-from hf_speculate.processors.row_groups import StoppingGroups
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+from hf_speculate.processors.of_rows import RowCriteria
 from hf_speculate.types import Trimmed, Verified
 
 
@@ -16,7 +15,7 @@ class StopTracker(PerRow):
     BY_ROW = ("num_new", "stop_lens")
     PARTS = ("stopping",)
 
-    stopping: BlockStoppingCriteria | StoppingGroups
+    stopping: RowCriteria
     num_rows: InitVar[int]
     max_new_tokens: int
     pads_ended_rows: bool  # without an EOS token, rows go on until the last one has stopped, as in plain `generate`

@@ -17,13 +17,15 @@ from transformers.generation.logits_process import (
 )
 
 from hf_speculate.per_row import PerRow
+from hf_speculate.processors.registry import OwnProcessor, Reads
 from hf_speculate.transfers import upload
 
 
-class EncoderNoRepeatNGramByRow(PerRow):
+class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
     """Forbids the tokens that would repeat an n-gram of the row's prompt."""
 
     BY_ROW = ("_followers",)
+    reads = Reads.ROW
 
     def __init__(self, ngram_size: int, followers: Sequence[dict[tuple[int, ...], list[int]]]):
         self.num_ids_read = ngram_size - 1  # last ids of a prefix that are read
@@ -47,10 +49,11 @@ class EncoderNoRepeatNGramByRow(PerRow):
         return scores
 
 
-class EncoderRepetitionPenaltyByRow(PerRow):
+class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
     """Makes the ids of the row's prompt more likely, or less."""
 
     TENSORS = ("_encoder_ids",)
+    reads = Reads.ROW
     num_ids_read = 0
 
     def __init__(self, penalty: float, encoder_ids: Tensor, num_ids: int):

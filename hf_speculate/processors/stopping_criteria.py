@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +17,12 @@ from transformers import (
 
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.per_row import PerRow
+from hf_speculate.processors.of_rows import StopVerdict, TokenRows
 from hf_speculate.processors.registry import any_ids, is_registered, name_of
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _HOST = torch.device("cpu")
 _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
-
-
-class StopVerdict(NamedTuple):
-    """How much of each row's block counts."""
-
-    num_emitted: list[int]  # [B], new tokens that token-by-token decoding would have emitted; 0 only for an empty block
-    is_done: list[bool]  # [B], whether it would have stopped there; False for an empty block
-
-
-class TokenRows(Protocol):
-    """B rows of token ids of different lengths, on the host, such as a `TokenBuffer`."""
-
-    @property
-    def token_ids(self) -> Tensor: ...  # [B, C] int64; columns past a row's end are undefined
-
-    @property
-    def lens(self) -> Sequence[int]: ...  # [B] the length of each row
 
 
 class BlockStoppingCriteria(PerRow):

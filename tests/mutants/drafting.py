@@ -77,7 +77,7 @@ MUTANTS = mutants_of(
                 "models/test_language_model.py cache/test_memory.py",
             ),
         },
-        ("hf_speculate/verify/spans.py", "verify generation/test_spans.py"): {
+        ("hf_speculate/options/spans/spans.py", "verify options/spans/test_spans.py"): {
             "the opening token is verified inside": Fault(
                 "torch.where(marks != 0, columns, 0)", "torch.where(marks != 0, columns - 1, 0).clamp_min(0)"
             ),

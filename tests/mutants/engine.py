@@ -26,7 +26,7 @@ MUTANTS = mutants_of(
             "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
             "one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
             "a row that joins counts the rounds before it": Fault(
-                "[self.num_rounds - other.num_rounds]", "[0]", "generation/test_continuous.py"
+                "[self.num_rounds - other.num_rounds]", "[0]", "options/refill/test_continuous.py"
             ),
         },
         ("hf_speculate/cache/ragged_layer.py", "cache/test_kv_cache.py"): {
@@ -44,7 +44,7 @@ MUTANTS = mutants_of(
             "verification keeps dropped rows": Fault(
                 "(batch, self.stops, self.target, self.drafts, self.verification)",
                 "(batch, self.stops, self.target, self.drafts)",
-                "generation/test_rollback.py generation/test_spans.py generation/test_matrix.py",
+                "generation/test_rollback.py options/spans/test_spans.py generation/test_matrix.py",
             ),
             "the output is not truncated": Fault(
                 "self.output.truncate(end)",

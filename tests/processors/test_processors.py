@@ -14,10 +14,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, WatermarkLogitsPr
 from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.options.cpu.top_k_top_p import apply_cutoff
+from hf_speculate.options.cuda.fused_warpers import fuse_warpers
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
-from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.registry import NOT_ROW_WISE, READS
-from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.triton_kernels import warp_logits
 
 VOCAB_SIZE = 41

@@ -89,12 +89,11 @@ class Spans(PerRow):
         return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
 
 
-def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans | None:
-    """What restricts the call's verifier to spans; None if it decides everywhere."""
-    if config.relax_only_inside is None:
-        return None
+def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans:
+    """What restricts the call's verifier to the spans that its settings name."""
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
-    return Spans(Span(*map(int, config.relax_only_inside)), exact, num_pads)
+    open_id, close_id = config.relax_only_inside or ()
+    return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
 
 
 def _one_by_one(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
