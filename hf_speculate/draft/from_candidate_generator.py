@@ -19,7 +19,7 @@ from hf_speculate.cache.layers import attention_layers
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.models.mixers import recurrent_cache
+from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy

@@ -35,6 +35,7 @@ from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification, find_spans
+from hf_speculate.models.cache_kinds import Buffers
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
@@ -163,8 +164,8 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     call = plan.call
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
-    capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
-    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, plan.compile.pool(one))
+    buffers = Buffers(plan.compile.capacity(one.cache.max_columns or 0, one.device), plan.compile.pool(one))
+    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, buffers)
 
 
 def _make_batch(plan: Plan) -> Batch:
