@@ -21,7 +21,6 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # `draft/named.py` is core because it loads ordinary draft models too; the loading of heads has to leave it.
 OPTIONS = {
     "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
-    "recurrent": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
     "compiled": (
         "models/compilation.py",
         "models/compiled.py",
@@ -30,14 +29,11 @@ OPTIONS = {
         "engine/graph_plan.py",
         "cache/buffer_pool.py",
     ),
-    "refill": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
     "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
     "draft_state": ("draft/state.py", "engine/draft_cache_reuse.py"),
     "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
-    "cuda": ("processors/fused_warpers.py", "models/attention_backends.py"),
-    "cpu": ("processors/top_k_top_p.py",),
+    "cuda": ("models/attention_backends.py",),
     "static_cache": ("cache/static.py",),
-    "spans": ("verify/spans.py",),
     "self_test": ("generation/self_test.py",),
 }
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
@@ -48,7 +44,7 @@ IMPORTS = {
     "cache/preallocated.py": "cache/buffer_pool.py",
     "draft/assistant.py": "draft/early_exit.py",
     "draft/base.py": "models/compilation.py",
-    "draft/model.py": "models/compiled.py processors/row_groups.py",
+    "draft/model.py": "models/compiled.py",
     "draft/named.py": (
         "draft/heads/folder.py "
         "draft/heads/head.py "
@@ -57,28 +53,15 @@ IMPORTS = {
         "draft/heads/weight_files.py"
     ),
     "draft/suffix.py": "draft/suffix_store.py",
-    "draft/token_choice.py": "processors/row_groups.py",
     "engine/builder.py": (
-        "engine/compile_plan.py "
-        "engine/draft_cache_reuse.py "
-        "engine/hidden_states.py "
-        "models/layer_capture.py "
-        "processors/row_groups.py "
-        "verify/spans.py"
+        "engine/compile_plan.py engine/draft_cache_reuse.py engine/hidden_states.py models/layer_capture.py"
     ),
     "engine/call.py": "engine/compile_plan.py",
     "engine/draft_session.py": "engine/draft_cache_reuse.py engine/hidden_states.py",
     "engine/drafter_factory.py": (
-        "draft/from_candidate_generator.py "
-        "draft/hybrid.py "
-        "engine/compile_plan.py "
-        "models/compilation.py "
-        "processors/fused_warpers.py "
-        "processors/row_groups.py"
+        "draft/from_candidate_generator.py draft/hybrid.py engine/compile_plan.py models/compilation.py"
     ),
     "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
-    "engine/stop_tracker.py": "processors/row_groups.py",
-    "engine/verification.py": "processors/row_groups.py verify/spans.py",
     "generation/config_sources.py": "draft/state.py draft/suffix_store.py",
     "generation/decoding_method.py": (
         "cache/static.py draft/from_candidate_generator.py engine/compile_plan.py generation/self_test.py"
@@ -86,18 +69,13 @@ IMPORTS = {
     "generation/draft_source.py": "draft/heads/head.py",
     "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
     "generation/validate_call.py": "cache/static.py",
-    "generation/validate_models.py": "models/mixers.py",
-    "models/cache_selection.py": (
-        "cache/buffer_pool.py cache/hybrid.py cache/recurrent.py models/mixer_steps.py models/mixers.py"
-    ),
+    "models/cache_kinds.py": "cache/buffer_pool.py",
     "models/folded_attention.py": "models/attention_backends.py",
     "models/language_model.py": "models/layer_capture.py",
-    "processors/block.py": "processors/top_k_top_p.py",
-    "processors/registry.py": "processors/fused_warpers.py",
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 95, "lines run": 12_900, "modules loaded": 150, "lines loaded": 19_243}
+MOST = {"files run": 95, "lines run": 12_343, "modules loaded": 149, "lines loaded": 18_047}
 
 
 def option_of(path: str) -> str | None:
@@ -181,16 +159,16 @@ def test_the_core_imports_no_option_beside_those_listed():
 @pytest.mark.parametrize(
     ("path", "line", "imported"),
     [
-        ("engine/decoder.py", "from hf_speculate.verify.spans import Spans", "verify/spans.py"),
-        ("engine/decoder.py", "from hf_speculate.verify import spans", "verify/spans.py"),
+        ("engine/decoder.py", "from hf_speculate.draft.state import DraftState", "draft/state.py"),
+        ("engine/decoder.py", "from hf_speculate.draft import state", "draft/state.py"),
         ("engine/decoder.py", "def f():\n    import hf_speculate.cache.static", "cache/static.py"),
         ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
         ("options/heads/source.py", "from hf_speculate.models.compiled import x", None),
-        ("engine/running_batch.py", "from hf_speculate.verify.spans import Spans", None),
-        ("tools/checks/pair.py", "from hf_speculate.verify.spans import Spans", None),
+        ("models/graphs.py", "from hf_speculate.draft.state import DraftState", None),
+        ("tools/checks/pair.py", "from hf_speculate.draft.state import DraftState", None),
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )

@@ -1,7 +1,6 @@
 """The custom drafter: a user's own drafter, with checks on what it returns."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from hf_speculate.draft.base import Drafter, DrafterFactory, DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.field_checks import Check, integer
+from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut, SampleStrategy
 
 _MOST = integer("an int of at least 1", 1, math.inf, "leave it out for any number")
@@ -20,7 +20,7 @@ _LAYERS = Check(
 _FLAGS = ["reads_host_tokens", "reads_kept", "is_compiled", "counts_padding", "shares_columns", "drafts_past_context"]
 
 
-class CustomDrafter(Drafter):
+class CustomDrafter(PerRow, Drafter):
     """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
 
     Raises:
@@ -28,6 +28,7 @@ class CustomDrafter(Drafter):
         ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a `DraftOut`.
     """
 
+    PARTS = ("drafter",)
     drafts_fewer = True
 
     def __init__(self, factory: DrafterFactory, setup: DrafterSetup):
@@ -81,9 +82,6 @@ class CustomDrafter(Drafter):
         project = getattr(self.drafter, "project_states", super().project_states)
         projected: Tensor = project(states)
         return projected
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.drafter.rows(indices)
 
     def _check(self, draft: DraftOut, num_rows: int, num_draft_tokens: int) -> None:
         if not isinstance(draft, DraftOut):

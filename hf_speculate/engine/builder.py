@@ -29,16 +29,17 @@ from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, O
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, drafter_text, make_plan
 from hf_speculate.engine.ranks import ONE_PROCESS
+from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
-from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
+from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification, find_spans
+from hf_speculate.models.cache_kinds import Buffers
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
-from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import (
     AdaptiveSchedule,
@@ -52,7 +53,6 @@ from hf_speculate.schedule import (
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import depends_on_draft, make_verifier
-from hf_speculate.verify.spans import make_spans
 
 LOGGER = logging.getLogger("hf_speculate")
 
@@ -81,8 +81,6 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     plan = make_plan(call, custom)
     call = plan.call
     _report_plan(plan, stats)
-    if custom is not None and custom.is_compiled:
-        stats.compiled.append("draft")
     batch = _make_batch(plan)
     target_cache = _make_cache(plan.target, plan)
     capture = _make_capture(plan)
@@ -109,10 +107,7 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         group=call.ranks if reads_clock else ONE_PROCESS,
     )
     criteria = call.ranks.wrap_criteria(call.criteria)
-    stopping: BlockStoppingCriteria | StoppingGroups = criteria
-    if call.rows_leave and criteria.is_row_wise:
-        max_length = min(call.max_length, criteria.max_length or call.max_length)
-        stopping = StoppingGroups(criteria, [max_length] * call.batch_size)
+    stopping = find_row_lists(call.rows_leave).criteria(criteria, call.batch_size, call.max_length)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(stopping, call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
@@ -158,7 +153,7 @@ def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
     stats.verifier = plan.call.config.verifier or ""
     stats.cache = plan.target.cache.kind
-    stats.compiled, stats.graphed = list(plan.compile.settings), list(plan.compile.graphed)
+    stats.compiled, stats.graphed = plan.compiled, list(plan.compile.graphed)
     stats.lock_step = plan.is_lock_step
     for reason in plan.fallbacks:
         stats.add_fallback(reason)
@@ -169,8 +164,8 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     call = plan.call
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
-    capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
-    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, plan.compile.pool(one))
+    buffers = Buffers(plan.compile.capacity(one.cache.max_columns or 0, one.device), plan.compile.pool(one))
+    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, buffers)
 
 
 def _make_batch(plan: Plan) -> Batch:
@@ -237,9 +232,9 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
     call, config = plan.call, plan.call.config
-    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.ranks
+    rule = make_verifier(config), find_spans(config, call.do_sample, call.num_pads), call.ranks
     if not plan.is_lock_step:
-        processors = ProcessorGroups(call.processors, call.batch_size)
+        processors = find_row_lists(call.rows_leave).processors(call.processors, call.batch_size)
         return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)
     pad = plan.pad_token_id if criteria.eos_token_ids is not None else None
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)

@@ -13,6 +13,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
@@ -20,8 +21,11 @@ _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others 
 
 
 @dataclass
-class DraftSession:
+class DraftSession(PerRow):
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
+
+    BY_ROW = ("_num_seen",)
+    PARTS = ("drafter", "kv_cache", "hidden_states", "_seen_lens")
 
     drafter: Drafter
     kv_cache: KVCache | None  # of the draft model
@@ -107,16 +111,11 @@ class DraftSession:
         self._show_prompts(batch)
         self._catch_up(batch)
 
-    def join(self, other: "DraftSession", batch: Batch) -> None:
+    def catch_up_and_join(self, other: "DraftSession", batch: Batch) -> None:
         """Add the rows of `other`, which has read ahead, behind these, which are all live."""
         if not other._fall_behind(self._num_unseen(batch)):
             self._catch_up(batch)
-        self.drafter.join(other.drafter)
-        if self.kv_cache is not None:
-            self.kv_cache.join(other.kv_cache)
-        self._num_seen = self._num_seen + other._num_seen
-        if self._seen_lens is not None and other._seen_lens is not None:
-            self._seen_lens.join(other._seen_lens)
+        self.join(other)
 
     def _tokens(self, batch: Batch) -> TokenBuffer:
         """The rows' tokens where the drafter reads them."""
@@ -146,15 +145,9 @@ class DraftSession:
         self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.drafter.rows(indices)
-        if self.kv_cache is not None:
-            self.kv_cache.rows(indices)
-        if self.hidden_states is not None:
-            self.hidden_states.rows(indices)
+        super().rows(indices)
         num_skipped = self._skip_padding()
-        self._num_seen = [self._num_seen[row] + num_skipped for row in indices]
-        if self._seen_lens is not None:
-            self._seen_lens.rows(indices)
+        self._num_seen = [num + num_skipped for num in self._num_seen]
 
     def end(self, batch: Batch) -> None:
         if self.reuse is not None:

@@ -1,6 +1,7 @@
 """Drafter factory: makes the drafter of a planned call."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from functools import partial
 
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
@@ -15,17 +16,19 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import draft_lens, make_compiled_model
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.plan import Plan
+from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel, vocab_size_of
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.fused_warpers import fuse_warpers
-from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.types import DraftOut
 from hf_speculate.verify.base import traits_of
+
+_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
 
 
 def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> Drafter | None:
@@ -35,7 +38,7 @@ def make_custom_drafter(call: Call, on_failure: Callable[[str, str], None]) -> D
     return None if call.generator is None else CandidateGeneratorDrafter(call.generator)
 
 
-class NoDrafter(Drafter):
+class NoDrafter(PerRow, Drafter):
     """The drafter of a call that decodes token by token."""
 
     max_draft_tokens = 0
@@ -43,9 +46,6 @@ class NoDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         raise NotImplementedError
-
-    def rows(self, indices: Sequence[int]) -> None:
-        return
 
 
 def make_drafter(plan: Plan, on_failure: Callable[[str, str], None], meet: Callable[[], None]) -> Drafter:
@@ -102,8 +102,9 @@ def _model_drafter(
     chunk_size = None if call.ranks.is_synced else draft_chunk_size(plan.target.model, draft.model, num_query)
     eos, processors = call.criteria.eos_token_ids, call.processors.for_draft()
     if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
-        processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
-    of_rows = ProcessorGroups(processors, call.batch_size) if call.rows_leave else processors
+        fused = importlib.import_module(_FUSED_WARPERS).fuse_warpers(processors, config.verifier_backend)
+        processors = BlockLogitsProcessorList(fused)
+    of_rows = find_row_lists(call.rows_leave).processors(processors, call.batch_size)
     traits = traits_of(config)
     settings = DraftSettings(
         eos_token_ids=None if eos is None else upload(sorted(eos), device),

@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
-from hf_speculate.models.cache_selection import memory_bytes
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
 from hf_speculate.models.kv_size import kv_values_per_token
 from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.memory import memory_bytes
 from hf_speculate.models.module_walk import has_hooks_of_others, modules_of, parameters_of
 from hf_speculate.models.quirks import growing_rope
 

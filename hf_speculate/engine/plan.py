@@ -16,7 +16,7 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import adapters_by_row
@@ -37,6 +37,7 @@ class Plan:
     draft: ModelPlan | None  # the model that drafts; None if none does
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
     compile: CompilePlan  # the forwards that run compiled or from device graphs
+    compiles_itself: bool  # whether the drafter is a custom one that compiles its own forwards
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
     hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
     lock_step: str  # why all rows advance by the same number of tokens; empty if each row advances by its own
@@ -49,6 +50,11 @@ class Plan:
     def is_lock_step(self) -> bool:
         """Whether all rows advance by the same number of tokens."""
         return bool(self.lock_step)
+
+    @property
+    def compiled(self) -> list[str]:
+        """The models whose forwards are compiled, "target" and "draft"."""
+        return [*self.compile.settings, *(["draft"] if self.compiles_itself else [])]
 
     @property
     def steps_have_all_rows(self) -> bool:
@@ -104,6 +110,7 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         draft=draft,
         draft_strategy=strategy,
         compile=compile_plan,
+        compiles_itself=custom is not None and custom.is_compiled,
         reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,

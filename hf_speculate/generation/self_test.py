@@ -27,10 +27,10 @@ from hf_speculate.engine.plan import attention_of, places_by_column, target_cach
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.model_state import model_state
-from hf_speculate.models.cache_selection import has_holes
 from hf_speculate.models.compilation import LOGGER
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name
+from hf_speculate.models.preallocated_kind import has_holes
 from hf_speculate.models.quirks import is_shown, placeless_id
 
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback

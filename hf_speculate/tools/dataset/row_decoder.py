@@ -23,10 +23,10 @@ from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
+from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.dataset.rows import Row, token_ids_of

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from hf_speculate.processors.registry import OwnProcessor, Reads
 from hf_speculate.triton_kernels import warp_logits
 
 # By type, the argument of `warp_logits` that stands for a warper; they are applied in this order.
@@ -17,9 +18,10 @@ _ARGUMENTS: dict[type, str] = {
 }
 
 
-class FusedWarpers(LogitsProcessor):
+class FusedWarpers(LogitsProcessor, OwnProcessor):
     """Replaces up to four warpers by one `warp_logits`."""
 
+    reads = Reads.NOTHING
     takes_half = True  # scores may come in half precision
 
     def __init__(self, arguments: dict[str, Any], backend: str = "auto"):

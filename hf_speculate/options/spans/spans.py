@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import send
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier, make_verifier
@@ -65,8 +66,10 @@ class SpanVerifier:
         return Verdict(token_ids, num_accepted.to(torch.int32), status.gather(1, here)[:, 0])
 
 
-class Spans:
+class Spans(PerRow):
     """Whether each row is inside a span; tokens are read once, on the host."""
+
+    TENSORS = ("_num_read", "_is_open")
 
     def __init__(self, span: Span, exact: Verifier, num_pads: Sequence[int]):
         self.span = span
@@ -85,16 +88,12 @@ class Spans:
         is_open = send(self._is_open, token_ids.device)
         return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
 
-    def rows(self, indices: Sequence[int]) -> None:
-        self._num_read, self._is_open = self._num_read[list(indices)], self._is_open[list(indices)]
 
-
-def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans | None:
-    """What restricts the call's verifier to spans; None if it decides everywhere."""
-    if config.relax_only_inside is None:
-        return None
+def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans:
+    """What restricts the call's verifier to the spans that its settings name."""
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
-    return Spans(Span(*map(int, config.relax_only_inside)), exact, num_pads)
+    open_id, close_id = config.relax_only_inside or ()
+    return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
 
 
 def _one_by_one(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:

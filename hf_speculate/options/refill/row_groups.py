@@ -7,16 +7,32 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
-from hf_speculate.processors.block import BlockLogitsProcessorList
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows
+from hf_speculate.engine.row_lists import RowLists
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.of_rows import RowCriteria, RowProcessors, StopVerdict, TokenRows
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 
 Settings = TypeVar("Settings", bound=Iterable[Any])
 _Group = tuple[Settings, list[int]]  # the rows of the batch that they are for, in ascending order
 
 
+class RefilledRows(RowLists):
+    """Makes lists that the rows of other calls may join."""
+
+    def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
+        return ProcessorGroups(processors, num_rows)
+
+    def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
+        if not criteria.is_row_wise:
+            return criteria
+        return StoppingGroups(criteria, [min(max_length, criteria.max_length or max_length)] * num_rows)
+
+
 class ProcessorGroups:
     """Runs every row's own logits processors on all K+1 positions of a round."""
+
+    can_join = True
 
     def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
         self._groups: list[_Group[BlockLogitsProcessorList]] = [(processors, list(range(num_rows)))]
@@ -59,9 +75,11 @@ class ProcessorGroups:
         for processors, rows in self._groups:
             processors.rollback([num_calls[row] for row in rows])
 
-    def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
-        self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
-        return self
+    def rows(self, indices: Sequence[int]) -> None:
+        kept, self._groups = list(_kept(self._groups, indices)), []
+        for processors, at, rows in kept:
+            processors.rows(at)
+            self._groups.append((processors, rows))
 
     def join(self, other: "ProcessorGroups") -> None:
         self._groups = _joined(self._groups, other._groups)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import generate, register_row_wise
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
 from tests.cases import pair
 from tests.tiny import cheaper_copy
 

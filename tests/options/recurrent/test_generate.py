@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_speculate
-from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import cache_name, has_attention
+from hf_speculate.options.recurrent.states import RecurrentStates
 from hf_speculate.types import DraftOut
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states

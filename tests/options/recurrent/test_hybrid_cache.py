@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache.layers import attention_layers
-from hf_speculate.cache.recurrent import States
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.models.cache_selection import make_hybrid_cache, rollback_text
 from hf_speculate.models.language_model import LanguageModel, cache_name
+from hf_speculate.options.recurrent.kind import make_hybrid_cache, rollback_text
+from hf_speculate.options.recurrent.states import States
 from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
 from tests.tiny import make_model, ragged_prompts
 

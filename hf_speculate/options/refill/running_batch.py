@@ -1,11 +1,10 @@
 """Running batch: rows join it once they have read their prompts, and leave it one by one."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.observers import Observer, StatsObserver, bad_logits_errors
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -31,7 +30,7 @@ class RunningBatch:
 
     def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
         self._batch = first.batch
-        self._rows = _RowObserver(first.batch, first.plan.call.do_sample)
+        self._rows = _RowObserver(first.plan.call.do_sample)
         given = first.decoder
         observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length]
         self._decoder = replace(given, observers=observers, clock=clock)
@@ -56,6 +55,8 @@ class RunningBatch:
         """Decode one round; the rows that it finished."""
         before = self.row_ids
         self._decoder.decode_round(self._batch)
+        if self._rows.errors:
+            self._end(self._rows.errors)
         self._decoder.clock.enter(None)
         left = set(self.row_ids)
         return [self._finished(row_id) for row_id in before if row_id not in left]
@@ -65,10 +66,12 @@ class RunningBatch:
         return self._decoder.output.new_ids[row_id]
 
     def cancel(self, row_ids: Sequence[int]) -> list[FinishedRow]:
-        flags = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
-        self._batch.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
-        self._decoder.drop_finished_rows(self._batch)
+        self._end(row_ids)
         return [self._finished(row_id) for row_id in row_ids]
+
+    def _end(self, row_ids: Collection[int]) -> None:
+        self._batch.end_rows(row_ids)
+        self._decoder.drop_finished_rows(self._batch)
 
     def _finished(self, row_id: int) -> FinishedRow:
         num_rounds, num_drafted, num_accepted = self._rows.counts.pop(row_id, [0, 0, 0])
@@ -79,12 +82,12 @@ class RunningBatch:
 
 
 class _RowObserver(Observer):
-    """Counts each row's rounds, and ends a row whose token was sampled from logits that define no distribution."""
+    """Counts each row's rounds, and finds rows whose token was sampled from logits that define no distribution."""
 
     stage = Stage.RECORD
 
-    def __init__(self, batch: Batch, samples: bool):
-        self._batch, self._samples = batch, samples
+    def __init__(self, samples: bool):
+        self._samples = samples
         self.counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])  # rounds, drafted, accepted tokens
         self.errors: dict[int, BadLogitsError] = {}
 
@@ -96,17 +99,16 @@ class _RowObserver(Observer):
             counts[1] += verified.num_drafted[row]
             counts[2] += min(verified.num_accepted[row], record.trimmed.num_emitted[row])
         for row, error in bad_logits_errors(record) if self._samples else ():
-            self.errors[record.row_ids[row]], self._batch.is_finished[row] = error, True
+            self.errors[record.row_ids[row]] = error
 
 
 def join_obstacle(prepared: Prepared) -> str:
     """Why the rows of a call cannot join a running batch; empty if they can."""
-    decoder, _, plan, stats = prepared
-    call = plan.call
+    decoder, plan, call = prepared.decoder, prepared.plan, prepared.plan.call
     if plan.is_lock_step:
         return plan.lock_step
-    if stats.compiled:
-        return f"compiled forwards ({', '.join(stats.compiled)}) have a fixed number of rows"
+    if plan.compiled:
+        return f"compiled forwards ({', '.join(plan.compiled)}) have a fixed number of rows"
     for one in (plan.target, plan.draft):
         if one is not None and one.cache.kind != "preallocated":
             return f"the states of the {one.part} model need a {one.cache.kind} cache"

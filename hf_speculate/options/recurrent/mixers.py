@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from hf_speculate.cache.layers import is_recurrent, only_attends
-from hf_speculate.cache.recurrent import RecurrentStates, States, states_of
-from hf_speculate.compat import is_stateful
 from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
-from hf_speculate.models.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol, copy_with
+from hf_speculate.options.recurrent.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol, copy_with
+from hf_speculate.options.recurrent.states import RecurrentStates, States, states_of
 
 # Layer types for which older versions of transformers make a recurrent cache layer that stays empty.
 _WITHOUT_STATES = ("mlp", "moe")
@@ -42,6 +40,11 @@ class SteppedModel(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(protocol.num_bytes for _, protocol in self.mixers)
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether several tokens at once, after earlier states, give the states of single ones in every mixer."""
+        return all(protocol.reads_at_once for _, protocol in self.mixers)
 
 
 def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
@@ -70,23 +73,8 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
     return SteppedModel(found, "")
 
 
-def recurrent_cache(model: PreTrainedModel) -> Cache | None:
-    """An empty cache of the model; None if no layer is recurrent."""
-    config = model.config.get_text_config(decoder=True)
-    if only_attends(config):
-        return None
-    try:
-        cache = DynamicCache(config=config)
-    except (KeyError, AttributeError, TypeError, ValueError):  # a config that does not describe a cache
-        return None
-    return cache if is_recurrent(cache) else None
-
-
-def rollback_obstacle(model: PreTrainedModel) -> str:
-    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none."""
-    cache = recurrent_cache(model)
-    if cache is None:
-        return "outside a transformers cache" if is_stateful(model) else ""
+def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
+    """Why the states of the recurrent layers of a cache cannot be rolled back; empty if they can."""
     if (getattr(model, "tp_size", None) or 1) > 1:
         return "and split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from hf_speculate.cache.recurrent import ModuleStates, RecurrentStates, Slot, States, put_states, states_of
+from hf_speculate.options.recurrent.states import ModuleStates, RecurrentStates, Slot, States, put_states, states_of
 
 
 class Mixer(NamedTuple):

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.suffix_store import SuffixStore
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.builder import Prepared
-from hf_speculate.engine.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
+from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
@@ -74,7 +74,7 @@ class ContinuousDecoder:
         self._running: dict[tuple[bool, str], RunningBatch] = {}  # by whether it samples, and by verifier
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
-        self._suffix_store: SuffixStore | None = None
+        self._config: SpeculationConfig | None = None  # of the last rows that were read
 
     @property
     def num_live(self) -> int:
@@ -161,7 +161,7 @@ class ContinuousDecoder:
             if len(ended) < len(call.row_ids):
                 decoder.clock.enter(Stage.DRAFT)
                 decoder.drafts.read_ahead(batch)
-                kind = call.do_sample, prepared.stats.verifier
+                kind = call.do_sample, call.config.verifier or ""
                 running = self._running.pop(kind, None)  # an error leaves it half joined
                 if running is None:
                     running = RunningBatch(prepared, self.stats, self._clock)
@@ -202,8 +202,8 @@ class ContinuousDecoder:
         return isinstance(error, BadLogitsError) or not isinstance(error, SpeculateError)
 
     def _result(self, row: FinishedRow) -> RowResult:
-        if self._suffix_store is not None and row.error is None:
-            self._suffix_store.add(row.token_ids)
+        if self._config is not None and self._config.suffix_store is not None and row.error is None:
+            self._config.suffix_store.add(row.token_ids)
         return RowResult(self._prompts.pop(row.row_id), *row[1:])
 
     def _prepare(self, prompts: Sequence[RowPrompt]) -> Prepared:
@@ -215,7 +215,7 @@ class ContinuousDecoder:
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
         arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._suffix_store = prepared.plan.call.config.suffix_store
+        self._config = prepared.plan.call.config
         return prepared
 
 
