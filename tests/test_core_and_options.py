@@ -25,6 +25,7 @@ OPTIONS = {
         "models/compilation.py",
         "models/compiled.py",
         "models/graphs.py",
+        "models/graph_trial.py",
         "engine/compile_plan.py",
         "engine/graph_plan.py",
         "cache/buffer_pool.py",
@@ -34,6 +35,7 @@ OPTIONS = {
     "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
     "cuda": ("models/attention_backends.py",),
     "static_cache": ("cache/static.py",),
+    "verdicts": ("verdicts.py", "engine/kernel_choice.py"),
     "self_test": ("generation/self_test.py",),
 }
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
