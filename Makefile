@@ -19,7 +19,7 @@ WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
 TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py tests/test_mutants.py
-TOOL_TESTS += tests/test_first_light.py tests/test_project_files.py
+TOOL_TESTS += tests/test_first_light.py tests/test_project_files.py tests/test_real_models.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
@@ -155,8 +155,8 @@ kernels: $(DEV_STAMP)
 kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
-# Needs a GPU, or two revisions to compare.
-BY_HAND = benchmarks/on_gpu.py benchmarks/revisions.py
+# Needs a GPU, or models that are fetched, or two revisions to compare.
+BY_HAND = benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py
 
 bench: $(DEV_STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE) $(BY_HAND),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
