@@ -37,7 +37,7 @@ def _is_span(value: Any) -> bool:
 _CHECKS: dict[str, Check] = {
     "typical_correction": one_of("argmax", "sample"),
     "draft_sampling": one_of("argmax", "sample"),
-    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
+    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", aliases=("heuristic_transient",)),
     "verifier_backend": one_of("auto", "torch", "triton"),
     "speculation_cache": one_of("auto", "dynamic", "preallocated"),
     "speculation_graphs": one_of("auto", "on", "off"),
@@ -178,6 +178,8 @@ class SpeculationConfig:
         """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
+        if self.num_assistant_tokens_schedule == "heuristic_transient":  # transformers' name; every call starts anew
+            return "heuristic"
         return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
 
     @property
@@ -188,7 +190,7 @@ class SpeculationConfig:
     @property
     def max_model_tokens(self) -> int:
         """Largest number of tokens that a draft model drafts per round."""
-        if self.schedule in ("heuristic", "heuristic_transient"):
+        if self.schedule == "heuristic":
             return MAX_ASSISTANT_TOKENS
         default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
         return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)

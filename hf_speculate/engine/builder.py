@@ -147,7 +147,7 @@ def build_schedule(
     match config.schedule:
         case "adaptive":
             return AdaptiveSchedule(config.max_draft_tokens, prior, history, batch_size, keeps_rows)
-        case "heuristic" | "heuristic_transient":
+        case "heuristic":
             return HeuristicSchedule(config.first_tokens)
         case _:
             return ConstantSchedule(config.max_draft_tokens)
