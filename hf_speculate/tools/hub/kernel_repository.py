@@ -11,9 +11,8 @@ import hashlib
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
-
-import hf_speculate
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "triton_kernels"
@@ -39,7 +38,7 @@ def metadata(variant: Path) -> dict[str, object]:
     return {
         "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
         "name": NAME,
-        "version": int(hf_speculate.__version__.split(".")[0]),
+        "version": int(version("hf-speculate").split(".")[0]),
         "license": setup["metadata"]["license"],
         "python-depends": [],
         "backend": {"type": "cuda"},  # required, but not compared with the device
