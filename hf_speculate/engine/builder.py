@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import pkgutil
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -56,6 +57,7 @@ from hf_speculate.verify.base import depends_on_draft, make_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
 _REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
+_WITHOUT_FAILED_KERNELS = "hf_speculate.engine.kernel_choice:without_failed_kernels"  # imported on CUDA devices
 
 
 class Prepared(NamedTuple):
@@ -71,6 +73,8 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     """Plan a call, and make its decoder and batch."""
     for model in call.models:
         check_backend(call.config.verifier_backend, device_of(model))
+    if call.config.verifier_backend != "torch" and any(device_of(model).type == "cuda" for model in call.models):
+        call = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(call, stats)
 
     def forget_compiled(part: str, reason: str) -> None:
         for parts in (stats.compiled, stats.graphed):
