@@ -31,12 +31,9 @@ OPTIONS = {
         "cache/buffer_pool.py",
     ),
     "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
-    "draft_state": ("draft/state.py", "engine/draft_cache_reuse.py"),
     "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
     "cuda": ("models/attention_backends.py",),
-    "static_cache": ("cache/static.py",),
     "verdicts": ("verdicts.py", "engine/kernel_choice.py"),
-    "self_test": ("generation/self_test.py",),
 }
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}  # the imports that options may have of options
@@ -55,29 +52,23 @@ IMPORTS = {
         "draft/heads/weight_files.py"
     ),
     "draft/suffix.py": "draft/suffix_store.py",
-    "engine/builder.py": (
-        "engine/compile_plan.py engine/draft_cache_reuse.py engine/hidden_states.py models/layer_capture.py"
-    ),
+    "engine/builder.py": ("engine/compile_plan.py engine/hidden_states.py models/layer_capture.py"),
     "engine/call.py": "engine/compile_plan.py",
-    "engine/draft_session.py": "engine/draft_cache_reuse.py engine/hidden_states.py",
+    "engine/draft_session.py": "engine/hidden_states.py",
     "engine/drafter_factory.py": (
         "draft/from_candidate_generator.py draft/hybrid.py engine/compile_plan.py models/compilation.py"
     ),
     "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
-    "generation/config_sources.py": "draft/state.py draft/suffix_store.py",
-    "generation/decoding_method.py": (
-        "cache/static.py draft/from_candidate_generator.py engine/compile_plan.py generation/self_test.py"
-    ),
+    "generation/decoding_method.py": ("draft/from_candidate_generator.py engine/compile_plan.py"),
     "generation/draft_source.py": "draft/heads/head.py",
     "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
-    "generation/validate_call.py": "cache/static.py",
     "models/cache_kinds.py": "cache/buffer_pool.py",
     "models/folded_attention.py": "models/attention_backends.py",
     "models/language_model.py": "models/layer_capture.py",
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 95, "lines run": 12_343, "modules loaded": 149, "lines loaded": 18_047}
+MOST = {"files run": 92, "lines run": 11_982, "modules loaded": 142, "lines loaded": 17_375}
 
 
 def option_of(path: str) -> str | None:
@@ -161,16 +152,16 @@ def test_the_core_imports_no_option_beside_those_listed():
 @pytest.mark.parametrize(
     ("path", "line", "imported"),
     [
-        ("engine/decoder.py", "from hf_speculate.draft.state import DraftState", "draft/state.py"),
-        ("engine/decoder.py", "from hf_speculate.draft import state", "draft/state.py"),
-        ("engine/decoder.py", "def f():\n    import hf_speculate.cache.static", "cache/static.py"),
+        ("engine/decoder.py", "from hf_speculate.draft.hybrid import HybridDrafter", "draft/hybrid.py"),
+        ("engine/decoder.py", "from hf_speculate.draft import hybrid", "draft/hybrid.py"),
+        ("engine/decoder.py", "def f():\n    import hf_speculate.cache.buffer_pool", "cache/buffer_pool.py"),
         ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
         ("options/heads/source.py", "from hf_speculate.models.compiled import x", None),
-        ("models/graphs.py", "from hf_speculate.draft.state import DraftState", None),
-        ("tools/checks/pair.py", "from hf_speculate.draft.state import DraftState", None),
+        ("models/graphs.py", "from hf_speculate.draft.hybrid import HybridDrafter", None),
+        ("tools/checks/pair.py", "from hf_speculate.draft.hybrid import HybridDrafter", None),
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )

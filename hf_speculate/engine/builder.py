@@ -1,5 +1,6 @@
 """The builder: makes the decoder and the batch of a planned call."""
 
+import importlib
 import logging
 import pkgutil
 from dataclasses import replace
@@ -16,7 +17,6 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
@@ -56,6 +56,7 @@ from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import depends_on_draft, make_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
+_REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
 _WITHOUT_FAILED_KERNELS = "hf_speculate.engine.kernel_choice:without_failed_kernels"  # imported on CUDA devices
 
 
@@ -199,7 +200,8 @@ def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | Non
     call, kv_cache, reuse = plan.call, None, None
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)
-        reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
+        if call.config.draft_state is not None:
+            reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, plan.draft.model, kv_cache)
     session = DraftSession(
         drafter,
         kv_cache,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -10,7 +11,6 @@ from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.per_row import PerRow
@@ -18,6 +18,19 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
 _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
+
+
+class DraftReuse(Protocol):
+    """Fills a call's draft cache with states of an earlier call, and keeps its own for a later one."""
+
+    def recall(self, batch: Batch) -> int:
+        """Fill the empty draft cache; the columns of every row then."""
+
+    def note(self, batch: Batch, certain: Sequence[int]) -> None:
+        """Note how much of `certain` [B] columns the draft cache still holds."""
+
+    def remember(self, batch: Batch) -> None:
+        """Keep the states of the rows' tokens."""
 
 
 @dataclass
@@ -31,7 +44,7 @@ class DraftSession(PerRow):
     kv_cache: KVCache | None  # of the draft model
     strategy: SampleStrategy
     padding_id: int | None = None  # drafted for finished rows in lock step
-    reuse: DraftCacheReuse | None = None
+    reuse: DraftReuse | None = None
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
     placeless_id: int | None = None
     hidden_states: HiddenStates | None = None

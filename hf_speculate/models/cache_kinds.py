@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,17 +24,20 @@ _KINDS = {
 }
 
 
-class Start(NamedTuple):
+@dataclass(frozen=True)
+class Start:
     """The states that a model begins a call with."""
 
+    model: PreTrainedModel
     cache: Cache | None  # its layers tell what each attends to; None for a draft model
     attention_mask: Tensor | None  # [B, T] int64 over the cache's states and the prompt
     device: torch.device
 
-    def layers(self, model: PreTrainedModel) -> Cache:
+    @cached_property
+    def layers(self) -> Cache:
         """The cache of the text's own states, or an empty one of the model."""
         if self.cache is None:
-            return DynamicCache(config=model.config.get_text_config(decoder=True))
+            return DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return text_cache(self.cache)
 
 
@@ -50,17 +54,15 @@ GROWING = Buffers()
 class CacheKind:
     """A kind of KV cache: whether a model's states can be of it, and how such a cache is made."""
 
-    def obstacle(self, model: PreTrainedModel, plan: "CachePlan", start: Start) -> str:
+    def obstacle(self, plan: "CachePlan", start: Start) -> str:
         """Why the states of the model cannot be of this kind; empty if they can."""
         return ""
 
-    def remark(self, model: PreTrainedModel, plan: "CachePlan", start: Start) -> str:
+    def remark(self, plan: "CachePlan", start: Start) -> str:
         """What a user may want to know about the cache; empty for nothing."""
         return ""
 
-    def make(
-        self, model: PreTrainedModel, plan: "CachePlan", start: Start, batch_size: int, buffers: Buffers
-    ) -> KVCache:
+    def make(self, plan: "CachePlan", start: Start, batch_size: int, buffers: Buffers) -> KVCache:
         """The KV cache of B rows."""
         raise NotImplementedError
 
@@ -96,19 +98,19 @@ class CachePlan:
 
         It is hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
         """
-        start = Start(cache, attention_mask, device)
+        start = Start(model, cache, attention_mask, device)
         wants = self.requested == "preallocated" or (self.requested == "auto" and not self.is_cache_passed)
-        reason = find_kind("preallocated").obstacle(model, self, start) if wants else ""
+        reason = find_kind("preallocated").obstacle(self, start) if wants else ""
         if reason and self.requested == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
                 "leave it out"
             )
-        if is_recurrent(start.layers(model)):
-            return replace(self, kind="hybrid", reason=find_kind("hybrid").remark(model, self, start))
+        if is_recurrent(start.layers):
+            return replace(self, kind="hybrid", reason=find_kind("hybrid").remark(self, start))
         if wants and not reason:
             return replace(self, kind="preallocated")
-        if obstacle := find_kind("dynamic").obstacle(model, self, start):
+        if obstacle := find_kind("dynamic").obstacle(self, start):
             raise UnsupportedModelError(
                 f"states of {type(model).__name__} must be preallocated, for {obstacle}, got "
                 f"{reason or 'a dynamic cache'}; leave the cache and speculation_cache out, or decode plainly"
@@ -125,7 +127,7 @@ class CachePlan:
         buffers: Buffers = GROWING,
     ) -> KVCache:
         """The KV cache of the kind chosen with the same arguments."""
-        return find_kind(self.kind).make(model, self, Start(cache, attention_mask, device), batch_size, buffers)
+        return find_kind(self.kind).make(self, Start(model, cache, attention_mask, device), batch_size, buffers)
 
 
 def windows_in(cache: Cache) -> set[int | None]:

@@ -1,6 +1,5 @@
 """The dynamic kind: transformers' own cache, which every model has."""
 
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_speculate.cache.base import KVCache
@@ -13,16 +12,16 @@ from hf_speculate.models.quirks import Limit, limit_reason
 class DynamicKind(CacheKind):
     """States in transformers' dynamic cache."""
 
-    def obstacle(self, model: PreTrainedModel, plan: CachePlan, start: Start) -> str:
-        quirk = "" if start.cache is None else limit_reason(model, Limit.ONLY_PREALLOCATED)
-        return quirk if quirk and windows_in(start.layers(model)) != {None} else ""
+    def obstacle(self, plan: CachePlan, start: Start) -> str:
+        quirk = "" if start.cache is None else limit_reason(start.model, Limit.ONLY_PREALLOCATED)
+        return quirk if quirk and windows_in(start.layers) != {None} else ""
 
-    def make(self, model: PreTrainedModel, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
         cache = start.cache
         if cache is None:
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if plan.crosses else DynamicCache()
-        fixed = fixed_layers(model.config.get_text_config(decoder=True))
+        fixed = fixed_layers(start.model.config.get_text_config(decoder=True))
         return DynamicKVCache(cache, batch_size, start.attention_mask, start.device, fixed)
 
 

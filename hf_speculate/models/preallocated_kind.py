@@ -26,14 +26,15 @@ _WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no
 class PreallocatedKind(CacheKind):
     """States in buffers that are written at each row's own end."""
 
-    def obstacle(self, model: PreTrainedModel, plan: CachePlan, start: Start) -> str:
-        return next(_obstacles(model, plan, start), "")
+    def obstacle(self, plan: CachePlan, start: Start) -> str:
+        return next(_obstacles(plan, start), "")
 
-    def make(self, model: PreTrainedModel, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
         kept_cache = start.cache if plan.is_cache_kept else None
-        windows = tuple(window_of(layer) for layer in holding(start.layers(model).layers))
+        windows = tuple(window_of(layer) for layer in holding(start.layers.layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
-        kinds = LayerKinds(windows, by_name, model.dtype, bool(limit_reason(model, Limit.MASK_PER_ROW)))
+        is_mask_per_row = bool(limit_reason(start.model, Limit.MASK_PER_ROW))
+        kinds = LayerKinds(windows, by_name, start.model.dtype, is_mask_per_row)
         shape = batch_size, start.attention_mask, start.device, plan.max_columns
         return PreallocatedKVCache(kinds, *shape, kept_cache, *buffers)
 
@@ -41,9 +42,9 @@ class PreallocatedKind(CacheKind):
 KIND = PreallocatedKind()
 
 
-def _obstacles(model: PreTrainedModel, plan: CachePlan, start: Start) -> Iterator[str]:
+def _obstacles(plan: CachePlan, start: Start) -> Iterator[str]:
     """Why the states cannot be preallocated; nothing where they can."""
-    cache = start.layers(model)
+    model, cache = start.model, start.layers
     if is_recurrent(cache):
         yield "it has recurrent layers"
     if quirk := limit_reason(model, Limit.ONLY_DYNAMIC):

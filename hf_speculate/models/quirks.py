@@ -1,7 +1,7 @@
 """Model types that the test suite has shown, and what single types cannot do.
 
 A model whose type is not in `SHOWN`, or whose class lies outside transformers, is compared with plain decoding at its
-first speculative call, see `hf_speculate.generation.self_test`.
+first speculative call, see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum

@@ -52,7 +52,7 @@ MUTANTS = mutants_of(
                 "generation/test_options.py generation/test_matrix.py",
             ),
             "the draft is not told its end": Fault(
-                "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
+                "self.drafts.end(batch)", "self.drafts.kv_cache", "options/draft_state/test_draft_state.py"
             ),
             "a passed cache is not restored": Fault(
                 "                restore()\n", "                pass\n", "reliability generation/test_caches.py"
@@ -89,7 +89,7 @@ MUTANTS = mutants_of(
             "a rejected token stays in the cache": Fault(
                 "keep = [length - num_query for length in lens]",
                 "keep = [length - num_query + 1 for length in lens]",
-                "generation/test_draft_state.py",
+                "options/draft_state/test_draft_state.py",
             ),
             "the cache is cut one token too short": Fault(
                 "self._crop(batch, ends)",
@@ -222,7 +222,7 @@ MUTANTS = mutants_of(
             ),
             "the target's table has no end": Fault("most = min(most, target_room)", "pass", COLUMNS),
         },
-        ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
+        ("hf_speculate/options/draft_state/reuse.py", "options/draft_state/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
                 "for position, (left, right) in pairs if left != right)", "for position, _ in () if position)"
             ),

@@ -28,14 +28,14 @@ MAX_STATE_SHARE = 0.05
 class HybridKind(CacheKind):
     """States of models with recurrent layers."""
 
-    def obstacle(self, model: PreTrainedModel, plan: CachePlan, start: Start) -> str:
-        return stepped_model(model, start.layers(model)).obstacle
+    def obstacle(self, plan: CachePlan, start: Start) -> str:
+        return stepped_model(start.model, start.layers).obstacle
 
-    def remark(self, model: PreTrainedModel, plan: CachePlan, start: Start) -> str:
-        return rollback_text(model, start.layers(model), plan.num_recurrent_states, start.device)
+    def remark(self, plan: CachePlan, start: Start) -> str:
+        return rollback_text(start.model, start.layers, plan.num_recurrent_states, start.device)
 
-    def make(self, model: PreTrainedModel, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
-        return make_hybrid_cache(model, start.cache, batch_size, start.attention_mask, start.device)
+    def make(self, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
+        return make_hybrid_cache(start.model, start.cache, batch_size, start.attention_mask, start.device)
 
 
 KIND = HybridKind()

@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache, gathered
-from hf_speculate.draft.state import DraftCacheKey, DraftState, SavedDraftCache
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.module_walk import modules_of
+from hf_speculate.options.draft_state.state import DraftCacheKey, DraftState, SavedDraftCache
 from hf_speculate.types import KVState
 
 

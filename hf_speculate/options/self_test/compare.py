@@ -1,7 +1,7 @@
 """Compares a model's forwards of several tokens with plain decoding, once for each kind of call of a model.
 
-A model whose type is not in `hf_speculate.models.quirks.SHOWN` decodes `NUM_TOKENS` tokens plainly; then it reads the
-same tokens in one forward after the same prompt, is rolled back, and reads the last of them again.
+A model whose type is not in `hf_speculate.models.quirks.SHOWN` comes here. It decodes `NUM_TOKENS` tokens plainly; then
+it reads the same tokens in one forward after the same prompt, is rolled back, and reads the last of them again.
 
 The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
 norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
@@ -10,6 +10,7 @@ resolution of the dtype and grows with depth; a token that is read at a wrong pl
 """
 
 import copy
+import logging
 import math
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -27,12 +28,12 @@ from hf_speculate.engine.plan import attention_of, places_by_column, target_cach
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.model_state import model_state
-from hf_speculate.models.compilation import LOGGER
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from hf_speculate.models.preallocated_kind import has_holes
-from hf_speculate.models.quirks import is_shown, placeless_id
+from hf_speculate.models.quirks import placeless_id
 
+LOGGER = logging.getLogger("hf_speculate")
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
@@ -43,7 +44,7 @@ def check_decoding(
 ) -> str:
     """Compare a target of unknown type with plain decoding at its first call of this kind; the result in words."""
     model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
-    if is_shown(model) or num_tokens < 1:
+    if num_tokens < 1:
         return ""
     if model.training:  # dropout draws anew in every forward
         return "skipped, for the model is in training mode"

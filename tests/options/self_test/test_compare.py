@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.generation.self_test import NUM_TOKENS
+from hf_speculate.options.self_test.compare import NUM_TOKENS
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
 from tests.recurrent_cases import hooks_of
