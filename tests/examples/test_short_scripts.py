@@ -41,6 +41,8 @@ SERVE = ["serve.py", "--port", "0"]
     ("command", "library", "message"),
     [
         (["grammar.py"], "xgrammar", 'xgrammar is not installed; run: pip install ".[grammar]"'),
+        (["lm_eval_harness.py"], "lm_eval", "lm_eval is not installed; run: pip install lm-eval"),
+        (["trl_rollouts.py"], "trl", "trl is not installed; run: pip install trl"),
         (["prometheus.py"], "prometheus_client", 'prometheus_client is not installed; run: pip install ".[metrics]"'),
         (
             ["quickstart.py"],
@@ -82,6 +84,11 @@ SLOW = [
     (["grammar.py", *FEW], ["lock step ", "rollback "]),
     (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
 ]
+ROLLOUTS = ["step 2: ", "the weights moved: True", "greedy texts after training equal plain decoding's: True"]
+INTEGRATIONS = [
+    (["lm_eval_harness.py", "--num-prompts", "4"], ["answers equal plain decoding's: True", "mean acceptance length"]),
+    (["trl_rollouts.py", "--steps", "2"], ROLLOUTS),
+]
 
 
 @pytest.mark.fallback("lock step, because of LogitsProcessor")  # grammar.py's
@@ -93,6 +100,7 @@ SLOW = [
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
+        *(pytest.param(*row, marks=pytest.mark.integration) for row in INTEGRATIONS),
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )
