@@ -24,7 +24,7 @@ def test_the_page_names_every_example_and_each_says_how_to_run_it():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= set(ROWS)
     page = (EXAMPLES / "training" / "README.md").read_text(encoding="utf-8")
     for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
-        assert f"`python -m training.{path.stem}`" in page
+        assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
         source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
         assert "__main__" not in source or re.search(rf"^    (\w.* )?(examples/)?{path.name}", source, re.M), path.name
