@@ -187,7 +187,7 @@ def test_a_plain_greedy_call_runs_and_loads_little():
     print(", ".join(f"{num} {name}" for name, num in figures(**traced).items()))
     assert not (problems := trace_problems(**traced)), "\n".join(problems)
     assert traced["run"].keys() <= traced["loaded"].keys()
-    assert {"engine/decoder.py", "draft/model.py", "verify/greedy.py"} <= traced["run"].keys()
+    assert {"engine/decoder.py", "draft/model.py", "verify/kernel.py"} <= traced["run"].keys()
 
 
 def test_a_call_that_runs_or_loads_more_is_found():
