@@ -114,12 +114,14 @@ class SpeculationConfig:
         drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
         verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample; "auto" is Triton on
-            a GPU.
+            a GPU where `hf-speculate doctor` has not seen it fail.
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
             the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications on a CUDA device run
-            from CUDA graphs of the eager forwards; "auto" is "on", but for models with forward hooks and for KV
-            buffers that may take more than an eighth of the device's memory.
+            from CUDA graphs of the eager forwards; "auto" uses them where `hf-speculate doctor`, or the project itself,
+            has seen that they are right on such a device, and where a trial on the model shows that they are right and
+            faster, but not for models with forward hooks or KV buffers that may take more than an eighth of the
+            device's memory.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.

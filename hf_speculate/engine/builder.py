@@ -1,6 +1,7 @@
 """The builder: makes the decoder and the batch of a planned call."""
 
 import logging
+import pkgutil
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -55,6 +56,7 @@ from hf_speculate.verify.base import depends_on_draft, make_verifier
 from hf_speculate.verify.spans import make_spans
 
 LOGGER = logging.getLogger("hf_speculate")
+_WITHOUT_FAILED_KERNELS = "hf_speculate.engine.kernel_choice:without_failed_kernels"  # imported on CUDA devices
 
 
 class Prepared(NamedTuple):
@@ -70,6 +72,8 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
     """Plan a call, and make its decoder and batch."""
     for model in call.models:
         check_backend(call.config.verifier_backend, device_of(model))
+    if call.config.verifier_backend != "torch" and any(device_of(model).type == "cuda" for model in call.models):
+        call = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(call, stats)
 
     def forget_compiled(part: str, reason: str) -> None:
         for parts in (stats.compiled, stats.graphed):

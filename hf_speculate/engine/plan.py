@@ -71,7 +71,7 @@ class Plan:
             "target cache": str(self.target.cache),
             "draft cache": "" if self.draft is None else str(self.draft.cache),
             "compiled": ", ".join(self.compile.settings),
-            "from graphs": ", ".join(self.compile.graphed),
+            "from graphs": ", ".join(self.compile.graphed) or self.compile.graphs.off,
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
