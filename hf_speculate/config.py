@@ -72,6 +72,12 @@ _CHECKS: dict[str, Check] = {
         "pass an instance, a class or a functools.partial of one",
         shows_type=True,
     ),
+    "suffix_store": Check(
+        "be a SuffixStore",
+        lambda value: all(callable(getattr(value, name, None)) for name in ("add", "find")),
+        "pass hf_speculate.SuffixStore()",
+        shows_type=True,
+    ),
     "drafter": function(
         "make a Drafter when called with a DrafterSetup", "pass a class, a function or a functools.partial"
     ),
@@ -201,13 +207,6 @@ class SpeculationConfig:
         """`num_assistant_tokens`, the largest of a list; at least 1, because rows with 0 are limited one by one."""
         num = self.num_assistant_tokens
         return max(1, *num) if isinstance(num, Sequence) else num
-
-    def for_lookup_alone(self) -> "SpeculationConfig":
-        """The settings of a call without a draft model: `prompt_lookup_num_tokens` is the largest draft length."""
-        num, most = self.num_assistant_tokens, self.prompt_lookup_num_tokens
-        if isinstance(num, Sequence):
-            return replace(self, num_assistant_tokens=[min(one, most or one) for one in num])
-        return replace(self, num_assistant_tokens=most, num_assistant_tokens_schedule=self.schedule)
 
     def for_run(self, index: int) -> "SpeculationConfig":
         """The settings of one run of a call that decodes in several; run 0 has the call's seeds, others their own."""

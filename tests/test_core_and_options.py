@@ -18,7 +18,6 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # Option -> its files and folders that do not lie in `hf_speculate/options/<option>` yet. Everything else is the core,
 # but for the tools. Core is also what decoding with any draft model needs to be exact: second scoring, the draft guard
 # and its faults, the context of models, the probe of wrapped decoders and processors of the encoder's ids.
-# `draft/named.py` is core because it loads ordinary draft models too; the loading of heads has to leave it.
 OPTIONS = {
     "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
     "recurrent": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
@@ -31,9 +30,7 @@ OPTIONS = {
         "cache/buffer_pool.py",
     ),
     "refill": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
-    "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
     "draft_state": ("draft/state.py", "engine/draft_cache_reuse.py"),
-    "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
     "cuda": ("processors/fused_warpers.py", "models/attention_backends.py"),
     "cpu": ("processors/top_k_top_p.py",),
     "static_cache": ("cache/static.py",),
@@ -46,17 +43,8 @@ BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}  # the im
 # File of the core -> the options' files that it imports. The list only becomes shorter.
 IMPORTS = {
     "cache/preallocated.py": "cache/buffer_pool.py",
-    "draft/assistant.py": "draft/early_exit.py",
     "draft/base.py": "models/compilation.py",
     "draft/model.py": "models/compiled.py processors/row_groups.py",
-    "draft/named.py": (
-        "draft/heads/folder.py "
-        "draft/heads/head.py "
-        "draft/heads/load.py "
-        "draft/heads/recognise.py "
-        "draft/heads/weight_files.py"
-    ),
-    "draft/suffix.py": "draft/suffix_store.py",
     "draft/token_choice.py": "processors/row_groups.py",
     "engine/builder.py": (
         "engine/compile_plan.py "
@@ -68,23 +56,14 @@ IMPORTS = {
     ),
     "engine/call.py": "engine/compile_plan.py",
     "engine/draft_session.py": "engine/draft_cache_reuse.py engine/hidden_states.py",
-    "engine/drafter_factory.py": (
-        "draft/from_candidate_generator.py "
-        "draft/hybrid.py "
-        "engine/compile_plan.py "
-        "models/compilation.py "
-        "processors/fused_warpers.py "
-        "processors/row_groups.py"
+    "engine/drafter_setup.py": (
+        "engine/compile_plan.py models/compilation.py processors/fused_warpers.py processors/row_groups.py"
     ),
-    "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
+    "engine/plan.py": "engine/compile_plan.py",
     "engine/stop_tracker.py": "processors/row_groups.py",
     "engine/verification.py": "processors/row_groups.py verify/spans.py",
-    "generation/config_sources.py": "draft/state.py draft/suffix_store.py",
-    "generation/decoding_method.py": (
-        "cache/static.py draft/from_candidate_generator.py engine/compile_plan.py generation/self_test.py"
-    ),
-    "generation/draft_source.py": "draft/heads/head.py",
-    "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
+    "generation/config_sources.py": "draft/state.py",
+    "generation/decoding_method.py": ("cache/static.py engine/compile_plan.py generation/self_test.py"),
     "generation/validate_call.py": "cache/static.py",
     "generation/validate_models.py": "models/mixers.py",
     "models/cache_selection.py": (
@@ -97,7 +76,7 @@ IMPORTS = {
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 95, "lines run": 12_900, "modules loaded": 150, "lines loaded": 19_243}
+MOST = {"files run": 93, "lines run": 12_770, "modules loaded": 125, "lines loaded": 15_730}
 
 
 def option_of(path: str) -> str | None:

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.state import DraftState
-from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.errors import ConfigError
 
 # A field that is settled keeps its companion out of weaker sources: a call that asks for K tokens gets K.
@@ -32,12 +31,11 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
         for name in FIELD_NAMES:
             if name in source and name not in settled and name not in shut_out:
                 settled[name] = source[name]
-    for name, kind in (("suffix_store", SuffixStore), ("draft_state", DraftState)):
-        value = settled.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(
-                f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
-            )
+    state = settled.get("draft_state")
+    if state is not None and not isinstance(state, DraftState):
+        raise ConfigError(
+            f"draft_state must be a DraftState, got {type(state).__name__}; pass hf_speculate.DraftState()"
+        )
     # an explicit None keeps weaker sources out, then means the default
     return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
 

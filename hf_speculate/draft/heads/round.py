@@ -47,6 +47,8 @@ NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
     """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
 
+    drafts_fewer = True
+
     def __init__(self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup):
         weight = next(network.parameters())
         self.device, self.dtype = device, dtype = weight.device, weight.dtype

@@ -3,23 +3,14 @@
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from hf_speculate.draft.suffix_index import MAX_TOKEN_BYTES, SEPARATOR, SuffixIndex
+from hf_speculate.draft.suffix_index import MAX_TOKEN_BYTES, SEPARATOR, Proposal, SuffixIndex
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import is_int
 
 MIN_BYTES = 1 << 20
-
-
 _CHUNK_TOKENS = 256  # appended between two looks at the size
-
-
-class Proposal(NamedTuple):
-    """A possible continuation of a row."""
-
-    match_len: int  # last tokens of the row that matched
-    token_ids: list[int]  # the tokens that followed them
 
 
 class SuffixStore:

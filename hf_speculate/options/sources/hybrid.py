@@ -1,14 +1,22 @@
-"""The hybrid drafter: drafts each row by a suffix match or with a draft model."""
+"""The source of a draft model with prompt lookup: the hybrid drafter uses a suffix match or the model, row by row."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, AcceptanceRates, model_kinds, suffix_kinds
 from hf_speculate.draft.base import Drafter, DraftRequest
+from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.prompt_lookup import PromptLookup
+from hf_speculate.draft.source import DraftSource, HistoryKey
+from hf_speculate.draft.source import make_source as make_part
 from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.draft.suffix_index import SuffixIndex
 from hf_speculate.transfers import send, upload
@@ -181,3 +189,53 @@ def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut
     logits[:, :num_drafted] = torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)
     logsumexp = drafted.logsumexp.masked_fill(uses_match[:, None], 0.0)
     return DraftOut(token_ids, lens, logits, torch.nn.functional.pad(logsumexp, (0, width - num_drafted)))
+
+
+class HybridSource(DraftSource):
+    """The source of a call that drafts with a model and by prompt lookup."""
+
+    varies_len = True
+    unsynced = "prompt_lookup_num_tokens"
+
+    def __init__(self, with_model: Any, lookup: PromptLookup):
+        self.lookup = lookup
+        self._use(with_model)
+
+    def _use(self, with_model: Any) -> None:
+        """Draft with the model of another source."""
+        self.with_model, self.argument, self.hint = with_model, with_model.argument, with_model.hint
+        self.model, self.generation_config = with_model.model, with_model.generation_config
+        self.vocabulary, self.eager_reason = with_model.vocabulary, with_model.eager_reason
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        return f"{self.with_model.description} and {self.lookup.description}"
+
+    def settings(self, config: SpeculationConfig) -> SpeculationConfig:
+        settings: SpeculationConfig = self.with_model.settings(config)
+        return settings
+
+    def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> "HybridSource":
+        resolved = copy.copy(self)
+        resolved._use(self.with_model.resolve(target, arguments))
+        return resolved
+
+    def without_model(self) -> DraftSource:
+        return self.lookup
+
+    def history_key(self) -> HistoryKey:
+        draft, (name, _) = self.with_model.history_key()
+        return HistoryKey(draft, (name, True))
+
+    def make_drafter(self, plan: DraftPlan) -> Drafter:
+        model, settings = self.with_model.make_drafter(plan), self.lookup.suffix_settings(plan)
+        return HybridDrafter(model, settings, plan.config.max_model_tokens, plan.setup.device)
+
+    def keep(self, token_ids: Sequence[int]) -> None:
+        self.lookup.keep(token_ids)
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HybridSource:
+    """The source of a model, or of the target's first layers, with `prompt_lookup_num_tokens`."""
+    name = "assistant_early_exit" if values.get("assistant_model") is None else "assistant_model"
+    return HybridSource(make_part(name, target, values), make_part("prompt_lookup_num_tokens", target, values))

@@ -1,12 +1,15 @@
-"""Early exit: a draft made of a model's own first layers."""
+"""The source of early exit: the draft is made of the target's own first layers."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.cache.layers import attention_layers, is_recurrent, only_attends
+from hf_speculate.draft.assistant_model import AssistantModel
+from hf_speculate.draft.source import HistoryKey, hint_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.field_checks import is_int
 
@@ -67,3 +70,28 @@ def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn
     state["_modules"] = {**state["_modules"], **parts}  # assigning a child would write to the original's own table
     twin.config = config
     return twin
+
+
+class EarlyExit(AssistantModel):
+    """The source of a call that drafts with the first layers of the target; they exist once the target is checked."""
+
+    argument = "assistant_early_exit"
+    hint = hint_of(argument)
+    model: Any = None
+
+    def __init__(self, num_layers: int):
+        self.num_layers = num_layers
+
+    def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> "EarlyExit":
+        resolved = copy.copy(self)
+        resolved.model = early_exit_model(target, self.num_layers)
+        resolved.eager_reason = "a model's first layers are a new draft in every call"
+        return resolved
+
+    def history_key(self) -> HistoryKey:
+        return HistoryKey(None, (f"early exit after {self.num_layers} layers", False))
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> EarlyExit:
+    """The source of `assistant_early_exit`."""
+    return EarlyExit(values["assistant_early_exit"])

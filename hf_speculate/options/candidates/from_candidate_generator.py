@@ -17,19 +17,17 @@ from transformers.generation.candidate_generator import (
 
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.models.mixers import recurrent_cache
+from hf_speculate.options.candidates.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 
 GeneratorFactory = Callable[..., CandidateGenerator]
 
 
-def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepared: Any) -> CandidateGenerator | None:
+def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: Any) -> CandidateGenerator:
     """The call's generator; a function gets what it takes of `prepared`, which transformers hands to its own."""
-    if source is None:
-        return None
     # others follow the text and must not be shown drafts
     prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
     generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
