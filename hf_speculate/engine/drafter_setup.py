@@ -58,7 +58,7 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
         setup=setup,
         config=call.config,
         inputs=call.draft_inputs,
-        prompt_len=call.input_ids.shape[1] - min(call.num_pads),
+        prompt_len=call.input_ids.shape[1] - min(setup.num_pads),
         num_query=call.prefill_chunk_size or call.query_ids.shape[1],
         max_position=call.max_position,
         processors=processors,
