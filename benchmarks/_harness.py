@@ -4,7 +4,7 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.results import environment, spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,9 +138,9 @@ def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
 
 
-def parse_common(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_common(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse, and keep transformers quiet: its warnings would tear the progress bars."""
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -190,7 +191,7 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
         if key != "results"  # where the file lies says nothing of what is in it
     }
     content = {"environment": provenance(), "arguments": arguments, "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, [(json.dumps(content, indent=1) + "\n").encode()])
     return path
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel
 

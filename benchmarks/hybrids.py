@@ -32,8 +32,8 @@ import hf_speculate
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
-from hf_speculate.models.cache_selection import make_hybrid_cache
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.options.recurrent.kind import make_hybrid_cache
 from hf_speculate.types import DraftOut
 
 NAME = "hybrids"

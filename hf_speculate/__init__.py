@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from hf_speculate.draft.base import DraftRequest as DraftRequest
     from hf_speculate.draft.heads.head import DraftHead as DraftHead
     from hf_speculate.draft.heads.load import load_drafter as load_drafter
-    from hf_speculate.draft.state import DraftState as DraftState
     from hf_speculate.errors import BadLogitsError as BadLogitsError
     from hf_speculate.errors import ConfigError as ConfigError
     from hf_speculate.errors import KernelUnavailableError as KernelUnavailableError
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from hf_speculate.options.candidates.to_candidate_generator import (
         DraftModelCandidateGenerator as DraftModelCandidateGenerator,
     )
+    from hf_speculate.options.draft_state.state import DraftState as DraftState
     from hf_speculate.options.sources.suffix_store import SuffixStore as SuffixStore
     from hf_speculate.processors.block import BlockLogitsProcessorList as BlockLogitsProcessorList
     from hf_speculate.processors.registry import RollbackProcessor as RollbackProcessor
@@ -52,9 +52,9 @@ _NAMES = {
     "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),
     "draft.heads.head": ("DraftHead",),
     "draft.heads.load": ("load_drafter",),
-    "draft.state": ("DraftState",),
-    "options.sources.suffix_store": ("SuffixStore",),
     "options.candidates.to_candidate_generator": ("DraftModelCandidateGenerator",),
+    "options.draft_state.state": ("DraftState",),
+    "options.sources.suffix_store": ("SuffixStore",),
     "errors": (
         "BadLogitsError",
         "ConfigError",

@@ -37,7 +37,7 @@ def _is_span(value: Any) -> bool:
 _CHECKS: dict[str, Check] = {
     "typical_correction": one_of("argmax", "sample"),
     "draft_sampling": one_of("argmax", "sample"),
-    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
+    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", aliases=("heuristic_transient",)),
     "verifier_backend": one_of("auto", "torch", "triton"),
     "speculation_cache": one_of("auto", "dynamic", "preallocated"),
     "speculation_graphs": one_of("auto", "on", "off"),
@@ -70,12 +70,6 @@ _CHECKS: dict[str, Check] = {
         "be a CandidateGenerator or make one",
         lambda value: isinstance(value, CandidateGenerator) or callable(value),
         "pass an instance, a class or a functools.partial of one",
-        shows_type=True,
-    ),
-    "suffix_store": Check(
-        "be a SuffixStore",
-        lambda value: all(callable(getattr(value, name, None)) for name in ("add", "find")),
-        "pass hf_speculate.SuffixStore()",
         shows_type=True,
     ),
     "drafter": function(
@@ -120,12 +114,14 @@ class SpeculationConfig:
         drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
         verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample; "auto" is Triton on
-            a GPU.
+            a GPU where `hf-speculate doctor` has not seen it fail.
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
             the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications on a CUDA device run
-            from CUDA graphs of the eager forwards; "auto" is "on", but for models with forward hooks and for KV
-            buffers that may take more than an eighth of the device's memory.
+            from CUDA graphs of the eager forwards; "auto" uses them where `hf-speculate doctor`, or the project itself,
+            has seen that they are right on such a device, and where a trial on the model shows that they are right and
+            faster, but not for models with forward hooks or KV buffers that may take more than an eighth of the
+            device's memory.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -182,6 +178,8 @@ class SpeculationConfig:
         """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
+        if self.num_assistant_tokens_schedule == "heuristic_transient":  # transformers' name; every call starts anew
+            return "heuristic"
         return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
 
     @property
@@ -192,7 +190,7 @@ class SpeculationConfig:
     @property
     def max_model_tokens(self) -> int:
         """Largest number of tokens that a draft model drafts per round."""
-        if self.schedule in ("heuristic", "heuristic_transient"):
+        if self.schedule == "heuristic":
             return MAX_ASSISTANT_TOKENS
         default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
         return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)

@@ -366,7 +366,8 @@ _OF_CUDA: dict[str, Any] = {
     **dict.fromkeys(
         ("_lazy_init", "reset_peak_memory_stats", "empty_cache", "manual_seed", "manual_seed_all"), _nothing
     ),
-    **dict.fromkeys(("current_device", "max_memory_allocated"), lambda device=None: 0),
+    **dict.fromkeys(("current_device", "max_memory_allocated", "memory_allocated"), lambda device=None: 0),
+    "memory_reserved": lambda device=None: 0,
     **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), lambda device: 0),
     "is_available": lambda: True,
     "device_count": lambda: 1,

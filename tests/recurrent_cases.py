@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers
-from hf_speculate.cache.recurrent import States, states_of
+from hf_speculate.options.recurrent.states import States, states_of
 from tests import tiny
 
 # Float64 rounds at 1e-16. Float32 states, or experts that are weighed in float32, round at 6e-8, and a number on the

@@ -20,22 +20,17 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # and its faults, the context of models, the probe of wrapped decoders and processors of the encoder's ids.
 OPTIONS = {
     "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
-    "recurrent": ("cache/recurrent.py", "cache/hybrid.py", "models/mixers.py", "models/mixer_steps.py"),
     "compiled": (
         "models/compilation.py",
         "models/compiled.py",
         "models/graphs.py",
+        "models/graph_trial.py",
         "engine/compile_plan.py",
         "engine/graph_plan.py",
         "cache/buffer_pool.py",
     ),
-    "refill": ("generation/continuous.py", "engine/running_batch.py", "processors/row_groups.py"),
-    "draft_state": ("draft/state.py", "engine/draft_cache_reuse.py"),
-    "cuda": ("processors/fused_warpers.py", "models/attention_backends.py"),
-    "cpu": ("processors/top_k_top_p.py",),
-    "static_cache": ("cache/static.py",),
-    "spans": ("verify/spans.py",),
-    "self_test": ("generation/self_test.py",),
+    "cuda": ("models/attention_backends.py",),
+    "verdicts": ("verdicts.py", "engine/kernel_choice.py"),
 }
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}  # the imports that options may have of options
@@ -44,39 +39,20 @@ BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}  # the im
 IMPORTS = {
     "cache/preallocated.py": "cache/buffer_pool.py",
     "draft/base.py": "models/compilation.py",
-    "draft/model.py": "models/compiled.py processors/row_groups.py",
-    "draft/token_choice.py": "processors/row_groups.py",
-    "engine/builder.py": (
-        "engine/compile_plan.py "
-        "engine/draft_cache_reuse.py "
-        "engine/hidden_states.py "
-        "models/layer_capture.py "
-        "processors/row_groups.py "
-        "verify/spans.py"
-    ),
+    "draft/model.py": "models/compiled.py",
+    "engine/builder.py": ("engine/compile_plan.py engine/hidden_states.py models/layer_capture.py"),
     "engine/call.py": "engine/compile_plan.py",
-    "engine/draft_session.py": "engine/draft_cache_reuse.py engine/hidden_states.py",
-    "engine/drafter_setup.py": (
-        "engine/compile_plan.py models/compilation.py processors/fused_warpers.py processors/row_groups.py"
-    ),
+    "engine/draft_session.py": "engine/hidden_states.py",
+    "engine/drafter_setup.py": "engine/compile_plan.py models/compilation.py",
     "engine/plan.py": "engine/compile_plan.py",
-    "engine/stop_tracker.py": "processors/row_groups.py",
-    "engine/verification.py": "processors/row_groups.py verify/spans.py",
-    "generation/config_sources.py": "draft/state.py",
-    "generation/decoding_method.py": ("cache/static.py engine/compile_plan.py generation/self_test.py"),
-    "generation/validate_call.py": "cache/static.py",
-    "generation/validate_models.py": "models/mixers.py",
-    "models/cache_selection.py": (
-        "cache/buffer_pool.py cache/hybrid.py cache/recurrent.py models/mixer_steps.py models/mixers.py"
-    ),
+    "generation/decoding_method.py": "engine/compile_plan.py",
+    "models/cache_kinds.py": "cache/buffer_pool.py",
     "models/folded_attention.py": "models/attention_backends.py",
     "models/language_model.py": "models/layer_capture.py",
-    "processors/block.py": "processors/top_k_top_p.py",
-    "processors/registry.py": "processors/fused_warpers.py",
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 93, "lines run": 12_770, "modules loaded": 125, "lines loaded": 15_730}
+MOST = {"files run": 92, "lines run": 11_982, "modules loaded": 142, "lines loaded": 17_375}
 
 
 def option_of(path: str) -> str | None:
@@ -160,16 +136,16 @@ def test_the_core_imports_no_option_beside_those_listed():
 @pytest.mark.parametrize(
     ("path", "line", "imported"),
     [
-        ("engine/decoder.py", "from hf_speculate.verify.spans import Spans", "verify/spans.py"),
-        ("engine/decoder.py", "from hf_speculate.verify import spans", "verify/spans.py"),
-        ("engine/decoder.py", "def f():\n    import hf_speculate.cache.static", "cache/static.py"),
+        ("engine/decoder.py", "from hf_speculate.models.graphs import Graphing", "models/graphs.py"),
+        ("engine/decoder.py", "from hf_speculate.models import graphs", "models/graphs.py"),
+        ("engine/decoder.py", "def f():\n    import hf_speculate.cache.buffer_pool", "cache/buffer_pool.py"),
         ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
         ("options/heads/source.py", "from hf_speculate.models.compiled import x", None),
-        ("engine/running_batch.py", "from hf_speculate.verify.spans import Spans", None),
-        ("tools/checks/pair.py", "from hf_speculate.verify.spans import Spans", None),
+        ("models/graphs.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
+        ("tools/checks/pair.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )

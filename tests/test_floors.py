@@ -27,11 +27,13 @@ FLOORS = {
     "hf_speculate.stats": 3,
     "hf_speculate.plotting": 2,
     "hf_speculate.compat": 1,
+    "hf_speculate.per_row": 1,
     "hf_speculate.field_checks": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
     "hf_speculate.caller": 0,
     "hf_speculate.model_state": 0,
+    "hf_speculate.verdicts": 0,
     "hf_speculate.transfers": 0,
     "hf_speculate.triton_kernels": -1,
 }

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 
 # Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
@@ -41,8 +42,11 @@ class Coming:
         return self.num_tokens - self.num_done
 
 
-class Columns:
+class Columns(PerRow):
     """Where each row begins and ends in the buffers, and where the coming forward writes; for all layers."""
+
+    BY_ROW = ("pads",)
+    PARTS = ("row_lens",)
 
     def __init__(
         self,
@@ -121,11 +125,8 @@ class Columns:
         self.row_lens.set(lens, like)
         self.expect(0)
 
-    def rows(self, indices: Sequence[int]) -> int:
-        """Keep the rows `indices`; how many first columns are gone, which were padding in all of them."""
-        self.pads = [self.pads[row] for row in indices]
-        self.row_lens.rows(indices)
-        self._forget()
+    def drop_padding(self) -> int:
+        """Drop the first columns that are padding in all rows; how many these were."""
         surplus = self.skip_padding() if self.num_held else 0
         self.row_lens.add(-surplus)
         return surplus
@@ -136,18 +137,15 @@ class Columns:
         self.pads = [pad - surplus for pad in self.pads]
         if self.max_columns is not None:
             self.max_columns -= surplus
-        self._forget()
+        self.forget()
         return surplus
 
     def join(self, other: "Columns") -> None:
-        self.pads = self.pads + other.pads
-        self.row_lens.join(other.row_lens)
         bounds = self.max_columns, other.max_columns
         self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)
-        self._forget()
+        super().join(other)
 
-    def _forget(self) -> None:
-        """Drop what was made for other rows."""
+    def forget(self) -> None:
         self._corners, self._pads, self._column_positions = {}, None, None
         self.expect(0)
 

@@ -18,7 +18,7 @@ from hf_speculate.cache.layers import (
 from hf_speculate.cache.left_padding import LeftPadding, shift_rows
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.transfers import upload
+from hf_speculate.per_row import RowIndices
 from hf_speculate.types import KVState
 
 
@@ -157,7 +157,7 @@ class DynamicKVCache(KVCache):
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
         devices = {layer.keys.device for layer in (*self._held, *self._encoder_layers) if layer.is_initialized}
         # of several devices, none has an index for all
-        index = upload(indices, devices.pop() if len(devices) == 1 else torch.device("cpu"))
+        index = RowIndices.of(indices).on(devices.pop() if len(devices) == 1 else torch.device("cpu"))
         self._select_rows(index)
         self.batch_size = len(indices)
         self._steps_back = self._steps_back[index.to(self._steps_back.device)]

@@ -13,7 +13,7 @@ from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.transfers import upload
+from hf_speculate.per_row import RowIndices
 from hf_speculate.types import KVState
 
 # Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.
@@ -146,8 +146,9 @@ class PreallocatedKVCache(KVCache):
         self._holds_rejected = False
 
     def rows(self, indices: Sequence[int]) -> None:
-        surplus = self.columns.rows(indices)
-        index = upload(indices, self.device)
+        kept = RowIndices.of(indices)
+        self.columns.rows(kept)
+        surplus, index = self.columns.drop_padding(), kept.on(self.device)
         for layer in self._layers:
             layer.select(indices, index, surplus)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_speculate.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
 _FIRST_MARKS = 512  # of a ruler; it doubles
@@ -38,12 +39,14 @@ class RowCounts(NamedTuple):
     shared: int = 0
 
 
-class RowLens:
+class RowLens(PerRow):
     """Lengths of B rows: numbers on the host for decisions, a tensor on a device for arithmetic.
 
     On the device a length is an entry of a tensor plus a number that all rows share, so adding the same count to all
     rows launches nothing. The tensor is uploaded when it is next read, without a wait, unless counts are there.
     """
+
+    BY_ROW = ("on_host",)
 
     def __init__(self, lens: Sequence[int], ruler: Ruler):
         self.on_host = list(lens)
@@ -119,15 +122,14 @@ class RowLens:
         if len(gaps) == 1:
             self._varying, self._shared = like._varying, like._shared + gaps.pop()
 
-    def rows(self, indices: Sequence[int], index: Tensor | None = None) -> None:
-        """Keep the rows `indices` in their new order; `index`, the same on the device, spares an upload."""
-        self.on_host = [self.on_host[row] for row in indices]
-        if self._varying is not None:
-            index = upload(indices, self.ruler.device) if index is None and not self.is_even else index
-            self._varying = None if self.is_even else self._varying[index]
+    def rows(self, indices: Sequence[int]) -> None:
+        kept, varying = RowIndices.of(indices), self._varying
+        super().rows(kept)
+        if varying is not None and not self.is_even:
+            self._varying = kept.select(varying)
 
-    def join(self, other: "RowLens") -> None:
-        self.on_host, self._varying = self.on_host + other.on_host, None
+    def forget(self) -> None:
+        self._varying = None
 
     def _tensor(self) -> Tensor:
         """[B] int64, the lengths less what rows share."""

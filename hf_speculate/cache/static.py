@@ -1,22 +1,13 @@
-"""Copies between transformers' static cache, which cannot be rolled back row by row, and its dynamic one."""
+"""Static caches that users pass, which cannot be rolled back row by row: what they are, and what copies them."""
 
+import importlib
 from typing import Any
 
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from hf_speculate.cache.layers import attention_layers, fixed_layers, holding, text_cache, window_of
-from hf_speculate.errors import UnsupportedGenerationError, counted
+from hf_speculate.cache.layers import holding
+
+_COPIES = "hf_speculate.options.static_cache.copies"  # imported where a call reads a static cache, or returns one
 
 
 def is_static(cache: object) -> bool:
@@ -25,13 +16,18 @@ def is_static(cache: object) -> bool:
         type(part) is StaticCache
         and not part.offloading
         and all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in holding(part.layers))
-        for part in _parts(cache)
+        for part in parts_of(cache)
     )
+
+
+def static_copies() -> Any:
+    """The module with the copies between static caches and dynamic ones."""
+    return importlib.import_module(_COPIES)
 
 
 def described(cache: Cache) -> str:
     """The class of a cache, with what sets it apart from others of the class."""
-    part = _parts(cache)[0]
+    part = parts_of(cache)[0]
     if getattr(part, "offloading", False):
         return f"an offloaded {type(cache).__name__}"
     if type(part) is StaticCache:
@@ -39,100 +35,8 @@ def described(cache: Cache) -> str:
     return type(cache).__name__
 
 
-def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """The states of a static cache in a dynamic one, which never writes to them."""
-    copies = []
-    for part in _parts(cache):
-        copy = DynamicCache(config=config)
-        for layer, static in zip(holding(copy.layers), holding(part.layers), strict=True):
-            num_tokens = int(static.get_seq_length())
-            if not num_tokens:
-                continue
-            window = window_of(layer)
-            end = min(num_tokens, static.max_cache_len)  # a window layer holds its newest tokens
-            start = 0 if window is None else max(end - window + 1, 0)
-            layer.lazy_initialization(static.keys, static.values)
-            layer.keys, layer.values = static.keys[:, :, start:end], static.values[:, :, start:end]
-            if window is not None:
-                layer.cumulative_length = num_tokens
-        copies.append(copy)
-    return copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
-
-
-def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> Cache:
-    """The states of a dynamic cache in a new static one, with room for `max_cache_len` tokens of the text."""
-    lens = [max_cache_len, *(int(part.get_seq_length()) for part in _parts(cache)[1:])]
-    copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
-    layers: list[Any] = text_cache(cache).layers
-    for index in fixed_layers(config):
-        if layers[index].is_initialized:  # as long as what the pictures gave
-            copies[0].layers[index] = StaticLayer(max_cache_len=layers[index].keys.shape[2])
-    copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
-    write_back(cache, copy)
-    for source, layer in zip(holding(text_cache(cache).layers), holding(text_cache(copy).layers), strict=True):
-        if isinstance(source, LinearAttentionCacheLayerMixin):
-            vars(layer).update((name, getattr(source, name)) for name in vars(LinearAttentionLayer()))
-    return copy
-
-
-def write_back(cache: Cache, static: Cache) -> None:
-    """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails."""
-    # The oldest column of a full window is not written: the next token drops it unread.
-    layers: list[list[Any]] = [
-        [layer for part in _parts(one) for layer in attention_layers(part.layers)] for one in (cache, static)
-    ]
-    pairs = [(source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized]
-    for source, layer in pairs:
-        if not isinstance(layer, StaticSlidingWindowLayer) and _num_tokens(source) > layer.max_cache_len:
-            raise UnsupportedGenerationError(
-                "every layer of a StaticCache must have room for its states, got "
-                f"{counted(layer.max_cache_len, 'column')} for {_num_tokens(source)}; leave the cache out, or make "
-                "layers of pictures as long as what they hold"
-            )
-    initialized = [layer for _, layer in pairs if layer.is_initialized]
-    windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # others keep the columns that they have
-    try:
-        for source, layer in pairs:
-            if not layer.is_initialized:
-                layer.lazy_initialization(source.keys, source.values)
-            end = min(_num_tokens(source), layer.max_cache_len)
-            start = max(end - source.keys.shape[2], 0)
-            if not isinstance(layer, StaticSlidingWindowLayer):
-                start = min(int(layer.get_seq_length()), end)
-            num = end - start
-            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                buffer[:, :, start:end] = states[:, :, states.shape[2] - num :]
-    except BaseException:
-        for layer, (keys, values) in zip(windows, before, strict=True):
-            layer.keys[:], layer.values[:] = keys, values
-        raise
-    for source, layer in pairs:
-        layer.cumulative_length.fill_(min(_num_tokens(source), layer.max_cache_len))
-        if isinstance(layer, StaticSlidingWindowLayer):
-            layer.cumulative_length_int = _num_tokens(source)
-    if isinstance(static, EncoderDecoderCache) and isinstance(cache, EncoderDecoderCache):
-        static.is_updated.update(cache.is_updated)
-
-
-def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
-    """Tokens of the text that a static cache has room for; None for any number, with window layers alone."""
-    layers = zip(holding(DynamicCache(config=config).layers), holding(_parts(cache)[0].layers), strict=True)
-    rooms = [
-        int(static.max_cache_len)
-        for index, (layer, static) in enumerate(layers)
-        if index not in fixed_layers(config) and static.max_cache_len != window_of(layer)
-    ]
-    return min(rooms, default=None)
-
-
-def _parts(cache: Cache) -> list[Any]:
+def parts_of(cache: Cache) -> list[Any]:
     """The cache of the text, and that of what an encoder gave if there is one."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
-
-
-def _num_tokens(layer: Any) -> int:
-    """Tokens that a dynamic layer has seen."""
-    return layer.cumulative_length if isinstance(layer, DynamicSlidingWindowLayer) else int(layer.keys.shape[2])

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
-from hf_speculate.transfers import upload
+from hf_speculate.per_row import PerRow
 
 
-class TokenBuffer:
+class TokenBuffer(PerRow):
     """B rows of token ids, each with its own length, that begin with copies of `token_ids` [B, T] int64."""
+
+    TENSORS = ("token_ids",)
+    PARTS = ("row_lens",)
 
     def __init__(self, token_ids: Tensor, capacity: int = 0):
         batch_size, length = token_ids.shape
@@ -58,17 +62,10 @@ class TokenBuffer:
     def drop(self, num: int) -> None:
         self.row_lens.add(-num)
 
-    def rows(self, indices: Sequence[int]) -> None:
-        index = upload(indices, self.token_ids.device)
-        self.token_ids = self.token_ids[index]
-        self.row_lens.rows(indices, index)
-
     def join(self, other: "TokenBuffer") -> None:
         self._reserve(other.token_ids.shape[1])
-        more = other.token_ids.new_zeros(len(other.lens), self.token_ids.shape[1])
-        more[:, : other.token_ids.shape[1]] = other.token_ids
-        self.token_ids = torch.cat([self.token_ids, more])
-        self.row_lens.join(other.row_lens)
+        other.token_ids = pad(other.token_ids, (0, self.token_ids.shape[1] - other.token_ids.shape[1]))
+        super().join(other)
 
     def _reserve(self, num_columns: int) -> None:
         batch_size, capacity = self.token_ids.shape

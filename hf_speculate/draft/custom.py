@@ -1,7 +1,7 @@
 """The source of a user's own drafter, which is checked in every round."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hf_speculate.draft.source import (
 )
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.field_checks import Check, integer
+from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut, SampleStrategy
 
 _MOST = integer("an int of at least 1", 1, math.inf, "leave it out for any number")
@@ -30,7 +31,7 @@ _LAYERS = Check(
 _FLAGS = ["reads_host_tokens", "reads_kept", "is_compiled", "counts_padding", "shares_columns", "drafts_past_context"]
 
 
-class CustomDrafter(Drafter):
+class CustomDrafter(PerRow, Drafter):
     """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
 
     Raises:
@@ -38,6 +39,7 @@ class CustomDrafter(Drafter):
         ShapeError: from `draft`, if a proposal does not have the shapes, dtypes or device of a `DraftOut`.
     """
 
+    PARTS = ("drafter",)
     drafts_fewer = True
 
     def __init__(self, factory: DrafterFactory, setup: DrafterSetup):
@@ -91,9 +93,6 @@ class CustomDrafter(Drafter):
         project = getattr(self.drafter, "project_states", super().project_states)
         projected: Tensor = project(states)
         return projected
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.drafter.rows(indices)
 
     def _check(self, draft: DraftOut, num_rows: int, num_draft_tokens: int) -> None:
         if not isinstance(draft, DraftOut):

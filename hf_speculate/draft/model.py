@@ -1,6 +1,5 @@
 """The model drafter: drafts with a smaller model, eagerly or with compiled steps."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,18 +16,21 @@ from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, fo
 from hf_speculate.models.context import Context
 from hf_speculate.models.inferencer import Chosen, Inferencer
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.row_groups import ProcessorGroups
+from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.types import DraftOut, NoiseKeys
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(PerRow, Drafter):
     """A `Drafter` over a draft model, whose distribution the row-wise processors bring near the target's."""
+
+    PARTS = ("language_model", "chooser")
 
     def __init__(
         self,
         inferencer: Inferencer,
-        processors: BlockLogitsProcessorList | ProcessorGroups | None = None,
+        processors: RowProcessors | None = None,
         settings: DraftSettings | None = None,
         context: Context | None = None,  # of the draft model, if rows may be longer
         vocabulary: DraftVocabulary | None = None,  # of the logits' columns
@@ -68,14 +70,6 @@ class ModelDrafter(Drafter):
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         self.inferencer.feed(self._sent(token_ids), kv_cache)
 
-    def join(self, other: "ModelDrafter") -> None:
-        self.language_model.join(other.language_model)
-        self.chooser.join(other.chooser)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.language_model.extra_inputs.rows(indices)
-        self.chooser.rows(indices)
-
     def _sent(self, token_ids: Tensor) -> Tensor:
         """Token ids where the language model expects them."""
         return token_ids.to(self.language_model.device)
@@ -92,7 +86,7 @@ class TranslatedDrafter(ModelDrafter):
         self,
         inferencer: Inferencer,
         language_model: TranslatedLanguageModel,  # the one of the inferencer
-        processors: BlockLogitsProcessorList | ProcessorGroups,
+        processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
         device: torch.device,  # where drafts are expected

@@ -1,15 +1,14 @@
 """The null draft source, of calls that decode token by token."""
 
-from collections.abc import Sequence
-
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.source import DraftSource
+from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut
 
 
-class NoDrafter(Drafter):
+class NoDrafter(PerRow, Drafter):
     """The drafter of a call that decodes token by token."""
 
     max_draft_tokens = 0
@@ -17,9 +16,6 @@ class NoDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         raise NotImplementedError
-
-    def rows(self, indices: Sequence[int]) -> None:
-        return
 
 
 class NoDrafts(DraftSource):

@@ -62,6 +62,7 @@ class DraftSource:
     reads_keys = False  # whether it reads the keys of the noise even if it does not sample
     unsynced = ""  # argument with which ranks of different texts would run different numbers of forwards
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
+    is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`
     reads_outputs = ""  # why the states come from the output of an eager forward; empty if they are captured
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
@@ -116,7 +117,7 @@ class FactorySource(DraftSource):
     def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
         begun = copy.copy(self)
         begun.drafter = self.start(setup, prepared)
-        begun.hidden_layers = begun.drafter.hidden_layers
+        begun.hidden_layers, begun.is_compiled = begun.drafter.hidden_layers, begun.drafter.is_compiled
         return begun
 
     def make_drafter(self, plan: DraftPlan) -> Drafter:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, TextStore
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept
 
@@ -30,13 +31,14 @@ class SuffixSettings:
 NO_PROPOSAL = Proposal(0, [])
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(PerRow, Drafter):
     """Drafts, as point masses, the continuation of the latest of the longest earlier matches of a row's last tokens.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
     """
 
+    BY_ROW = ("texts", "_num_pads")
     reads_host_tokens = True
     drafts_fewer = True
     can_join = True
@@ -92,14 +94,6 @@ class SuffixDrafter(Drafter):
         self.texts, self._num_pads = [SuffixIndex() for _ in pads], None
         for row, ids, num in zip(self.texts, token_ids.tolist(), pads, strict=True):
             row.extend(ids[num:])
-
-    def join(self, other: "SuffixDrafter") -> None:
-        self.texts = self.texts + other.texts
-
-    def rows(self, indices: Sequence[int]) -> None:
-        if self._num_pads is not None:
-            self._num_pads = [self._num_pads[row] for row in indices]
-        self.texts = [self.texts[row] for row in indices] if self.texts else []
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:

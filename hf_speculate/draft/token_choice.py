@@ -1,6 +1,5 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,8 @@ from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
-from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.row_groups import ProcessorGroups
+from hf_speculate.per_row import PerRow
+from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.triton_kernels import Draws, sample
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
@@ -38,19 +37,21 @@ def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings)
     return Chosen(token_ids[:, None], logits[:, None], logsumexp[:, None])
 
 
-class TokenChooser:
+class TokenChooser(PerRow):
     """Chooses the drafted tokens of one call, as ids of the target, and keeps the sequences that processors read."""
+
+    PARTS = ("processors", "history")
 
     def __init__(
         self,
-        processors: BlockLogitsProcessorList | ProcessorGroups,
+        processors: RowProcessors,
         settings: DraftSettings,
         device: torch.device,
         vocabulary: DraftVocabulary,
     ):
         self.processors, self.settings, self.vocabulary = processors, settings, vocabulary
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
-        self.can_join = isinstance(processors, ProcessorGroups)
+        self.can_join = processors.can_join
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
         self.counts, self._device = Ruler(device, torch.int32), device
         self.processor_error: Exception | None = None  # the last one that a processor raised
@@ -81,18 +82,8 @@ class TokenChooser:
         draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
         return RoundDraft(self, draws, num_tokens)
 
-    def join(self, other: "TokenChooser") -> None:
+    def forget(self) -> None:
         self.last_logits = None
-        if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
-            self.processors.join(other.processors)
-        if self.history is not None and other.history is not None:
-            self.history.join(other.history)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.processors = self.processors.rows(indices)
-        self.last_logits = None
-        if self.history is not None:
-            self.history.rows(indices)
 
     def has_numbers(self) -> Tensor | None:
         """See `Drafter.has_numbers`."""

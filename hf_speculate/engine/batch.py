@@ -1,7 +1,7 @@
 """The batch: the rows that are decoded, with their tokens, seeds and finished flags."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -9,17 +9,20 @@ from torch import Tensor
 from hf_speculate.cache.row_lens import RowCounts
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
 _NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
-# lists with one entry per row
-_BY_ROW = ("num_hidden", "max_lengths", "row_ids", "is_finished", "prompt_lens", "draft_limits", "_rounds_before")
 _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
 
 
-class Batch:
+class Batch(PerRow):
     """B rows of prompt and new tokens."""
+
+    BY_ROW = ("num_hidden", "max_lengths", "row_ids", "is_finished", "prompt_lens", "draft_limits", "_rounds_before")
+    TENSORS = ("seeds",)
+    PARTS = ("tokens", "host_tokens")
 
     def __init__(
         self,
@@ -90,6 +93,11 @@ class Batch:
             self.host_tokens.append(torch.tensor(ids, device="cpu"), trimmed.num_emitted)
         self.is_finished = list(trimmed.is_finished)
 
+    def end_rows(self, row_ids: Collection[int]) -> None:
+        """Finish rows where they are, by their numbers among the output rows."""
+        flags = zip(self.row_ids, self.is_finished, strict=True)
+        self.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
+
     def selected(self, indices: Sequence[int]) -> "Batch":
         """A copy of the rows `indices`; this batch stays as it is."""
         twin = copy.copy(self)
@@ -99,26 +107,13 @@ class Batch:
         twin.rows(indices)
         return twin
 
-    def rows(self, indices: Sequence[int]) -> None:
-        self.tokens.rows(indices)
-        if self.host_tokens is not self.tokens:
-            self.host_tokens.rows(indices)
-        self.seeds = self.seeds[upload(indices, self.seeds.device)]
-        self._rounds = self._key_offsets = self._gains = None
-        for name in _BY_ROW:
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in indices])
-
     def join(self, other: "Batch") -> None:
         """Add the rows of `other`, which have read their prompts, behind these; their rounds count from here."""
-        self.tokens.join(other.tokens)
-        if self.host_tokens is not self.tokens:
-            self.host_tokens.join(other.host_tokens)
-        self.seeds = torch.cat([self.seeds, other.seeds])
+        other._rounds_before = [self.num_rounds - other.num_rounds] * other.num_rows
+        super().join(other)
+
+    def forget(self) -> None:
         self._rounds = self._key_offsets = self._gains = None
-        for name in _BY_ROW:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self._rounds_before[-other.num_rows :] = [self.num_rounds - other.num_rounds] * other.num_rows
 
     def _counts(self, verified: Verified, trimmed: Trimmed) -> RowCounts:
         counts, on_device = trimmed.num_emitted, verified.device_num_accepted

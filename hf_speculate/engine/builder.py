@@ -1,6 +1,8 @@
 """The builder: makes the decoder and the batch of a planned call."""
 
+import importlib
 import logging
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +18,6 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
@@ -29,16 +30,17 @@ from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, O
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan, make_plan
 from hf_speculate.engine.ranks import ONE_PROCESS
+from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
-from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
+from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification, find_spans
+from hf_speculate.models.cache_kinds import Buffers
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
-from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import (
     AdaptiveSchedule,
@@ -52,9 +54,10 @@ from hf_speculate.schedule import (
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import depends_on_draft, make_verifier
-from hf_speculate.verify.spans import make_spans
 
 LOGGER = logging.getLogger("hf_speculate")
+_REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
+_WITHOUT_FAILED_KERNELS = "hf_speculate.engine.kernel_choice:without_failed_kernels"  # imported on CUDA devices
 
 
 class Prepared(NamedTuple):
@@ -72,6 +75,8 @@ def build_decoder(
     """Plan a call, and make its decoder and batch; `prepared` is what transformers hands to candidate generators."""
     for model in call.models:
         check_backend(call.config.verifier_backend, device_of(model))
+    if call.config.verifier_backend != "torch" and any(device_of(model).type == "cuda" for model in call.models):
+        call = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(call, stats)
 
     def forget_compiled(part: str, reason: str) -> None:
         for parts in (stats.compiled, stats.graphed):
@@ -94,8 +99,6 @@ def build_decoder(
     faults = _make_faults(plan, stats)
     told = draft_plan(plan, forget_compiled, partial(faults.meet, is_last=False))
     drafter = call.source.make_drafter(told)
-    if drafter.is_compiled:
-        stats.compiled.append("draft")
     faults.is_callers = drafter.is_callers
     hidden_states = None
     if plan.hidden_layers is not None:
@@ -112,10 +115,7 @@ def build_decoder(
         group=call.ranks if reads_clock else ONE_PROCESS,
     )
     criteria = call.ranks.wrap_criteria(call.criteria)
-    stopping: BlockStoppingCriteria | StoppingGroups = criteria
-    if call.rows_leave and criteria.is_row_wise:
-        max_length = min(call.max_length, criteria.max_length or call.max_length)
-        stopping = StoppingGroups(criteria, [max_length] * call.batch_size)
+    stopping = find_row_lists(call.rows_leave).criteria(criteria, call.batch_size, call.max_length)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(stopping, call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
@@ -151,7 +151,7 @@ def build_schedule(
     match config.schedule:
         case "adaptive":
             return AdaptiveSchedule(config.max_draft_tokens, prior, history, batch_size, keeps_rows)
-        case "heuristic" | "heuristic_transient":
+        case "heuristic":
             return HeuristicSchedule(config.first_tokens)
         case _:
             return ConstantSchedule(config.max_draft_tokens)
@@ -161,7 +161,7 @@ def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
     stats.verifier = plan.call.config.verifier or ""
     stats.cache = plan.target.cache.kind
-    stats.compiled, stats.graphed = list(plan.compile.settings), list(plan.compile.graphed)
+    stats.compiled, stats.graphed = plan.compiled, list(plan.compile.graphed)
     stats.lock_step = plan.is_lock_step
     for reason in plan.fallbacks:
         stats.add_fallback(reason)
@@ -172,8 +172,8 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     call = plan.call
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
-    capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
-    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, capacity, plan.compile.pool(one))
+    buffers = Buffers(plan.compile.capacity(one.cache.max_columns or 0, one.device), plan.compile.pool(one))
+    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, buffers)
 
 
 def _make_batch(plan: Plan) -> Batch:
@@ -203,7 +203,8 @@ def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | Non
     call, kv_cache, reuse = plan.call, None, None
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)
-        reuse = make_draft_cache_reuse(plan.call, plan.draft.model, kv_cache)
+        if call.config.draft_state is not None:
+            reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, plan.draft.model, kv_cache)
     session = DraftSession(
         drafter,
         kv_cache,
@@ -240,9 +241,9 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
 
 def _make_verification(plan: Plan, criteria: BlockStoppingCriteria) -> Verification:
     call, config = plan.call, plan.call.config
-    rule = make_verifier(config), make_spans(config, call.do_sample, call.num_pads), call.ranks
+    rule = make_verifier(config), find_spans(config, call.do_sample, call.num_pads), call.ranks
     if not plan.is_lock_step:
-        processors = ProcessorGroups(call.processors, call.batch_size)
+        processors = find_row_lists(call.rows_leave).processors(call.processors, call.batch_size)
         return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)
     pad = plan.pad_token_id if criteria.eos_token_ids is not None else None
     return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)

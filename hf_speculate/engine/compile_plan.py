@@ -1,8 +1,10 @@
 """Compile plan: which forwards of a call run compiled, and why the others do not."""
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
@@ -12,17 +14,28 @@ from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import STEP_QUERY_LEN
-from hf_speculate.engine.graph_plan import ungraphed_reasons
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
-from hf_speculate.models.compilation import LOGGER, Compilation, CompiledUnits, Runner, settings_key
+from hf_speculate.models.compilation import GRAPH_BACKENDS, LOGGER, Compilation, CompiledUnits, Runner, settings_key
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
-from hf_speculate.models.graphs import Graphing
 from hf_speculate.models.layer_capture import LayerCapture
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
+# Imported where a call may run from graphs.
+_PLAN_GRAPHS, _GRAPHING = "hf_speculate.engine.graph_plan:plan_graphs", "hf_speculate.models.graphs:Graphing"
 _warn_once = cache(LOGGER.warning)
+
+
+class GraphPlan(NamedTuple):
+    """The models of a call that may run from device graphs."""
+
+    reasons: dict[str, str]  # part -> why it does not run from graphs, empty if it does
+    off: str = ""  # why "auto" uses none on the device
+    is_tried: bool = False  # whether graphs are compared with eager forwards first, and used only where faster
+
+
+NO_GRAPHS = GraphPlan({})
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class CompilePlan:
     min_columns: int = 0  # columns that buffers have at least
     reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
     graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
+    graphs: GraphPlan = NO_GRAPHS
 
     @property
     def keeps_buffers(self) -> bool:
@@ -101,14 +115,17 @@ def make_compile_plan(
     wanted = [one for one in models if one.part in requested.settings]
     uncompiled = {one.part: _eager_reason(one, requested.settings[one.part]) for one in wanted}
     settings = {part: requested.settings[part] for part, reason in uncompiled.items() if not reason}
-    ungraphed = ungraphed_reasons(models, graphs, settings, batch_size, lens)
+    plan = NO_GRAPHS
+    if graphs == "on" or (graphs == "auto" and any(one.model.device.type in GRAPH_BACKENDS for one in models)):
+        plan = pkgutil.resolve_name(_PLAN_GRAPHS)(models, graphs, settings, batch_size, lens)
+    ungraphed = plan.reasons
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
     reasons = tuple(filter(None, (*requested.reasons, *uncompiled.values(), *ungraphed.values())))
     for reason in reasons:
         if graphs == "on" or reason not in ungraphed.values():  # nobody asked for what "auto" cannot do
             _warn_once(reason)
     is_static = requested.is_static or bool(graphed)
-    return CompilePlan(is_static, settings, lens if is_static else (), requested.min_columns, reasons, graphed)
+    return CompilePlan(is_static, settings, lens if is_static else (), requested.min_columns, reasons, graphed, plan)
 
 
 def draft_lens(config: SpeculationConfig, varies: bool) -> tuple[int, ...]:
@@ -134,7 +151,7 @@ def make_compiled_model(
     if one.part in plan.settings:
         runner: Runner = Compilation(one.model, plan.settings[one.part], units, fail)
     elif one.part in plan.graphed:
-        runner = Graphing(one.model, units, fail)
+        runner = pkgutil.resolve_name(_GRAPHING)(one.model, units, fail, plan.graphs.is_tried)
     else:
         return None
     varies = runner.varies and one.model.device.type != "cuda"

@@ -151,7 +151,7 @@ class DraftGuard:
             self._session, self._served = theirs, joining
             self._faults = replace(other._faults, stats=self._faults.stats)
         else:
-            self._call(lambda session: session.join(theirs, self._view(batch)))
+            self._call(lambda session: session.catch_up_and_join(theirs, self._view(batch)))
             self._served = self._served + joining if self._session is not None else []
 
     def end(self, batch: Batch) -> None:

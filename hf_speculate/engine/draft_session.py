@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -10,24 +11,40 @@ from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
 _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
 
 
+class DraftReuse(Protocol):
+    """Fills a call's draft cache with states of an earlier call, and keeps its own for a later one."""
+
+    def recall(self, batch: Batch) -> int:
+        """Fill the empty draft cache; the columns of every row then."""
+
+    def note(self, batch: Batch, certain: Sequence[int]) -> None:
+        """Note how much of `certain` [B] columns the draft cache still holds."""
+
+    def remember(self, batch: Batch) -> None:
+        """Keep the states of the rows' tokens."""
+
+
 @dataclass
-class DraftSession:
+class DraftSession(PerRow):
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
+
+    BY_ROW = ("_num_seen",)
+    PARTS = ("drafter", "kv_cache", "hidden_states", "_seen_lens")
 
     drafter: Drafter
     kv_cache: KVCache | None  # of the draft model
     strategy: SampleStrategy
     padding_id: int | None = None  # drafted for finished rows in lock step
-    reuse: DraftCacheReuse | None = None
+    reuse: DraftReuse | None = None
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
     placeless_id: int | None = None
     hidden_states: HiddenStates | None = None
@@ -107,16 +124,11 @@ class DraftSession:
         self._show_prompts(batch)
         self._catch_up(batch)
 
-    def join(self, other: "DraftSession", batch: Batch) -> None:
+    def catch_up_and_join(self, other: "DraftSession", batch: Batch) -> None:
         """Add the rows of `other`, which has read ahead, behind these, which are all live."""
         if not other._fall_behind(self._num_unseen(batch)):
             self._catch_up(batch)
-        self.drafter.join(other.drafter)
-        if self.kv_cache is not None:
-            self.kv_cache.join(other.kv_cache)
-        self._num_seen = self._num_seen + other._num_seen
-        if self._seen_lens is not None and other._seen_lens is not None:
-            self._seen_lens.join(other._seen_lens)
+        self.join(other)
 
     def _tokens(self, batch: Batch) -> TokenBuffer:
         """The rows' tokens where the drafter reads them."""
@@ -146,15 +158,9 @@ class DraftSession:
         self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.drafter.rows(indices)
-        if self.kv_cache is not None:
-            self.kv_cache.rows(indices)
-        if self.hidden_states is not None:
-            self.hidden_states.rows(indices)
+        super().rows(indices)
         num_skipped = self._skip_padding()
-        self._num_seen = [self._num_seen[row] + num_skipped for row in indices]
-        if self._seen_lens is not None:
-            self._seen_lens.rows(indices)
+        self._num_seen = [num + num_skipped for num in self._num_seen]
 
     def end(self, batch: Batch) -> None:
         if self.reuse is not None:

@@ -1,5 +1,6 @@
 """What a draft source is told of a call: the drafter's setup before the plan, and the draft plan after it."""
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,13 +10,14 @@ from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import draft_lens, make_compiled_model
 from hf_speculate.engine.plan import Plan
+from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.fused_warpers import fuse_warpers
-from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.verify.base import traits_of
+
+_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
 
 
 def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
@@ -49,7 +51,9 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
     setup = drafter_setup(call, on_failure)
     processors = setup.processors
     if draft is not None and draft.device.type == "cuda" and runs_kernels(setup.backend, draft.device):
-        processors = BlockLogitsProcessorList(fuse_warpers(processors, setup.backend))
+        processors = BlockLogitsProcessorList(
+            importlib.import_module(_FUSED_WARPERS).fuse_warpers(processors, setup.backend)
+        )
 
     def make_compiled(max_position: int) -> Any:
         return None if draft is None else make_compiled_model(draft, plan.compile, max_position, on_failure)
@@ -62,7 +66,7 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
         num_query=call.prefill_chunk_size or call.query_ids.shape[1],
         max_position=call.max_position,
         processors=processors,
-        row_processors=ProcessorGroups(processors, call.batch_size) if call.rows_leave else processors,
+        row_processors=find_row_lists(call.rows_leave).processors(processors, call.batch_size),
         is_distributed=call.ranks.is_distributed,
         meet=meet if call.ranks.is_synced else None,
         make_compiled=make_compiled,

@@ -2,30 +2,40 @@
 
 from collections.abc import Collection, Sequence
 
+import torch
+
+from hf_speculate.engine.compile_plan import GraphPlan
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
-from hf_speculate.models.cache_selection import memory_bytes
-from hf_speculate.models.compilation import CompiledUnits
-from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
+from hf_speculate.models.compilation import GRAPH_BACKENDS, CompiledUnits
+from hf_speculate.models.graphs import FAILURE_KEY
 from hf_speculate.models.kv_size import kv_values_per_token
 from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.memory import memory_bytes
 from hf_speculate.models.module_walk import has_hooks_of_others, modules_of, parameters_of
 from hf_speculate.models.quirks import growing_rope
+from hf_speculate.verdicts import COMMAND, CRASHED, GRAPHS, RIGHT, package_version, read_verdict
 
 # Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
 # asked for, or a call that allows many more tokens than it generates would run out of memory.
 MAX_SHARE = 0.125
 
 
-def ungraphed_reasons(
+# Where the project has run graphs itself: compute capability, torch and Triton. `benchmarks/results/first_light/` holds
+# what was seen. Everywhere else "auto" follows what `hf-speculate doctor` sees on the user's device.
+RUN_ON = (((9, 0), "2.11", "3.6"),)
+
+
+def plan_graphs(
     models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int, lens: Sequence[int]
-) -> dict[str, str]:
-    """Why the models that are to run from graphs cannot, empty for those that can, by part."""
-    if graphs == "off":
-        return {}
+) -> GraphPlan:
+    """Which models run from graphs, with `graphs` "on" or "auto"."""
     if graphs == "on":
-        return {one.part: _ungraphed_reason(one, one.part in compiled) for one in models}
+        return GraphPlan({one.part: _ungraphed_reason(one, one.part in compiled) for one in models})
     models = [one for one in models if one.model.device.type in GRAPH_BACKENDS and one.part not in compiled]
+    off = next(filter(None, (_off_reason(one.model.device) for one in models)), "")
+    if off:
+        return GraphPlan({}, off)
     reasons = {one.part: _ungraphed_reason(one) or _hook_reason(one) for one in models}
     able = [one for one in models if not reasons[one.part]]
     num_bytes = sum(_num_bytes(one, batch_size, lens) for one in able)
@@ -33,7 +43,26 @@ def ungraphed_reasons(
         size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_SHARE:.0%}"
         reason = f"no graphs: with KV buffers of full length they may take {size}, over {share} of the device's memory"
         reasons |= {one.part: reason for one in able}
-    return reasons
+    return GraphPlan(reasons, is_tried=True)
+
+
+def _off_reason(device: torch.device) -> str:
+    """Why "auto" uses no graphs on a device; empty if it may."""
+    verdict = read_verdict(device)
+    seen = None if verdict is None else verdict.of(GRAPHS)
+    if seen == RIGHT or (seen is None and _was_run(device)):
+        return ""
+    if seen is None:
+        return f"off: run {COMMAND} once on this device"
+    return f"off: {COMMAND} saw graphs {'crash' if seen == CRASHED else 'give wrong results'} on this device"
+
+
+def _was_run(device: torch.device) -> bool:
+    """Whether the project itself has run graphs on such a device, with such versions."""
+    if device.type != "cuda":
+        return False
+    families = (".".join(package_version(name).split(".")[:2]) for name in ("torch", "triton"))
+    return (torch.cuda.get_device_capability(device), *families) in RUN_ON
 
 
 def _num_bytes(one: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:

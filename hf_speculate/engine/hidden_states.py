@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
 
 
-class HiddenStates:
+class HiddenStates(PerRow):
     """The hidden states that the drafter has not read, row by row: those from which an emitted token was chosen."""
+
+    BY_ROW = ("_columns",)
+    TENSORS = ("_pieces",)
 
     def __init__(self, layers: Sequence[int], is_captured: bool, project: Callable[[Tensor], Tensor]):
         self._layers = list(layers)  # concatenated along D in this order
@@ -69,8 +73,3 @@ class HiddenStates:
         states = [given[layer] for layer in self._layers]
         is_one = len(states) == 1
         return self._project(states[0] if is_one else torch.cat([one.to(states[0].device) for one in states], dim=-1))
-
-    def rows(self, indices: Sequence[int]) -> None:
-        if self._pieces:
-            self._pieces = [states[upload(indices, states.device)] for states in self._pieces]
-            self._columns = [self._columns[row] for row in indices]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.extra_inputs import ExtraInputs
 
 

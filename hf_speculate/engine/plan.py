@@ -14,7 +14,7 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import adapters_by_row
@@ -35,6 +35,7 @@ class Plan:
     draft: ModelPlan | None  # the model that drafts; None if none does
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
     compile: CompilePlan  # the forwards that run compiled or from device graphs
+    compiles_itself: bool  # whether the drafter is a custom one that compiles its own forwards
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
     hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
     lock_step: str  # why all rows advance by the same number of tokens; empty if each row advances by its own
@@ -47,6 +48,11 @@ class Plan:
     def is_lock_step(self) -> bool:
         """Whether all rows advance by the same number of tokens."""
         return bool(self.lock_step)
+
+    @property
+    def compiled(self) -> list[str]:
+        """The models whose forwards are compiled, "target" and "draft"."""
+        return [*self.compile.settings, *(["draft"] if self.compiles_itself else [])]
 
     @property
     def steps_have_all_rows(self) -> bool:
@@ -69,7 +75,7 @@ class Plan:
             "target cache": str(self.target.cache),
             "draft cache": "" if self.draft is None else str(self.draft.cache),
             "compiled": ", ".join(self.compile.settings),
-            "from graphs": ", ".join(self.compile.graphed),
+            "from graphs": ", ".join(self.compile.graphed) or self.compile.graphs.off,
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
@@ -104,6 +110,7 @@ def make_plan(call: Call) -> Plan:
         draft=draft,
         draft_strategy=strategy,
         compile=compile_plan,
+        compiles_itself=source.is_compiled,
         reads_keys=source.reads_keys or samples_drafts or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,

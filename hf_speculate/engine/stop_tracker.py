@@ -1,19 +1,21 @@
 """Stop tracker: where each row stops, and which rows are finished."""
 
-from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 
 from hf_speculate.engine.batch import Batch
-from hf_speculate.processors.row_groups import StoppingGroups
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+from hf_speculate.per_row import PerRow
+from hf_speculate.processors.of_rows import RowCriteria
 from hf_speculate.types import Trimmed, Verified
 
 
 @dataclass
-class StopTracker:
+class StopTracker(PerRow):
     """Trims each round to the tokens that token-by-token decoding would have emitted."""
 
-    stopping: BlockStoppingCriteria | StoppingGroups
+    BY_ROW = ("num_new", "stop_lens")
+    PARTS = ("stopping",)
+
+    stopping: RowCriteria
     num_rows: InitVar[int]
     max_new_tokens: int
     pads_ended_rows: bool  # without an EOS token, rows go on until the last one has stopped, as in plain `generate`
@@ -43,17 +45,6 @@ class StopTracker:
             num_emitted.append(num)
         self.num_new = [before + num for before, num in zip(self.num_new, num_emitted, strict=True)]
         return Trimmed(num_emitted, is_stopped, self._is_finished(), self.num_new)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`; the others have stopped."""
-        self.num_new = [self.num_new[row] for row in indices]
-        self.stop_lens = [self.stop_lens[row] for row in indices]
-        self.stopping.rows(indices)
-
-    def join(self, other: "StopTracker") -> None:
-        self.num_new = self.num_new + other.num_new
-        self.stop_lens = self.stop_lens + other.stop_lens
-        self.stopping.join(other.stopping)
 
     def surplus(self) -> list[int]:
         """[B] tokens that rows have emitted past the end of the output."""

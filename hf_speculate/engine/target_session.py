@@ -10,6 +10,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.ranks import Ranks
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Scored, Trimmed
 
@@ -83,8 +84,10 @@ class EndPadding:
 
 
 @dataclass(frozen=True)
-class TargetSession:
+class TargetSession(PerRow):
     """Scores drafts with the target, and rolls its KV cache back to the tokens that were emitted."""
+
+    PARTS = ("kv_cache", "model")
 
     model: LanguageModel
     kv_cache: KVCache
@@ -139,11 +142,3 @@ class TargetSession:
         if any(num_surplus):
             self.kv_cache.crop(num_surplus)
         self.padding.finish(self.model, self.kv_cache, batch)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.kv_cache.rows(indices)
-        self.model.extra_inputs.rows(indices)
-
-    def join(self, other: "TargetSession") -> None:
-        self.kv_cache.join(other.kv_cache)
-        self.model.join(other.model)

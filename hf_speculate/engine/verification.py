@@ -1,32 +1,55 @@
 """Verification: runs logits processors and the verifier on a round, for all rows at once or in lock step."""
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import isfinite, isnan
 from operator import or_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.processors.row_groups import ProcessorGroups
+from hf_speculate.per_row import PerRow
+from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import download
 from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier
-from hf_speculate.verify.spans import Spans
+
+_SPANS = "hf_speculate.options.spans.spans"  # imported if a lossy verifier decides in spans of the text alone
+
+
+class VerifierSpans(Protocol):
+    """Restricts a verifier to spans of each row's text."""
+
+    def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> Verifier:
+        """The verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order."""
+
+
+def find_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> VerifierSpans | None:
+    """The spans of a call, with [B] columns of padding before each row; None if its verifier decides everywhere."""
+    if config.relax_only_inside is None:
+        return None
+    spans: VerifierSpans = importlib.import_module(_SPANS).make_spans(config, do_sample, num_pads)
+    return spans
 
 
 @dataclass
-class Verification:
+class Verification(PerRow):
     """Decides which tokens of a round are accepted."""
 
     verifier: Verifier  # the verification rule
-    spans: Spans | None  # restricts a lossy verifier to spans; None if it decides everywhere
+    spans: VerifierSpans | None  # restricts a lossy verifier to spans; None if it decides everywhere
     ranks: Ranks  # the processes that decode the call together
 
     def verify(
@@ -54,18 +77,14 @@ class Verification:
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round that were not emitted."""
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
-
-    def join(self, other: Any) -> None:
-        """Add the rows of `other` behind these."""
-
 
 @dataclass
 class RowWiseVerification(Verification):
     """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
 
-    processors: ProcessorGroups  # the logits processors of each row, all of them row-wise
+    PARTS = ("processors", "spans")
+
+    processors: RowProcessors  # the logits processors of each row, all of them row-wise
     keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
@@ -107,14 +126,6 @@ class RowWiseVerification(Verification):
         if any(trimmed.num_emitted):
             num_positions = draft.token_ids.shape[1] + 1
             self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.processors.rows(indices)
-        if self.spans is not None:
-            self.spans.rows(indices)
-
-    def join(self, other: "RowWiseVerification") -> None:
-        self.processors.join(other.processors)
 
 
 @dataclass

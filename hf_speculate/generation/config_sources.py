@@ -1,5 +1,6 @@
 """Collects the fields of `SpeculationConfig` from keywords, generation configs and saved files."""
 
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,11 +9,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
-from hf_speculate.draft.state import DraftState
 from hf_speculate.errors import ConfigError
 
 # A field that is settled keeps its companion out of weaker sources: a call that asks for K tokens gets K.
 _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
+
+# Fields that are objects -> where their class is, which is imported when a call has one.
+_OBJECTS = {
+    "suffix_store": ("hf_speculate.options.sources.suffix_store", "SuffixStore"),
+    "draft_state": ("hf_speculate.options.draft_state.state", "DraftState"),
+}
 
 
 def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
@@ -31,11 +37,12 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
         for name in FIELD_NAMES:
             if name in source and name not in settled and name not in shut_out:
                 settled[name] = source[name]
-    state = settled.get("draft_state")
-    if state is not None and not isinstance(state, DraftState):
-        raise ConfigError(
-            f"draft_state must be a DraftState, got {type(state).__name__}; pass hf_speculate.DraftState()"
-        )
+    for name, (module, class_name) in _OBJECTS.items():
+        value = settled.get(name)
+        if value is not None and not isinstance(value, getattr(importlib.import_module(module), class_name)):
+            raise ConfigError(
+                f"{name} must be a {class_name}, got {type(value).__name__}; pass hf_speculate.{class_name}()"
+            )
     # an explicit None keeps weaker sources out, then means the default
     return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
 

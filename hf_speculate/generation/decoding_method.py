@@ -1,5 +1,6 @@
 """The decoding method of a call, which transformers runs once it has prepared the inputs."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_held
-from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
+from hf_speculate.cache.static import is_static, static_copies
 from hf_speculate.compat import CACHE_NAMES, pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
@@ -24,17 +25,19 @@ from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_encoder import try_draft_inputs
 from hf_speculate.generation.model_inputs import target_inputs
-from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
+from hf_speculate.models.quirks import is_shown
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
+
+_SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for models of a type that no test has shown
 
 
 class _Inputs(NamedTuple):
@@ -88,12 +91,15 @@ class SpeculativeDecoding:
         cache, static_cache = model_kwargs[cache_name(model)], None
         if is_static(cache):
             static_cache = cache
-            model_kwargs[cache_name(model)] = dynamic_copy(cache, model.config.get_text_config(decoder=True))
+            text_config = model.config.get_text_config(decoder=True)
+            model_kwargs[cache_name(model)] = static_copies().dynamic_copy(cache, text_config)
         inputs = _Inputs(model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache)
         check_unused(logits_processor)
         processors = BlockLogitsProcessorList(logits_processor).by_row(len(input_ids))
         call = self._call(inputs, config, processors, stopping_criteria)
-        call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
+        if not is_shown(model):
+            check_decoding = importlib.import_module(_SELF_TEST).check_decoding
+            call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
         prepared = build_decoder(call, self.stats, self.clock, self._for_generators(inputs, processors))
         if self.on_prepared is not None:
             self.on_prepared(prepared)
@@ -123,7 +129,7 @@ class SpeculativeDecoding:
             for ids in decoder.output.new_ids.values():
                 call.source.keep(ids)
             if inputs.static_cache is not None:
-                write_back(call.cache, inputs.static_cache)  # the last step, which nothing would undo
+                static_copies().write_back(call.cache, inputs.static_cache)  # the last step, which nothing would undo
         return output
 
     def _call(
@@ -210,7 +216,8 @@ class SpeculativeDecoding:
         max_tokens = generation_config.max_length + num_held_before + query.shape[1] - input_ids.shape[1]
         check_target(model, generation_config, is_padded, max_tokens, self.source)
         if inputs.static_cache is not None:
-            check_room(room_in(inputs.static_cache, model.config.get_text_config(decoder=True)), max_tokens - 1)
+            room = static_copies().room_in(inputs.static_cache, model.config.get_text_config(decoder=True))
+            check_room(room, max_tokens - 1)
         return query
 
     def _returned_cache(self, inputs: _Inputs, call: Call) -> Cache:
@@ -221,7 +228,9 @@ class SpeculativeDecoding:
             return call.cache
         num_columns = call.max_length + call.query_ids.shape[1] - call.input_ids.shape[1] - 1
         max_cache_len = max(num_columns, getattr(inputs.generation_config, "max_cache_len", None) or 0)
-        return static_copy(call.cache, inputs.model.config.get_text_config(decoder=True), max_cache_len)
+        config = inputs.model.config.get_text_config(decoder=True)
+        copy: Cache = static_copies().static_copy(call.cache, config, max_cache_len)
+        return copy
 
     def _shape_of_ones(self, prompt: Tensor) -> tuple[int, ...] | None:
         """The shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""

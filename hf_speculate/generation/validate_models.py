@@ -13,8 +13,8 @@ from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.plan import attention_of
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.language_model import cache_name
-from hf_speculate.models.mixers import recurrent_cache, rollback_obstacle, stepped_model
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks, recurrent_cache, rollback_obstacle
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
 _SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}
@@ -131,7 +131,7 @@ def check_target(
     cache = None if chunk_size is None else recurrent_cache(target)
     if cache is None or attention_layers(cache.layers):
         return
-    if not all(protocol.reads_at_once for _, protocol in stepped_model(target, cache).mixers):
+    if not reads_prompts_in_chunks(target, cache):
         raise UnsupportedModelError(
             f"prefill_chunk_size must be left out for {name}, got {chunk_size}: its path for several tokens ignores "
             f"earlier states; leave it out, or {source.hint}"

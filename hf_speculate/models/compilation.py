@@ -14,6 +14,8 @@ from transformers import CompileConfig
 from hf_speculate.model_state import model_state
 
 LOGGER = logging.getLogger(__name__)
+# Type of device -> the class that captures graphs on it.
+GRAPH_BACKENDS = {"cuda": "hf_speculate.models.graphs:CudaGraphs"}
 
 
 class CompiledUnits:

@@ -3,16 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from hf_speculate.per_row import PerRow, RowIndices
 
 
-class ExtraInputs:
+class ExtraInputs(PerRow):
     """The arguments of a model's forwards besides tokens, mask and positions; empty for a text-only model.
 
     Tokens after the prompt get the positions of plain `generate`: each one after the previous token, on every axis.
     """
+
+    TENSORS = ("_every", "_types", "_columns")
 
     def __init__(
         self,
@@ -69,10 +71,7 @@ class ExtraInputs:
         return arguments
 
     def rows(self, indices: Sequence[int]) -> None:
-        index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
-        held = self._every, self._types, self._columns
-        self._every, self._types, self._columns = tree_map_only(
-            Tensor, lambda tensor: tensor.index_select(0, index.to(tensor.device)), held
-        )
+        kept = RowIndices.of(indices)
+        super().rows(kept)
         if self._offsets is not None and self._offsets.shape[-2] > 1:
-            self._offsets = self._offsets.index_select(-2, index.to(self._offsets.device))
+            self._offsets = kept.select(self._offsets, dim=-2)

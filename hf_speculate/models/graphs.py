@@ -1,5 +1,7 @@
 """Device graphs: forwards over fixed buffers are captured once and replayed by one launch each, without a compiler."""
 
+import pkgutil
+import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,13 +10,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_speculate.models.compilation import CompiledUnits, Runner, copies
+from hf_speculate.models.compilation import GRAPH_BACKENDS, CompiledUnits, Runner, copies
 from hf_speculate.models.compiled import States
 from hf_speculate.models.folded_attention import folding
+from hf_speculate.models.graph_trial import GraphTrial
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 
 FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
-_WEIGHTS, _BACKEND = "weights", "backend"  # entries beside the graphs of a set of buffers
+_WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"  # entries beside the graphs of a set of buffers
+# Graphs that nobody asked for are captured only where as much of the device's memory is free.
+MIN_FREE_SHARE = 1 / 32
 
 
 class Graph(NamedTuple):
@@ -84,6 +89,20 @@ class CudaGraphs:
                 _drop_workspaces()
         return Graph(outputs, graph.replay)
 
+    def timed(self, run: Callable[[], list[Any]]) -> tuple[list[Any], float]:
+        """What `run` gives, and the seconds until the device has done it; nothing else runs there meanwhile."""
+        torch.cuda.synchronize(self._device)
+        begin = time.perf_counter()
+        results = run()
+        torch.cuda.synchronize(self._device)
+        return results, time.perf_counter() - begin
+
+    def has_room(self) -> bool:
+        """Whether enough memory is free to capture what nobody asked for."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + unused >= MIN_FREE_SHARE * total
+
 
 def _drop_workspaces() -> None:
     """Let matrix products allocate new workspaces, in the memory of the graph while one is captured.
@@ -92,10 +111,6 @@ def _drop_workspaces() -> None:
     run before the capture made, would then be gone from under it.
     """
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # builds for CPUs lack it
-
-
-GRAPH_BACKENDS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}
-"""Classes that capture graphs as `CudaGraphs` does, by type of device."""
 
 
 class _Recorded(NamedTuple):
@@ -109,8 +124,9 @@ class Graphing(Runner):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None]):
+    def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None], is_tried: bool):
         super().__init__(model, units, on_failure)
+        self._is_tried = is_tried  # whether graphs are compared with eager forwards, and used only where faster
         addresses = tuple(tensor.data_ptr() for tensor in (*parameters_of(model), *model.buffers()))
         self._weights: Hashable = model.training, forward_hook_ids(model), addresses
         self._graphs: dict[Hashable, Any] = {}
@@ -120,12 +136,17 @@ class Graphing(Runner):
         if graphs.get(_WEIGHTS) != self._weights:
             graphs.clear()
             graphs[_WEIGHTS] = self._weights
-            graphs[_BACKEND] = GRAPH_BACKENDS[self.model.device.type](self.model.device)
+            graphs[_BACKEND] = pkgutil.resolve_name(GRAPH_BACKENDS[self.model.device.type])(self.model.device)
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         recorded = self._recorded(name, function, args)
-        return None if recorded is None else self._replay(recorded)
+        if recorded is None:
+            return None
+        results = self._attempt(
+            name, recorded, lambda: [self._replay(recorded)], lambda: [function(self.model, *args)], 1, args
+        )
+        return None if results is None else results[0]
 
     def repeat(
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
@@ -138,17 +159,67 @@ class Graphing(Runner):
                     place.copy_(value)
             return result
 
+        def eager() -> list[Any]:
+            results, now = [], carry
+            for _ in range(num_steps):
+                result, now = step(self.model, now, *args)
+                results.append(result)
+            return results
+
         recorded = self._recorded(name, advance, (carry, *args))
         if recorded is None:
             return None
-        results = [self._replay(recorded) for _ in range(num_steps)]
+        results = self._attempt(
+            name, recorded, lambda: [self._replay(recorded) for _ in range(num_steps)], eager, num_steps, args
+        )
         for index, _ in enumerate(_tensors(carry)):
             recorded.sources[index] = None  # the steps have written there
         return results
 
+    def _attempt(
+        self,
+        name: Hashable,
+        recorded: _Recorded,
+        replay: Callable[[], list[Any]],
+        eager: Callable[[], list[Any]],
+        num_steps: int,
+        args: tuple[Any, ...],
+    ) -> list[Any] | None:
+        """The results of a function's steps, from its graph or, while that is tried, eagerly; None if memory lacks."""
+        if not self._is_tried:
+            return replay()
+
+        def forwards() -> list[Any]:
+            with torch.no_grad(), folding():
+                return eager()
+
+        states = next((part for part in args if isinstance(part, States)), None)
+        try:
+            done = self._trial(name).run(id(recorded), replay, forwards, num_steps, states)
+        except torch.OutOfMemoryError:
+            self.give_up(self._eagerly("whose graphs cannot be compared in the device's memory"))
+            return None
+        if done.difference:
+            self.fail(f"captured: a replay differs from the eager forward {done.difference}", FAILURE_KEY)
+        return done.results
+
+    def _trial(self, name: Hashable) -> GraphTrial:
+        trial: GraphTrial = self._graphs.setdefault((_TRIAL, name), GraphTrial(self._graphs[_BACKEND]))
+        return trial
+
+    def _may_run(self, name: Hashable) -> bool:
+        """Whether a function still runs from graphs; if they were seen to be slower, nothing does in this call."""
+        slower = self._trial(name).slower if self.is_working and self._is_tried else ""
+        if slower:
+            self.give_up(self._eagerly(f"whose graphs are not faster: {slower}"))
+        return self.is_working
+
+    def _eagerly(self, why: str) -> str:
+        return f"eager forwards of {type(self.model).__name__}, {why}"
+
     def _recorded(self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
         """The graph of a function, captured on first use, with its inputs in place."""
-        if not self.is_working:
+        if not self._may_run(name):
             return None
         tensors = list(_tensors(args))
         key = name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -163,6 +234,9 @@ class Graphing(Runner):
         return recorded
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
+        if self._is_tried and not self._graphs[_BACKEND].has_room():
+            self.give_up(self._eagerly("for whose graphs too little of the device's memory is free"))
+            return None
         inputs = copies(args, kept=(States,))
 
         def forward() -> Any:

@@ -17,11 +17,14 @@ from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.text_decoder import text_decoder
+from hf_speculate.per_row import PerRow
 from hf_speculate.types import Scored
 
 
-class LanguageModel:
+class LanguageModel(PerRow):
     """Calls a transformers model with the mask and position ids that its cache's rows need."""
+
+    PARTS = ("extra_inputs",)
 
     pads_queries: bool = False
     """Whether `run` may feed further tokens after the query, which nothing reads but which may be NaN."""
@@ -107,6 +110,7 @@ class LanguageModel:
 
     def join(self, other: "LanguageModel") -> None:
         """Serve the rows of `other` too; neither reads anything besides its tokens."""
+        super().join(other)
         if self.max_position is not None and other.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
 

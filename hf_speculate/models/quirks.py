@@ -1,7 +1,7 @@
 """Model types that the test suite has shown, and what single types cannot do.
 
 A model whose type is not in `SHOWN`, or whose class lies outside transformers, is compared with plain decoding at its
-first speculative call, see `hf_speculate.generation.self_test`.
+first speculative call, see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum
@@ -20,9 +20,9 @@ class Limit(Enum):
     """Where a quirk matters."""
 
     NOT_SUPPORTED = "generation.validate_models refuses the model"
-    ONLY_PREALLOCATED = "models.cache_selection: layers with windows need preallocated buffers"
-    ONLY_DYNAMIC = "models.cache_selection: the cache is dynamic"
-    MASK_PER_ROW = "models.cache_selection: rows that are alike get a mask each"
+    ONLY_PREALLOCATED = "models.dynamic_kind: layers with windows need preallocated buffers"
+    ONLY_DYNAMIC = "models.preallocated_kind: the cache is dynamic"
+    MASK_PER_ROW = "models.preallocated_kind: rows that are alike get a mask each"
     LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of places"
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"

@@ -12,9 +12,8 @@ entries, which the CPU sums in pieces, one per thread (differences of 5e-7 to 2e
 """
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -25,10 +24,14 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.per_row import PerRow, RowIndices
 from hf_speculate.processors.encoder_ids import by_row
+from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.processors.registry import (
     Reads,
     RollbackProcessor,
@@ -38,11 +41,15 @@ from hf_speculate.processors.registry import (
     keeps_nan,
     name_of,
 )
-from hf_speculate.processors.top_k_top_p import apply_cutoff
 from hf_speculate.processors.used import note_lost_rows
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
+# device and processor -> the module with a faster path, imported when such scores come
+_FAST_PATHS: dict[tuple[str, type], str] = {
+    ("cpu", TopKLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
+    ("cpu", TopPLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
+}
 
 
 class BlockLogitsProcessorList(LogitsProcessorList):
@@ -99,10 +106,13 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             )
         if draft_token_ids.shape[1] and self.reads_token_ids:
             draft_token_ids = draft_token_ids.clamp(0, vocab_size - 1)
-        prefixes = _Prefixes(input_ids, draft_token_ids, lens)
+        prefixes = Prefixes(input_ids, draft_token_ids, lens)
         for processor in self:
             block = _run(processor, prefixes, block)
         return block
+
+    can_join = False
+    """Whether rows with other processors may join."""
 
     @property
     def reads_token_ids(self) -> bool:
@@ -145,13 +155,16 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             for processor in filter(_has_state, self):
                 processor.rollback(num_calls)
 
-    def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
-        """The list for the rows `indices` [N], in that order; processors with state drop the others in place."""
-        kept = torch.as_tensor(indices, dtype=torch.int64, device="cpu")  # [N]
-        return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order; processors with state drop the others, others are replaced."""
+        kept = RowIndices.of(indices)
+        self[:] = [_for_rows(processor, kept) for processor in self]
+
+    def join(self, other: Any) -> None:
+        """Does nothing: `other` has the same processors."""
 
 
-class _ForkedProcessor:
+class _ForkedProcessor(PerRow):
     """Stands among a draft model's processors for one of the target's with state, which is rolled back there."""
 
     def __init__(self, processor: RollbackProcessor):
@@ -163,49 +176,8 @@ class _ForkedProcessor:
     def rollback(self, num_calls: Sequence[int]) -> None:
         """Does nothing."""
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """Does nothing."""
 
-
-@dataclass
-class _Prefixes:
-    """The prefixes of all N = B * (K+1) pairs of row and position; a pair's index is row * (K+1) + position."""
-
-    input_ids: Tensor  # [B, T] int64, right-padded
-    draft_token_ids: Tensor  # [B, K] int64, all in the vocabulary
-    row_lens: Sequence[int]  # B lengths in 0..T, of the rows without drafted tokens
-
-    @property
-    def num_positions(self) -> int:
-        return self.draft_token_ids.shape[1] + 1
-
-    @cached_property
-    def lens(self) -> list[int]:
-        """[N] the lengths of the prefixes."""
-        return [row_len + position for row_len in self.row_lens for position in range(self.num_positions)]
-
-    @cached_property
-    def full_ids(self) -> Tensor:
-        """[B, T'+K] int64: each row, then its drafted tokens; T' is the longest row. The rest is not to be read."""
-        drafts, longest = self.draft_token_ids.to(self.input_ids), max(self.row_lens)
-        full_ids = torch.cat([self.input_ids[:, :longest], drafts], dim=1)  # [B, T'+K]
-        if min(self.row_lens) == longest:
-            return full_ids
-        ends = upload(self.row_lens, drafts.device)[:, None]
-        return full_ids.scatter_(1, ends + torch.arange(drafts.shape[1], device=drafts.device), drafts)
-
-    def last_ids(self, pairs: Sequence[int], num_ids: int, fill: int | None = None) -> Tensor:
-        """[M, n] int64, new, the last n ids of pairs' prefixes; before shorter ones `fill`, or their first id."""
-        if self.num_positions == 1 and len(pairs) == len(self.lens) and min(self.lens) == max(self.lens) >= num_ids:
-            return self.full_ids[:, self.lens[0] - num_ids :].clone()  # what follows uploads indices
-        corners = [[pair // self.num_positions, self.lens[pair] - num_ids] for pair in pairs]
-        rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)  # [M, 1] each
-        columns = starts + torch.arange(num_ids, device=rows.device)  # [M, n]
-        ids = self.full_ids[rows, columns.clamp(min=0)]
-        return ids if fill is None else ids.masked_fill(columns < 0, fill)
-
-
-def _run(processor: Any, prefixes: _Prefixes, block: Tensor) -> Tensor:
+def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     """Runs one processor on scores [B, K+1, V] float32, which it may hand back but not write to."""
     reads, flat = find_reads(processor), block.flatten(0, 1)  # [N, V] of all N pairs of row and position
     if reads is Reads.HISTORY:
@@ -214,7 +186,7 @@ def _run(processor: Any, prefixes: _Prefixes, block: Tensor) -> Tensor:
         ids = prefixes.last_ids(range(len(flat)), processor.num_ids_read, _NO_TOKEN)
         return cast(Tensor, processor(ids, flat)).view(block.shape)
     if reads is Reads.NOTHING:
-        processed = apply_cutoff(processor, flat)
+        processed = _run_fast(processor, flat)
         processed = processor(prefixes.input_ids, flat) if processed is None else processed
         return cast(Tensor, processed).view(block.shape)
     groups: dict[int, list[int]] = {}  # the pairs by the number of tokens that they show the processor
@@ -226,7 +198,16 @@ def _run(processor: Any, prefixes: _Prefixes, block: Tensor) -> Tensor:
     return processed.view(block.shape)
 
 
-def _run_by_position(processor: Any, prefixes: _Prefixes, block: Tensor) -> Tensor:
+def _run_fast(processor: Any, scores: Tensor) -> Tensor | None:
+    """What a processor makes of scores [N, V], bit by bit, on a faster path; None if there is none."""
+    path = _FAST_PATHS.get((scores.device.type, type(processor)))
+    if path is None:
+        return None
+    processed: Tensor | None = importlib.import_module(path).apply_cutoff(processor, scores)
+    return processed
+
+
+def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     """Calls a processor for all rows once per position of the block [B, K+1, V], which is not written to."""
     processed = torch.empty_like(block)
     last = prefixes.num_positions - 1
@@ -239,7 +220,7 @@ def _run_by_position(processor: Any, prefixes: _Prefixes, block: Tensor) -> Tens
     return processed
 
 
-def _run_padded(processor: Any, prefixes: _Prefixes, flat: Tensor) -> Tensor | None:
+def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | None:
     """[N, V] of a processor that is called once, with ids in front of short prefixes; None if they would count."""
     shortest, longest, fill = min(prefixes.lens), max(prefixes.lens), None
     ignored_lens = _ignored_lens_by_row(processor)
@@ -254,7 +235,7 @@ def _run_padded(processor: Any, prefixes: _Prefixes, flat: Tensor) -> Tensor | N
     return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), longest, fill), flat))
 
 
-def _run_by_group(processor: Any, prefixes: _Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
+def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
     """[N, V] of a processor that is called once per group of pairs with equally many tokens."""
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1:
@@ -279,18 +260,19 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
     return None
 
 
-def _for_rows(processor: Any, row_indices: Tensor) -> Any:
+def _for_rows(processor: Any, kept: RowIndices) -> Any:
     if _has_state(processor):
         note_lost_rows(processor)
-        processor.rows(row_indices.tolist())
+        processor.rows(list(kept))
         return processor
-    if find_reads(processor) is Reads.ROW:
-        return processor.rows(row_indices.tolist())
+    if find_reads(processor) is Reads.ROW:  # other lists have it too
+        own = copy.copy(processor)
+        own.rows(kept)
+        return own
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor
-    ignored_lens = ignored_lens.index_select(0, row_indices.to(ignored_lens.device))  # [N]
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
+    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=kept.select(ignored_lens))
 
 
 def _has_state(processor: Any) -> bool:

@@ -16,11 +16,16 @@ from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
 )
 
+from hf_speculate.per_row import PerRow
+from hf_speculate.processors.registry import OwnProcessor, Reads
 from hf_speculate.transfers import upload
 
 
-class EncoderNoRepeatNGramByRow:
+class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
     """Forbids the tokens that would repeat an n-gram of the row's prompt."""
+
+    BY_ROW = ("_followers",)
+    reads = Reads.ROW
 
     def __init__(self, ngram_size: int, followers: Sequence[dict[tuple[int, ...], list[int]]]):
         self.num_ids_read = ngram_size - 1  # last ids of a prefix that are read
@@ -43,13 +48,12 @@ class EncoderNoRepeatNGramByRow:
             scores[numbers, token_ids] = -torch.inf
         return scores
 
-    def rows(self, indices: Sequence[int]) -> "EncoderNoRepeatNGramByRow":
-        return EncoderNoRepeatNGramByRow(self.num_ids_read + 1, [self._followers[row] for row in indices])
 
-
-class EncoderRepetitionPenaltyByRow:
+class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
     """Makes the ids of the row's prompt more likely, or less."""
 
+    TENSORS = ("_encoder_ids",)
+    reads = Reads.ROW
     num_ids_read = 0
 
     def __init__(self, penalty: float, encoder_ids: Tensor, num_ids: int):
@@ -67,10 +71,6 @@ class EncoderRepetitionPenaltyByRow:
         chosen = scores.gather(1, encoder_ids)
         chosen = torch.where(chosen < 0, chosen * self._penalty, chosen / self._penalty)
         return scores.scatter(1, encoder_ids, chosen)[:, :vocab_size]
-
-    def rows(self, indices: Sequence[int]) -> "EncoderRepetitionPenaltyByRow":
-        index = upload(indices, self._encoder_ids.device)
-        return EncoderRepetitionPenaltyByRow(self._penalty, self._encoder_ids[index], self._num_ids)
 
 
 @cache

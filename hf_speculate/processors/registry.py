@@ -8,7 +8,7 @@ back, which they show by having the methods of `RollbackProcessor`.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.processors.encoder_ids import EncoderNoRepeatNGramByRow, EncoderRepetitionPenaltyByRow
-from hf_speculate.processors.fused_warpers import FusedWarpers
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
@@ -96,11 +94,14 @@ _NAMES = {
         SequenceBiasLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor""",
 }
 READS: dict[type, Reads] = {
-    FusedWarpers: Reads.NOTHING,
-    EncoderNoRepeatNGramByRow: Reads.ROW,
-    EncoderRepetitionPenaltyByRow: Reads.ROW,
-    **{getattr(logits_process, name): reads for reads, names in _NAMES.items() for name in names.split()},
+    getattr(logits_process, name): reads for reads, names in _NAMES.items() for name in names.split()
 }
+
+
+class OwnProcessor:
+    """A logits processor of this library, which says what it reads; where logits are NaN, so are its scores."""
+
+    reads: ClassVar[Reads]
 
 
 def _at(length: int, prefix_len: int) -> int:
@@ -192,12 +193,16 @@ def lock_step_reason(foreign: Sequence[object]) -> str:
 
 def find_reads(processor: object) -> Reads | None:
     """What a processor reads besides the scores; None for one that is not known to fit into a block."""
+    if isinstance(processor, OwnProcessor):
+        return processor.reads
     reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
     return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
 
 
 def keeps_nan(processor: object) -> bool:
     """Whether a processor takes logits that are NaN, and gives scores that are."""
+    if isinstance(processor, OwnProcessor):
+        return True
     return type(processor) in READS and type(processor) not in _LOSES_NAN
 
 

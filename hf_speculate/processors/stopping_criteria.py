@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from transformers import (
 )
 
 from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.per_row import PerRow
+from hf_speculate.processors.of_rows import StopVerdict, TokenRows
 from hf_speculate.processors.registry import any_ids, is_registered, name_of
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -23,28 +25,12 @@ _HOST = torch.device("cpu")
 _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
 
 
-class StopVerdict(NamedTuple):
-    """How much of each row's block counts."""
-
-    num_emitted: list[int]  # [B], new tokens that token-by-token decoding would have emitted; 0 only for an empty block
-    is_done: list[bool]  # [B], whether it would have stopped there; False for an empty block
-
-
-class TokenRows(Protocol):
-    """B rows of token ids of different lengths, on the host, such as a `TokenBuffer`."""
-
-    @property
-    def token_ids(self) -> Tensor: ...  # [B, C] int64; columns past a row's end are undefined
-
-    @property
-    def lens(self) -> Sequence[int]: ...  # [B] the length of each row
-
-
-class BlockStoppingCriteria:
+class BlockStoppingCriteria(PerRow):
     """transformers' stopping criteria on every prefix of a block of new tokens; time is looked at once per block.
 
     transformers' own are known by exact type. Classes declared with `register_row_wise` are called on all prefixes of
-    one length together, with `scores=None`. Any other is foreign and must not be called on blocks.
+    one length together, with `scores=None`. Any other is foreign and must not be called on blocks. The criteria are
+    those of every row, so that none change as rows leave.
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
@@ -112,12 +98,6 @@ class BlockStoppingCriteria:
     def ask(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
         """[B] bool, the answers on sequences [B, T] of equal length, asked as plain `generate` does."""
         return _ask(self._criteria, input_ids, scores)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        """Does nothing: the criteria are those of every row."""
-
-    def join(self, other: Any) -> None:
-        """Does nothing: `other` has the same criteria."""
 
     def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
         max_length = self.max_length

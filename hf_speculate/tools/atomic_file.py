@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replace a file's content; after a crash it holds the old one or the new one."""
+def replace_file(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
+    """Replace a file's content; after a crash it holds the old one or the new one.
+
+    The new file has the permissions `mode`, less what the process masks.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with scratch.open("wb") as file:
+        with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.errors import ShapeError
-from hf_speculate.models.cache_selection import CachePlan
+from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
 from tests.cases import each_value

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import hf_speculate
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.models.context import context_len, context_of, encoder_context_len
+from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.schedule import HistoryStore
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
 from tests.draft.heads.designs import VOCAB_SIZE

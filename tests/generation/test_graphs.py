@@ -1,6 +1,5 @@
 """Rounds that run from device graphs, on a stand-in that replays recorded operators, give plain decoding's text."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.engine import graph_plan
-from hf_speculate.models.graphs import GRAPH_BACKENDS, CudaGraphs
+from hf_speculate.models.graphs import CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.draft.heads.kinds import KINDS
 from tests.fake_cuda import FakeCuda
-from tests.recorded_graphs import RecordedGraphs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ENDS = [17, 3, 40, 9]
 GRAPHS: dict[str, Any] = {"speculation_graphs": "on", "num_assistant_tokens": 3}
 CONSTANT = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "constant"}  # or times decide on lengths
-
-
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraphs]]:
-    """The stand-in, as what captures graphs on a CPU."""
-    monkeypatch.setitem(GRAPH_BACKENDS, "cpu", RecordedGraphs)
-    RecordedGraphs.num_captures = RecordedGraphs.num_replays = 0
-    yield RecordedGraphs
 
 
 def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Any]:
@@ -137,38 +126,6 @@ def test_what_reads_the_host_is_found_before_a_capture(what: str, monkeypatch: p
         monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: pytest.fail("captured"))
         with pytest.raises(RuntimeError, match="the host was read in a forward"):
             CudaGraphs(ids.device).capture(lambda: READS[what](ids))
-
-
-@pytest.mark.fallback("no graphs")
-def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = new_pair("llama", 0.1)
-    for module in (*target.modules(), *draft.modules()):
-        module._forward_pre_hooks.clear()  # those of the tests
-    options = {"assistant_model": draft, "speculation_graphs": "auto"}
-    inputs, seen = ragged_prompts(2), []
-    stats = decode(target, inputs, **options)[1]
-    assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
-    draft.register_forward_hook(lambda *_: seen.append(1))
-    stats = decode(target, inputs, **options)[1]
-    assert stats.graphed == ["target"] and len(seen) > stats.num_batch_rounds
-    assert stats.fallbacks == ['no graphs of the draft: its hooks would run in a capture only; "on" allows that']
-    assert decode(target, inputs, **{**options, "speculation_graphs": "on"})[1].graphed == ["target", "draft"]
-    monkeypatch.setattr(graph_plan, "memory_bytes", lambda device: 1 << 16)
-    stats = decode(target, inputs, **options)[1]
-    assert stats.graphed == []
-    assert "of full length they may take" in stats.fallbacks[0]
-
-
-@pytest.mark.fallback("no graphs")
-@pytest.mark.parametrize("kind", ["mamba", "gemma4"])  # a config without heads, one whose layers have several sizes
-def test_without_a_setting_every_config_decodes(backend: Any, kind: str) -> None:
-    target = hf_speculate.enable(make_model(kind))
-    inputs, options = ragged_prompts(2, max_len=12), {"prompt_lookup_num_tokens": 3, "speculation_graphs": "auto"}
-    ids, stats = decode(target, inputs, **options, **CONSTANT)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
-    assert stats.num_drafted > 0
 
 
 @pytest.mark.fallback("no graphs")

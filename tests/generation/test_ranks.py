@@ -21,8 +21,8 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.generation.self_test import NUM_TOKENS
 from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group
+from hf_speculate.options.self_test.compare import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.draft.test_custom import Repeats
 from tests.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches

@@ -92,7 +92,7 @@ MUTANTS = mutants_of(
                 "processors generation/test_rollback.py",
             ),
         },
-        ("hf_speculate/processors/top_k_top_p.py", "processors/test_processors.py"): {
+        ("hf_speculate/options/cpu/top_k_top_p.py", "processors/test_processors.py"): {
             "top-p drops one token too few": Fault(
                 "np.float32(1 - processor.top_p)", "np.float32(1 - processor.top_p - 1e-3)"
             ),
@@ -110,7 +110,7 @@ MUTANTS = mutants_of(
                 "self._followers[number // num_positions]", "self._followers[number % len(self._followers)]"
             ),
         },
-        ("hf_speculate/cache/static.py", "generation/test_prompt_arguments.py"): {
+        ("hf_speculate/options/static_cache/copies.py", "generation/test_prompt_arguments.py"): {
             "pictures are as long as the text": Fault(
                 "StaticLayer(max_cache_len=layers[index].keys.shape[2])", "StaticLayer(max_cache_len=max_cache_len)"
             ),

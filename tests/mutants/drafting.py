@@ -17,7 +17,7 @@ MUTANTS = mutants_of(
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
             "padding is part of the text": Fault("row.extend(ids[num:])", "row.extend(ids)"),
             "finished rows draft": Fault(".token_ids if new else [] for row", ".token_ids for row"),
-            "rows are not compacted": Fault("[self.texts[row] for row in indices]", "self.texts[: len(indices)]"),
+            "rows are not compacted": Fault('("texts", "_num_pads")', '("_num_pads",)'),
         },
         ("hf_speculate/options/sources/hybrid.py", "draft/test_hybrid.py"): {
             "the model's cache counts matched tokens": Fault(
@@ -77,12 +77,12 @@ MUTANTS = mutants_of(
                 "models/test_language_model.py cache/test_memory.py",
             ),
         },
-        ("hf_speculate/verify/spans.py", "verify generation/test_spans.py"): {
+        ("hf_speculate/options/spans/spans.py", "verify options/spans/test_spans.py"): {
             "the opening token is verified inside": Fault(
                 "torch.where(marks != 0, columns, 0)", "torch.where(marks != 0, columns - 1, 0).clamp_min(0)"
             ),
             "inside and outside are swapped": Fault("is_lossy = inside.flatten()", "is_lossy = ~inside.flatten()"),
-            "rows are not compacted": Fault("self._is_open[list(indices)]", "self._is_open[: len(indices)]"),
+            "rows are not compacted": Fault('("_num_read", "_is_open")', '("_num_read",)'),
         },
         ("hf_speculate/schedule/heuristic.py", "schedule"): {
             "a rejected draft grows it": Fault("accepted >= drafted for", "accepted >= drafted - 1 for"),

@@ -7,20 +7,26 @@ COLUMNS = "models/test_quirks.py"
 
 MUTANTS = mutants_of(
     {
+        ("hf_speculate/per_row.py", "test_per_row.py"): {
+            "lists are not compacted": Fault("[values[row] for row in kept]", "values[: len(kept)]"),
+            "tensors are not compacted": Fault(
+                "tensor.index_select(dim, self.on(tensor.device))", "tensor.narrow(dim, 0, len(self))"
+            ),
+            "a part with two names is selected twice": Fault(
+                "if name in first.values()]", "if getattr(self, name) is not None]"
+            ),
+            "what was derived of other rows stays": Fault(
+                "getattr(self, name).rows(kept)\n        self.forget()", "getattr(self, name).rows(kept)"
+            ),
+        },
         ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
             "keys count the padding": Fault(
                 "positions = self._key_offsets + (", "positions = 0 * self._key_offsets + ("
             ),
             "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
             "one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
-            "seeds are not compacted": Fault(
-                "self.seeds = self.seeds[upload(indices, self.seeds.device)]", "self.seeds = self.seeds[: len(indices)]"
-            ),
-            "what is known of rows is not compacted": Fault(
-                "[values[row] for row in indices]", "values[: len(indices)]"
-            ),
             "a row that joins counts the rounds before it": Fault(
-                "[self.num_rounds - other.num_rounds]", "[0]", "generation/test_continuous.py"
+                "[self.num_rounds - other.num_rounds]", "[0]", "options/refill/test_continuous.py"
             ),
         },
         ("hf_speculate/cache/ragged_layer.py", "cache/test_kv_cache.py"): {
@@ -38,7 +44,7 @@ MUTANTS = mutants_of(
             "verification keeps dropped rows": Fault(
                 "(batch, self.stops, self.target, self.drafts, self.verification)",
                 "(batch, self.stops, self.target, self.drafts)",
-                "generation/test_rollback.py generation/test_spans.py generation/test_matrix.py",
+                "generation/test_rollback.py options/spans/test_spans.py generation/test_matrix.py",
             ),
             "the output is not truncated": Fault(
                 "self.output.truncate(end)",
@@ -46,7 +52,7 @@ MUTANTS = mutants_of(
                 "generation/test_options.py generation/test_matrix.py",
             ),
             "the draft is not told its end": Fault(
-                "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
+                "self.drafts.end(batch)", "self.drafts.kv_cache", "options/draft_state/test_draft_state.py"
             ),
             "a passed cache is not restored": Fault(
                 "                restore()\n", "                pass\n", "reliability generation/test_caches.py"
@@ -83,7 +89,7 @@ MUTANTS = mutants_of(
             "a rejected token stays in the cache": Fault(
                 "keep = [length - num_query for length in lens]",
                 "keep = [length - num_query + 1 for length in lens]",
-                "generation/test_draft_state.py",
+                "options/draft_state/test_draft_state.py",
             ),
             "the cache is cut one token too short": Fault(
                 "self._crop(batch, ends)",
@@ -95,20 +101,15 @@ MUTANTS = mutants_of(
                 "ids = ids.masked_fill(columns >= lens.on_device()[:, None] - 1, -1)",
                 "draft/test_custom.py",
             ),
-            "dropped rows stay in the draft cache": Fault("self.kv_cache.rows(indices)", "self.kv_cache.kind"),
+            "dropped rows stay in the draft cache": Fault('("drafter", "kv_cache",', '("drafter",'),
             "rows draft past their end": Fault(
                 "most = [max(min(left - 1, limit), 0)",
                 "most = [max(min(left + 9, limit), 0)",
                 "generation/test_distribution.py generation/test_coupled.py test_stats.py "
                 "draft/test_custom.py generation/test_schedules.py",
             ),
-            "seen lengths are not compacted": Fault(
-                "[self._num_seen[row] + num_skipped for row in indices]",
-                "[seen + num_skipped for seen in self._num_seen[: len(indices)]]",
-                "generation/test_schedules.py",
-            ),
             "padding that is not fed counts as unseen": Fault(
-                "self._num_seen[row] + num_skipped", "self._num_seen[row]", "draft/test_context.py"
+                "[num + num_skipped for num", "[num for num", "draft/test_context.py"
             ),
         },
         ("hf_speculate/engine/draft_guard.py", "draft/test_context.py reliability/test_draft_faults.py"): {
@@ -221,7 +222,7 @@ MUTANTS = mutants_of(
             ),
             "the target's table has no end": Fault("most = min(most, target_room)", "pass", COLUMNS),
         },
-        ("hf_speculate/engine/draft_cache_reuse.py", "generation/test_draft_state.py"): {
+        ("hf_speculate/options/draft_state/reuse.py", "options/draft_state/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
                 "for position, (left, right) in pairs if left != right)", "for position, _ in () if position)"
             ),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
 from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
 from tests.draft.test_custom import Watcher
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents

@@ -1,7 +1,7 @@
 """One round of a draft head: reads the emitted tokens, and proposes tokens chosen from the network's logits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
 from hf_speculate.draft.heads.row_cache import RowCache
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser
 from hf_speculate.errors import ShapeError
+from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept
 
 _CHUNK_SIZE = 512  # tokens of each row per forward of a head, so that the mask of a long prompt stays small
@@ -44,10 +45,13 @@ class NewTokens(NamedTuple):
 NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 
 
-class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
+class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
     """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
 
     drafts_fewer = True
+    BY_ROW = ("_num_pads",)
+    TENSORS = ("newest_outputs",)
+    PARTS = ("cache", "chooser")
 
     def __init__(self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup):
         weight = next(network.parameters())
@@ -93,14 +97,6 @@ class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
         draft = self.chooser.start(num, request.sample_strategy, request.keys)
         most = self.propose(self._new_tokens(query, kept), num, draft)
         return draft.finish(self._tokens_device, most)
-
-    @torch.no_grad()
-    def rows(self, indices: Sequence[int]) -> None:
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
-        self.cache.rows(indices, index)
-        self.chooser.rows(indices)
-        self._num_pads = [self._num_pads[row] for row in indices]
-        self.newest_outputs = {depth: outputs[index] for depth, outputs in self.newest_outputs.items()}
 
     def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
         newest = query[:, -1].to(self.device)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.columns import additive
 from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.per_row import PerRow
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values by layer, each [B, heads, capacity, D]; a layer is added when it is first written to."""
@@ -75,8 +76,11 @@ class Placed:
         return states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
 
 
-class RowCache:
+class RowCache(PerRow):
     """Keys and values of B rows by layer; a row's next token goes where it ends, and masks hide what lies behind."""
+
+    TENSORS = ("buffers",)
+    PARTS = ("row_lens",)
 
     def __init__(self, layer_masks: Sequence[LayerMask], batch_size: int, weight: Tensor):
         self.row_lens = RowLens([0] * batch_size, Ruler(weight.device))
@@ -99,11 +103,8 @@ class RowCache:
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
         self.row_lens.add_counts(RowCounts(counts, on_device))
 
-    def rows(self, indices: Sequence[int], index: Tensor) -> None:
-        """Keep the rows `indices`; `index` is the same as [N] int64 on the device."""
-        self.row_lens.rows(indices, index)
-        self._row_ids = self._row_ids[: len(index)]
-        self.buffers = {layer: (keys[index], values[index]) for layer, (keys, values) in self.buffers.items()}
+    def forget(self) -> None:
+        self._row_ids = self._row_ids[: len(self.row_lens.on_host)]
 
     def reserve(self, num_columns: int) -> None:
         """Make the buffers hold so many columns or more."""

@@ -18,8 +18,9 @@ from transformers.generation.candidate_generator import (
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.models.mixers import recurrent_cache
+from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.options.candidates.to_candidate_generator import DraftModelCandidateGenerator
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 
@@ -97,7 +98,7 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
     return type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator) and bool(known.do_sample)
 
 
-class CandidateGeneratorDrafter(Drafter):
+class CandidateGeneratorDrafter(PerRow, Drafter):
     """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
 
     It decides how many tokens it drafts, up to `num_draft_tokens`, and samples with its own randomness. It is told of
@@ -125,9 +126,6 @@ class CandidateGeneratorDrafter(Drafter):
             raise ShapeError("kept must be given after the first call, got None; pass the tokens emitted since")
         new_ids = kept.token_ids[:, : int(kept.num_emitted[0])]
         return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        """Does nothing: there is one row."""
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
         """Show the prompt: its proposal counts from the second token on, if the first is the one that followed."""

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.engine.ranks import N, Ranks, tensor_parallel_size
-from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows
+from hf_speculate.processors.of_rows import StopVerdict, TokenRows
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier
 

@@ -19,6 +19,7 @@ from hf_speculate.draft.source import DraftSource, HistoryKey
 from hf_speculate.draft.source import make_source as make_part
 from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.draft.suffix_index import SuffixIndex
+from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 
@@ -55,7 +56,7 @@ class HybridRow:
             self.model_rates.observe(model_kinds(min(num_accepted + 1, self.num_model)), num_accepted)
 
 
-class HybridDrafter(Drafter):
+class HybridDrafter(PerRow, Drafter):
     """A `Drafter` that uses suffix matches or a draft model, row by row, by expected accepted tokens.
 
     The choice depends on past tokens only, so each row's proposal keeps its distribution. The model does not run in a
@@ -65,6 +66,8 @@ class HybridDrafter(Drafter):
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
     """
 
+    BY_ROW = ("_rows",)
+    PARTS = ("matches", "model")
     reads_host_tokens = True
     drafts_fewer = True
 
@@ -120,16 +123,6 @@ class HybridDrafter(Drafter):
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         self.model.read(token_ids, kv_cache)
-
-    def join(self, other: "HybridDrafter") -> None:
-        self.matches.join(other.matches)
-        self._rows = self._rows + other._rows
-        self.model.join(other.model)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self.matches.rows(indices)
-        self.model.rows(indices)
-        self._rows = [self._rows[row] for row in indices] if self._rows else []
 
     def _follow(self, query: Tensor, kept: Kept | None) -> list[bool]:
         """Read the new tokens; [B] whether a row has any: one without new tokens is finished."""

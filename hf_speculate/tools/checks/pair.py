@@ -16,8 +16,9 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.validate_models import check_models
 from hf_speculate.models.context import context_of, encoder_context_len
-from hf_speculate.models.mixers import recurrent_cache, stepped_model
 from hf_speculate.models.quirks import growing_rope
+from hf_speculate.models.recurrent_layers import recurrent_cache
+from hf_speculate.options.recurrent.mixers import stepped_model
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
 from hf_speculate.tools.checks.sources import Described, ModelSource, describe
 

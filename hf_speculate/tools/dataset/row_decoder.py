@@ -24,9 +24,9 @@ from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.source import source_key, source_values
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
+from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.dataset.rows import Row, token_ids_of

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from hf_speculate.generation.continuous import RowPrompt
+from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.server.engine import DecodeResult, Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
 from hf_speculate.tools.server.hosts import HostCheck

@@ -8,7 +8,7 @@ from fastapi import Request as HttpRequest
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from hf_speculate.generation.continuous import RowPrompt
+from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, busy_error
 from hf_speculate.tools.server.schemas import AnswerFormat, AnyRequest, parse, row_prompt

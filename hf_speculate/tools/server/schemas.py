@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.continuous import RowPrompt
+from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.dataset.rows import Row, token_ids_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError

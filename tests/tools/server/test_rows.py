@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.generation.continuous import RowPrompt
+from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from tests.tiny import make_model, noisy_copy

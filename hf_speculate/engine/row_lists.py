@@ -1,0 +1,32 @@
+"""Row lists: the logits processors and stopping criteria of a call's rows, which rows of other calls may join."""
+
+import importlib
+
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+
+_OPTION = "hf_speculate.options.refill.row_groups"  # imported where rows leave, so that others may take their places
+
+
+class RowLists:
+    """Makes what the engine runs of a call's lists; rows of one call have the same ones, and share them."""
+
+    def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
+        """The logits processors of so many rows."""
+        return processors
+
+    def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
+        """The stopping criteria of so many rows, which end at `max_length` columns."""
+        return criteria
+
+
+ONE_CALL = RowLists()
+
+
+def find_row_lists(rows_leave: bool) -> RowLists:
+    """What makes a call's lists, by whether each row ends by itself, to make room for another prompt."""
+    if not rows_leave:
+        return ONE_CALL
+    lists: RowLists = importlib.import_module(_OPTION).RefilledRows()
+    return lists

@@ -1,0 +1,135 @@
+"""Cache kinds: what the KV cache of a model may be, and the plan that chooses one of them."""
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.buffer_pool import BufferPool
+from hf_speculate.cache.layers import holding, is_recurrent, text_cache, window_of
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
+
+# Name -> the module that defines it as `KIND`, imported when a call may have such a cache.
+_KINDS = {
+    "preallocated": "hf_speculate.models.preallocated_kind",
+    "dynamic": "hf_speculate.models.dynamic_kind",
+    "hybrid": "hf_speculate.options.recurrent.kind",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The states that a model begins a call with."""
+
+    model: PreTrainedModel
+    cache: Cache | None  # its layers tell what each attends to; None for a draft model
+    attention_mask: Tensor | None  # [B, T] int64 over the cache's states and the prompt
+    device: torch.device
+
+    @cached_property
+    def layers(self) -> Cache:
+        """The cache of the text's own states, or an empty one of the model."""
+        if self.cache is None:
+            return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return text_cache(self.cache)
+
+
+class Buffers(NamedTuple):
+    """What preallocated buffers are made of."""
+
+    capacity: int | None = None  # columns of buffers that never grow; None if buffers grow
+    pool: BufferPool | None = None  # where such buffers are between calls of the same shapes
+
+
+GROWING = Buffers()
+
+
+class CacheKind:
+    """A kind of KV cache: whether a model's states can be of it, and how such a cache is made."""
+
+    def obstacle(self, plan: "CachePlan", start: Start) -> str:
+        """Why the states of the model cannot be of this kind; empty if they can."""
+        return ""
+
+    def remark(self, plan: "CachePlan", start: Start) -> str:
+        """What a user may want to know about the cache; empty for nothing."""
+        return ""
+
+    def make(self, plan: "CachePlan", start: Start, batch_size: int, buffers: Buffers) -> KVCache:
+        """The KV cache of B rows."""
+        raise NotImplementedError
+
+
+def find_kind(name: str) -> CacheKind:
+    """The kind of a name in the table."""
+    kind: CacheKind = importlib.import_module(_KINDS[name]).KIND
+    return kind
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The KV cache of one model: what its kind depends on, and the kind once `choose` has found it."""
+
+    requested: str  # "auto", "dynamic" or "preallocated"
+    is_cache_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
+    is_cache_kept: bool = False  # whether the cache outlives the call
+    records_attentions: bool = False  # whether the call returns attention weights, which have the shape of the states
+    crosses: bool = False  # whether layers attend to an encoder's output too
+    max_columns: int | None = None  # the longest that a row can become, padding included
+    num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
+    handed_on: HandedOn = EVERYTHING  # what reaches the model's text decoder
+    kind: str = ""  # "dynamic", "preallocated" or "hybrid"; empty before `choose`
+    reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reason})" if self.reason else self.kind
+
+    def choose(
+        self, model: PreTrainedModel, cache: Cache | None, attention_mask: Tensor | None, device: torch.device
+    ) -> "CachePlan":
+        """The plan with the kind for what a call begins with, see `Start`.
+
+        It is hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
+        """
+        start = Start(model, cache, attention_mask, device)
+        wants = self.requested == "preallocated" or (self.requested == "auto" and not self.is_cache_passed)
+        reason = find_kind("preallocated").obstacle(self, start) if wants else ""
+        if reason and self.requested == "preallocated":
+            raise UnsupportedModelError(
+                f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
+                "leave it out"
+            )
+        if is_recurrent(start.layers):
+            return replace(self, kind="hybrid", reason=find_kind("hybrid").remark(self, start))
+        if wants and not reason:
+            return replace(self, kind="preallocated")
+        if obstacle := find_kind("dynamic").obstacle(self, start):
+            raise UnsupportedModelError(
+                f"states of {type(model).__name__} must be preallocated, for {obstacle}, got "
+                f"{reason or 'a dynamic cache'}; leave the cache and speculation_cache out, or decode plainly"
+            )
+        return replace(self, kind="dynamic", reason=reason)
+
+    def make(
+        self,
+        model: PreTrainedModel,
+        cache: Cache | None,
+        batch_size: int,
+        attention_mask: Tensor | None,
+        device: torch.device,
+        buffers: Buffers = GROWING,
+    ) -> KVCache:
+        """The KV cache of the kind chosen with the same arguments."""
+        return find_kind(self.kind).make(self, Start(model, cache, attention_mask, device), batch_size, buffers)
+
+
+def windows_in(cache: Cache) -> set[int | None]:
+    """The windows of the layers of a cache."""
+    return {window_of(layer) for layer in holding(cache.layers)}

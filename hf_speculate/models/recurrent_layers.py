@@ -1,0 +1,36 @@
+"""Recurrent layers of a model: whether it has some, and whether their states can be rolled back."""
+
+import importlib
+
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_speculate.cache.layers import is_recurrent, only_attends
+from hf_speculate.compat import is_stateful
+
+_MIXERS = "hf_speculate.options.recurrent.mixers"  # imported for a model with recurrent layers
+
+
+def recurrent_cache(model: PreTrainedModel) -> Cache | None:
+    """An empty cache of the model; None if no layer is recurrent."""
+    config = model.config.get_text_config(decoder=True)
+    if only_attends(config):
+        return None
+    try:
+        cache = DynamicCache(config=config)
+    except (KeyError, AttributeError, TypeError, ValueError):  # a config that does not describe a cache
+        return None
+    return cache if is_recurrent(cache) else None
+
+
+def rollback_obstacle(model: PreTrainedModel) -> str:
+    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none."""
+    cache = recurrent_cache(model)
+    if cache is None:
+        return "outside a transformers cache" if is_stateful(model) else ""
+    return str(importlib.import_module(_MIXERS).rollback_obstacle(model, cache))
+
+
+def reads_prompts_in_chunks(model: PreTrainedModel, cache: Cache) -> bool:
+    """Whether recurrent layers read several tokens as they read single ones, after earlier states in `cache` too."""
+    return bool(importlib.import_module(_MIXERS).stepped_model(model, cache).reads_at_once)

@@ -1,0 +1,55 @@
+"""Fused logits warpers: temperature, top-k, top-p and min-p of a draft in one operation."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hf_speculate.processors.registry import OwnProcessor, Reads
+from hf_speculate.triton_kernels import warp_logits
+
+# By type, the argument of `warp_logits` that stands for a warper; they are applied in this order.
+_ARGUMENTS: dict[type, str] = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+
+
+class FusedWarpers(LogitsProcessor, OwnProcessor):
+    """Replaces up to four warpers by one `warp_logits`."""
+
+    reads = Reads.NOTHING
+    takes_half = True  # scores may come in half precision
+
+    def __init__(self, arguments: dict[str, Any], backend: str = "auto"):
+        self.arguments = arguments
+        self.backend = backend
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """[N, V] float32 from scores [N, V] of any floating dtype; the ids are not read."""
+        return warp_logits(scores, **self.arguments, backend=self.backend)
+
+
+def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
+    """The processors of a draft, with one `FusedWarpers`, which may round differently, for each run of warpers."""
+    fused: list[Any] = []
+    order = list(_ARGUMENTS.values())
+    for processor in processors:
+        name = _ARGUMENTS.get(type(processor)) if _is_usual(processor) else None
+        if name is None:
+            fused.append(processor)
+            continue
+        run = fused[-1].arguments if fused and isinstance(fused[-1], FusedWarpers) else None
+        if run is None or order.index(name) <= order.index(list(run)[-1]):
+            run = {}
+            fused.append(FusedWarpers(run, backend))
+        run[name] = getattr(processor, name)
+    return fused
+
+
+def _is_usual(processor: Any) -> bool:
+    keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1 or type(processor) is TopKLogitsWarper
+    return keeps_one and getattr(processor, "filter_value", -torch.inf) == -torch.inf

@@ -1,0 +1,90 @@
+"""The hybrid kind: keys and values in transformers' dynamic cache, and recurrent states that hooks record."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.cache_kinds import Buffers, CacheKind, CachePlan, Start
+from hf_speculate.models.memory import memory_bytes
+from hf_speculate.options.recurrent.hybrid_cache import HybridKVCache
+from hf_speculate.options.recurrent.mixer_steps import SteppedMixer
+from hf_speculate.options.recurrent.mixers import stepped_model
+from hf_speculate.options.recurrent.states import RecurrentStates
+
+# Share of the device's memory that the states after each token of a verification may take.
+MAX_STATE_SHARE = 0.05
+
+
+class HybridKind(CacheKind):
+    """States of models with recurrent layers."""
+
+    def obstacle(self, plan: CachePlan, start: Start) -> str:
+        return stepped_model(start.model, start.layers).obstacle
+
+    def remark(self, plan: CachePlan, start: Start) -> str:
+        return rollback_text(start.model, start.layers, plan.num_recurrent_states, start.device)
+
+    def make(self, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
+        return make_hybrid_cache(start.model, start.cache, batch_size, start.attention_mask, start.device)
+
+
+KIND = HybridKind()
+
+
+def make_hybrid_cache(
+    model: PreTrainedModel,
+    cache: Cache | None,
+    batch_size: int,
+    attention_mask: Tensor | None,
+    device: torch.device,
+    max_kept_bytes: int | None = None,
+) -> HybridKVCache:
+    """The hybrid KV cache of a model with recurrent layers, over what transformers made or the user passed."""
+    config = model.config.get_text_config(decoder=True)
+    if cache is None:
+        cache = _with_full_attention(DynamicCache(config=config))
+    stepped = stepped_model(model, cache)
+    if stepped.obstacle:
+        raise UnsupportedModelError(
+            f"models must be able to roll back, got {type(model).__name__} with recurrent state, {stepped.obstacle}; "
+            "decode plainly"
+        )
+    states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
+    attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in stepped.mixers]
+    return HybridKVCache(cache, states, attach, batch_size, attention_mask, device)
+
+
+def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:
+    """How a hybrid cache rolls recurrent states back, in words; a round keeps `num_states` of a row at most."""
+    num_bytes = stepped_model(model, cache).num_bytes * num_states
+    if num_bytes <= _max_kept_bytes(device):
+        return f"keeps {num_bytes / 2**20:.3g} MiB of states after each token"
+    return (
+        f"computes states again from recorded projections, because {num_bytes / 2**20:.3g} MiB exceed "
+        f"{MAX_STATE_SHARE:.0%} of the memory"
+    )
+
+
+def _max_kept_bytes(device: torch.device) -> int:
+    """What the states after each token of a verification may take of a device's memory."""
+    return int(MAX_STATE_SHARE * memory_bytes(device))
+
+
+def _with_full_attention(cache: Cache) -> Cache:
+    """The cache without windows, so that several forwards in a row can be rolled back at once."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = DynamicLayer()
+        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+            cache.layers[index] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+    return cache

@@ -1,0 +1,275 @@
+"""Stepped mixers: hooks that let a mixer read tokens one by one, over projections of all tokens at once."""
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from hf_speculate.options.recurrent.states import ModuleStates, RecurrentStates, Slot, States, put_states, states_of
+
+
+class Mixer(NamedTuple):
+    """A module that reads and writes recurrent states of a cache layer, and its argument names."""
+
+    module: nn.Module
+    layer_index: int
+    hidden_name: str  # [B, Q, D]
+    cache_name: str
+    mask_names: tuple[str, ...]
+
+
+class StepProtocol(NamedTuple):
+    """What the probe found about a class of mixers."""
+
+    slots: frozenset[Slot]  # of the states that it writes
+    inputs: frozenset[str]  # input projections: children that read the token, or another one's output
+    prepared: str | None  # the first of them, if it reads what the mixer computed from the token
+    output: str | None  # output projection: the child whose output the mixer returns
+    writes_recurrent: bool  # whether it writes recurrent states in place
+    reads_at_once: bool  # whether several tokens at once give the states of single ones
+    num_bytes: int  # of the states of one row
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether it reads several tokens at once, and only has convolution states, which can be cropped."""
+        return self.reads_at_once and not any(slot.kind == "recurrent" for slot in self.slots)
+
+
+class StandIn(nn.Module):
+    """Replaces a child in a copy of its parent by a function; other attributes are the child's."""
+
+    def __init__(self, child: nn.Module, function: Callable[..., Any]):
+        super().__init__()
+        vars(self).update(child=child, forward=function)  # not a child of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["child"], name)
+
+
+def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> nn.Module:
+    """A shallow copy of a module, some of whose children are replaced by functions."""
+    twin = copy.copy(module)
+    children = dict(module.named_children())
+    stand_ins = {name: StandIn(children[name], function) for name, function in functions.items()}
+    vars(twin)["_modules"] = {**vars(twin)["_modules"], **stand_ins}
+    return twin
+
+
+class _Reached(Exception):  # no error
+    """Ends a forward at a projection, with the input of that."""
+
+
+def _given_output(given: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """An input projection of the copy of a mixer."""
+    if name not in given:
+        raise _Reached(inputs)
+    return given[name]
+
+
+class StepLayer(LinearAttentionLayer):
+    """A cache layer that stores new states without copying them."""
+
+    def load(self, states: States) -> None:
+        """Store states, by reference."""
+        put_states(self, states)
+        for slot, state in states.items():
+            self.has_previous_state[slot.number] = True
+            if slot.kind == "conv":
+                self.is_conv_states_initialized[slot.number] = True
+                self.conv_kernel_size[slot.number] = state.shape[-1]
+            else:
+                self.is_recurrent_states_initialized[slot.number] = True
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store a new state in the dtype of the previous one."""
+        held = self.recurrent_states[state_idx]
+        state = recurrent_states if held is None else recurrent_states.to(held.dtype)
+        self.recurrent_states[state_idx] = state
+        self.is_recurrent_states_initialized[state_idx] = True
+        return state
+
+
+class _Reading:
+    def __init__(self, hidden: Tensor, arguments: dict[str, Any], layer: StepLayer, before: States):
+        self.tokens = _by_token(hidden)
+        self.arguments = arguments  # without the hidden states
+        self.layer = layer
+        self.before = before  # the states before the first token
+        self.held: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
+        # tensors of all tokens, by the id of the first token's
+        self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
+        self.prepared: Tensor | None = None  # input of the first projection, for all tokens
+        self.widened = ""  # the input projection that currently reads all tokens
+        self.states: list[States] = []
+
+
+class SteppedMixer:
+    """Hooks on a mixer, which act in forwards of one cache that may be rolled back.
+
+    The mixer itself reads the first token, while its input projections read all of them. At the output projection a
+    shallow copy of the mixer reads the other tokens one by one, with the outputs of the input projections; the output
+    projection then reads all tokens, and the mixer returns the output of all of them.
+    """
+
+    def __init__(self, mixer: Mixer, protocol: StepProtocol, states: RecurrentStates):
+        self.mixer = mixer
+        self.protocol = protocol
+        self.states = states
+        self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
+        # Outputs of the copy's input projections, changed in place: the copy does not refer to this object, so that the
+        # cache is freed with the call.
+        self._given: dict[str, Tensor] = {}
+        functions: dict[str, Callable[..., Any]] = {
+            name: partial(_given_output, self._given, name) for name in protocol.inputs
+        }
+        if protocol.output is not None:
+            functions[protocol.output] = lambda inputs, *args, **kwargs: inputs
+        self._copy = copy_with(mixer.module, functions)
+        self._reading: _Reading | None = None
+        self._thread = 0
+
+    def attach(self, handles: list[RemovableHandle]) -> None:
+        """Register the hooks, whose handles are appended to `handles`."""
+        module = self.mixer.module
+        children = dict(module.named_children())
+        handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
+        for name in self.protocol.inputs:
+            handles.append(children[name].register_forward_pre_hook(partial(self._widen, name), prepend=True))
+            handles.append(children[name].register_forward_hook(partial(self._narrow, name)))
+        if self.protocol.output is not None:
+            child = children[self.protocol.output]
+            handles.append(child.register_forward_pre_hook(self._read_rest, prepend=True))
+
+    @property
+    def _own_reading(self) -> _Reading | None:
+        """The current forward of this thread; None in other threads, which may run the same modules."""
+        return self._reading if self._thread == threading.get_ident() else None
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Pass the mixer the first token only, and a cache of its own."""
+        states, mixer = self.states, self.mixer
+        if kwargs is None:  # a forward in another thread, while torch registers or removes this hook
+            return None
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        if not states.is_stepping or arguments.get(mixer.cache_name) is not states.cache:
+            return None
+        if self.protocol.reads_columns and states.num_skipped is None:
+            return None
+        hidden = arguments.pop(mixer.hidden_name)
+        history = states.histories[mixer.layer_index]
+        layer = StepLayer(history.layer.number_of_states)
+        arguments |= dict.fromkeys(mixer.mask_names)
+        arguments[mixer.cache_name] = Cache(layers=[layer] * (mixer.layer_index + 1))
+        reading = _Reading(hidden, arguments, layer, history.current)
+        if self.protocol.prepared is not None:
+            self._load(layer, reading.before)
+            reading.prepared = self._first_input({mixer.hidden_name: hidden, **arguments})
+        self._load(layer, reading.before)
+        self._reading, self._thread = reading, threading.get_ident()
+        return (), {mixer.hidden_name: reading.tokens[0], **arguments}
+
+    def _widen(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        reading = self._own_reading
+        if reading is None or not args:
+            return None
+        whole = reading.prepared if name == self.protocol.prepared else reading.whole.get(id(args[0]), (None, None))[1]
+        if whole is None:
+            return None
+        reading.widened = name
+        return whole, *args[1:]
+
+    def _narrow(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        reading = self._own_reading
+        if reading is None or reading.widened != name:
+            return None
+        reading.widened = ""
+        reading.held[name] = _by_token(output)
+        first = reading.held[name][0]
+        reading.whole[id(first)] = first, output
+        return first
+
+    def _read_rest(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Let the copy read the other tokens, and the output projection all of them."""
+        reading = self._own_reading
+        if reading is None or reading.states:
+            return None
+        return torch.cat(self._rest(reading, args[0]), dim=1), *args[1:]
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Record the states after each token; without an output projection, return the output of all tokens."""
+        reading = self._own_reading
+        if reading is None:
+            return None
+        self._reading = None
+        if output is None:  # the forward raised an error
+            return None
+        if not reading.states:
+            output = _joined(self._rest(reading, output))
+        replay = None if self.states.keeps else lambda number, before: self._step(reading, number, before)[1]
+        self.states.histories[self.mixer.layer_index].records.append(ModuleStates(reading.states, replay))
+        return output
+
+    def _rest(self, reading: _Reading, first: Any) -> list[Any]:
+        """Inputs of the output projection, or outputs of the mixer, by token; the states are recorded."""
+        found, states = [first], self._after(reading, 0, reading.before)
+        for number in range(1, len(reading.tokens)):
+            reading.states.append(states if self.states.keeps else {})
+            output, states = self._step(reading, number, states)
+            found.append(output)
+        reading.states.append(states)
+        return found
+
+    def _step(self, reading: _Reading, number: int, before: States) -> tuple[Any, States]:
+        """What the copy returns for a token, and the states after it, from those before it."""
+        self._load(reading.layer, before)
+        self._given.update({name: by_token[number] for name, by_token in reading.held.items()})
+        arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}
+        output = type(self.mixer.module).forward(self._copy, **arguments)
+        return output, self._after(reading, number, before)
+
+    def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
+        """The input of the first input projection for all tokens."""
+        self._given.clear()
+        try:
+            type(self.mixer.module).forward(self._copy, **arguments)
+        except _Reached as reached:
+            return reached.args[0]  # type: ignore[no-any-return]
+        return None
+
+    def _load(self, layer: StepLayer, states: States) -> None:
+        """Load states into the layer; those that are written in place are copied."""
+        is_written = {"conv": True, "recurrent": self.protocol.writes_recurrent}
+        own = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
+        layer.load({slot: state.clone() if is_written[slot.kind] else state for slot, state in own.items()})
+
+    def _after(self, reading: _Reading, number: int, before: States) -> States:
+        """The layer's states after a token; rows that held the token already keep theirs."""
+        after, skips = states_of(reading.layer), self.states.num_skipped
+        if skips is not None and number < max(skips):
+            for slot, state in after.items():
+                is_skipped = torch.tensor([number < skip for skip in skips], device=state.device)
+                after[slot] = torch.where(is_skipped.view(-1, *[1] * (state.ndim - 1)), before[slot], state)
+        return after
+
+
+def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
+    """Q contiguous [B, 1, ...] of [B, Q, ...]."""
+    by_token = hidden.transpose(0, 1) if hidden.shape[0] == 1 else hidden.transpose(0, 1).contiguous()
+    return tuple(token[:, None] for token in by_token.unbind(0))
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Outputs of single tokens as one output [B, Q, ...], or as a tuple of outputs."""
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, dim=1)
+    return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))

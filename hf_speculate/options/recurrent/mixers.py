@@ -1,0 +1,270 @@
+"""Mixers of a model, the modules that write recurrent states: a probe finds how each reads tokens one by one.
+
+The probe runs a mixer on a few tokens to find its projections and states, and checks it under hooks.
+"""
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from hf_speculate.model_state import model_state
+from hf_speculate.models.language_model import cache_name
+from hf_speculate.options.recurrent.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol, copy_with
+from hf_speculate.options.recurrent.states import RecurrentStates, States, states_of
+
+# Layer types for which older versions of transformers make a recurrent cache layer that stays empty.
+_WITHOUT_STATES = ("mlp", "moe")
+
+_NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
+# Relative to the largest number. A projection of several tokens rounds differently from one of a single token, and some
+# state functions compute in float32 for every dtype. Wrong states differ by a tenth or more.
+_TOLERANCE = 1e-3
+_ROUNDINGS = 16.0  # units of rounding; the tolerance of coarse dtypes
+_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
+
+
+class SteppedModel(NamedTuple):
+    """The mixers of a model, each with its protocol."""
+
+    mixers: Sequence[tuple[Mixer, StepProtocol]]
+    obstacle: str  # why their states cannot be rolled back; empty if they can
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(protocol.num_bytes for _, protocol in self.mixers)
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether several tokens at once, after earlier states, give the states of single ones in every mixer."""
+        return all(protocol.reads_at_once for _, protocol in self.mixers)
+
+
+def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
+    """The mixers of a model, by the layers of its cache."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    found: list[tuple[Mixer, StepProtocol]] = []
+    protocols: dict[Any, StepProtocol | str] = {}
+    mixers = _mixers_by_layer(model)
+    for index, layer in enumerate(cache.layers):
+        is_empty = index < len(types) and types[index] in _WITHOUT_STATES
+        if is_empty or not isinstance(layer, LinearAttentionCacheLayerMixin):
+            continue
+        num_before = len(found)
+        for mixer in mixers[index]:
+            if "forward" in vars(mixer.module):
+                return _unserved(mixer, "has a replaced forward (accelerate moves its weights, or a kernel runs it)")
+            kind = type(mixer.module), _numbers_of(mixer.module)
+            protocol = protocols.get(kind) or _probed(mixer, layer.number_of_states)
+            protocols[kind] = protocol
+            if isinstance(protocol, str):
+                return _unserved(mixer, protocol)
+            if protocol.slots:
+                found.append((mixer, protocol))
+        if len(found) == num_before:
+            return SteppedModel([], f"whose layer {index} does not keep its states in the cache")
+    return SteppedModel(found, "")
+
+
+def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
+    """Why the states of the recurrent layers of a cache cannot be rolled back; empty if they can."""
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return "and split by tensor parallelism, which is not supported for recurrent layers"
+    if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
+        return "and compiled in place, which prevents hooks on its modules"
+    return stepped_model(model, cache).obstacle
+
+
+def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
+    """Modules with a convolution that take hidden states and a cache and have a layer index, by that index."""
+    found: dict[int, list[Mixer]] = defaultdict(list)
+    for module in model.modules():
+        index = vars(module).get("layer_idx")
+        if not isinstance(index, int) or not any(isinstance(child, nn.Conv1d) for child in module.children()):
+            continue
+        hidden, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        cache = cache_name(module)
+        needed: list[Any] = [one for one in others if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+        if cache and all(parameter.name == cache for parameter in needed):
+            masks = tuple(parameter.name for parameter in others if "mask" in parameter.name)
+            found[index].append(Mixer(module, index, hidden.name, cache, masks))
+    return found
+
+
+def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Sizes, flags and the index of its state in the cache layer; modules of one class share a protocol if equal."""
+    return tuple(
+        (name, value) for name, value in vars(module).items() if isinstance(value, int) and name != "layer_idx"
+    )
+
+
+def _unserved(mixer: Mixer, why: str) -> SteppedModel:
+    return SteppedModel([], f"whose {type(mixer.module).__name__} {why}")
+
+
+class _Steps(NamedTuple):
+    output: Tensor  # [B, Q, N], see `_flat`
+    states: Sequence[States]  # after each token
+    writes_recurrent: bool
+
+
+def _probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
+    """The protocol of a mixer whose cache layer may hold `num_states` of each kind; a reason if there is none."""
+    return model_state(mixer.module).get(StepProtocol, partial(_probe, mixer, num_states))
+
+
+def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
+    try:
+        with torch.no_grad():
+            return _find_protocol(mixer, num_states)
+    except _ERRORS as error:
+        return f"cannot be run with hidden states and a cache only ({type(error).__name__}: {error})"
+
+
+def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
+    hidden = _made_up_states(mixer.module)
+    tokens = hidden[:, _NUM_PREFIX:]
+    layer = StepLayer(num_states)
+    _run(mixer, mixer.module, hidden[:, :_NUM_PREFIX], layer)
+    before = states_of(layer)
+    is_short = bool(before) and not any(slot.kind == "recurrent" for slot in before)
+    num_bytes = sum(state.numel() * state.element_size() for state in before.values()) // _NUM_ROWS
+    protocol = StepProtocol(frozenset(before), frozenset(), None, None, True, is_short, num_bytes)
+    if not before:
+        return protocol
+    steps = _step_by_step(mixer, tokens, before)
+    protocol = _with_children(protocol, mixer, tokens[:, :1], before)
+    if hidden.is_meta:
+        return protocol
+    at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before)))
+    agrees = _is_close(at_once, steps.output)
+    protocol = protocol._replace(writes_recurrent=steps.writes_recurrent, reads_at_once=agrees)
+    if protocol.prepared is not None and not _holds(protocol, mixer, tokens, before, steps):
+        protocol = protocol._replace(inputs=protocol.inputs - {protocol.prepared}, prepared=None)
+    if not _holds(protocol, mixer, tokens, before, steps):
+        return "gives other outputs or states under hooks than token by token"
+    return protocol
+
+
+def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States, steps: _Steps) -> bool:
+    """Whether a mixer under hooks gives the outputs and states of single tokens, with states kept and replayed."""
+    for max_kept_bytes in (1 << 60, -1):
+        outputs, states = _hooked(mixer, protocol, tokens, before, max_kept_bytes)
+        pairs = [(outputs, steps.output)]
+        for number, found in states.items():
+            pairs += [(found[slot], steps.states[number][slot]) for slot in protocol.slots]
+        if not all(_is_close(*pair) for pair in pairs):
+            return False
+    return True
+
+
+def _made_up_states(module: nn.Module) -> Tensor:
+    """[B, T, D] in the dtype and on the device of the convolution."""
+    conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
+    width = getattr(module, "hidden_size", conv.in_channels)
+    numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64, device="cpu").sin()
+    return numbers.view(_NUM_ROWS, -1, width).to(conv.weight.device, conv.weight.dtype)
+
+
+def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttentionLayer) -> Any:
+    cache = Cache(layers=[layer] * (mixer.layer_index + 1))
+    arguments = {mixer.hidden_name: hidden, mixer.cache_name: cache, **dict.fromkeys(mixer.mask_names)}
+    return type(mixer.module).forward(module, **arguments)
+
+
+def _loaded(states: States) -> StepLayer:
+    layer = StepLayer(1 + max(slot.number for slot in states))
+    layer.load({slot: state.clone() for slot, state in states.items()})
+    return layer
+
+
+def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
+    outputs, states = [], []
+    writes_recurrent = False
+    for token in tokens.split(1, dim=1):
+        layer = _loaded(before)
+        given = states_of(layer)
+        outputs.append(_flat(_run(mixer, mixer.module, token, layer)))
+        for slot, state in given.items():
+            if slot.kind == "recurrent" and not state.is_meta:
+                writes_recurrent |= not torch.equal(state, before[slot])
+        before = states_of(layer)
+        states.append(before)
+    return _Steps(torch.cat(outputs, dim=1), states, writes_recurrent)
+
+
+def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States) -> StepProtocol:
+    """The protocol with the input and output projections, found by watching calls of the children."""
+    calls: list[tuple[str, Any, Any]] = []
+
+    def watched(name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        made = child(*args, **kwargs)
+        calls.append((name, args[0] if args else None, made))
+        return made
+
+    twin = copy_with(
+        mixer.module, {name: partial(watched, name, child) for name, child in mixer.module.named_children()}
+    )
+    result = _run(mixer, twin, token, _loaded(before))
+    counts = Counter(name for name, _, _ in calls)
+    single = [call for call in calls if counts[call[0]] == 1 and all(isinstance(part, Tensor) for part in call[1:])]
+    shared = {id(token)}
+    inputs = set()
+    prepared = None
+    for name, given, made in single:
+        if given.shape[:2] != token.shape[:2] or made.shape[:2] != token.shape[:2]:
+            continue
+        if name == calls[0][0] and id(given) not in shared:
+            prepared = name
+        if name == prepared or id(given) in shared:
+            inputs.add(name)
+            shared.add(id(made))
+    last = [name for name, _, made in single if made is result and name not in inputs]
+    return protocol._replace(inputs=frozenset(inputs), prepared=prepared, output=last[0] if last else None)
+
+
+def _hooked(
+    mixer: Mixer, protocol: StepProtocol, tokens: Tensor, before: States, max_kept_bytes: int
+) -> tuple[Tensor, dict[int, States]]:
+    """The mixer's output under hooks, and its states after the first and after the last token."""
+    states: dict[int, States] = {}
+    for number in (0, _NUM_STEPS - 1):
+        layer = _loaded(before)
+        cache = Cache(layers=[*[StepLayer(0)] * mixer.layer_index, layer])
+        recurrent = RecurrentStates(cache, max_kept_bytes)
+        handles: list[RemovableHandle] = []
+        try:
+            SteppedMixer(mixer, protocol._replace(reads_at_once=False), recurrent).attach(handles)
+            recurrent.begin(tokens.shape[1], is_prompt=False)
+            output = mixer.module(**{mixer.hidden_name: tokens, mixer.cache_name: cache})
+            recurrent.end(tokens.shape[1])
+        finally:
+            for handle in handles:
+                handle.remove()
+        recurrent.roll_back([number + 1] * _NUM_ROWS)
+        states[number] = states_of(layer)
+    return _flat(output), states
+
+
+def _flat(output: Any) -> Tensor:
+    """A mixer's output [B, Q, ...], or a tuple of outputs concatenated, as [B, Q, N]."""
+    parts: Sequence[Tensor] = [output] if isinstance(output, Tensor) else output
+    return torch.cat([part.flatten(2) for part in parts], dim=2)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    are_numbers = other.isfinite()  # a draft may have weights that are none
+    if not torch.equal(one.isfinite(), are_numbers):
+        return False
+    tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(one.dtype).eps)
+    one, other = one.where(are_numbers, 0), other.where(are_numbers, 0)
+    return bool((one - other).abs().max() <= tolerance * other.abs().max())

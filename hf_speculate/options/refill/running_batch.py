@@ -1,0 +1,123 @@
+"""Running batch: rows join it once they have read their prompts, and leave it one by one."""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.observers import Observer, StatsObserver, bad_logits_errors
+from hf_speculate.engine.stage_clock import Stage, StageClock
+from hf_speculate.errors import BadLogitsError
+from hf_speculate.processors.registry import Reads, find_reads
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import RoundRecord
+
+
+class FinishedRow(NamedTuple):
+    """A row that has left the running batch."""
+
+    row_id: int
+    token_ids: list[int]  # the new ones
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    error: Exception | None  # that ended the row
+
+
+class RunningBatch:
+    """Decodes rows of several calls together; each row gets the tokens that it gets alone."""
+
+    def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
+        self._batch = first.batch
+        self._rows = _RowObserver(first.plan.call.do_sample)
+        given = first.decoder
+        observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length]
+        self._decoder = replace(given, observers=observers, clock=clock)
+        self._decoder.drafts.report_to(stats)
+
+    @property
+    def row_ids(self) -> list[int]:
+        rows = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
+        return [row_id for row_id, is_finished in rows if not is_finished]
+
+    def join(self, others: Prepared) -> None:
+        """Add rows that have read their prompts; the parts of their decoder are not used after that."""
+        mine, theirs = self._decoder, others.decoder
+        mine.drafts.join(theirs.drafts, self._batch)  # reads the present rows
+        mine.target.join(theirs.target)
+        mine.verification.join(theirs.verification)
+        mine.stops.join(theirs.stops)
+        mine.output.join(theirs.output)
+        self._batch.join(others.batch)
+
+    def decode_round(self) -> list[FinishedRow]:
+        """Decode one round; the rows that it finished."""
+        before = self.row_ids
+        self._decoder.decode_round(self._batch)
+        if self._rows.errors:
+            self._end(self._rows.errors)
+        self._decoder.clock.enter(None)
+        left = set(self.row_ids)
+        return [self._finished(row_id) for row_id in before if row_id not in left]
+
+    def new_ids(self, row_id: int) -> list[int]:
+        """The new tokens of a row, not copied."""
+        return self._decoder.output.new_ids[row_id]
+
+    def cancel(self, row_ids: Sequence[int]) -> list[FinishedRow]:
+        self._end(row_ids)
+        return [self._finished(row_id) for row_id in row_ids]
+
+    def _end(self, row_ids: Collection[int]) -> None:
+        self._batch.end_rows(row_ids)
+        self._decoder.drop_finished_rows(self._batch)
+
+    def _finished(self, row_id: int) -> FinishedRow:
+        num_rounds, num_drafted, num_accepted = self._rows.counts.pop(row_id, [0, 0, 0])
+        error = self._rows.errors.pop(row_id, None)
+        token_ids = self._decoder.output.take(row_id)
+        token_ids = token_ids if error is None else token_ids[:-1]
+        return FinishedRow(row_id, token_ids, num_rounds, num_drafted, num_accepted, error)
+
+
+class _RowObserver(Observer):
+    """Counts each row's rounds, and finds rows whose token was sampled from logits that define no distribution."""
+
+    stage = Stage.RECORD
+
+    def __init__(self, samples: bool):
+        self._samples = samples
+        self.counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])  # rounds, drafted, accepted tokens
+        self.errors: dict[int, BadLogitsError] = {}
+
+    def on_round(self, record: RoundRecord) -> None:
+        verified = record.verified
+        for row in record.live_rows:
+            counts = self.counts[record.row_ids[row]]
+            counts[0] += 1
+            counts[1] += verified.num_drafted[row]
+            counts[2] += min(verified.num_accepted[row], record.trimmed.num_emitted[row])
+        for row, error in bad_logits_errors(record) if self._samples else ():
+            self.errors[record.row_ids[row]] = error
+
+
+def join_obstacle(prepared: Prepared) -> str:
+    """Why the rows of a call cannot join a running batch; empty if they can."""
+    decoder, plan, call = prepared.decoder, prepared.plan, prepared.plan.call
+    if plan.is_lock_step:
+        return plan.lock_step
+    if plan.compiled:
+        return f"compiled forwards ({', '.join(plan.compiled)}) have a fixed number of rows"
+    for one in (plan.target, plan.draft):
+        if one is not None and one.cache.kind != "preallocated":
+            return f"the states of the {one.part} model need a {one.cache.kind} cache"
+    if not (call.target_inputs.is_empty and call.draft_inputs.is_empty):
+        return "the models read more than tokens"
+    if any(find_reads(one) is Reads.HISTORY for one in call.processors):
+        return "a logits processor has state"
+    if not decoder.drafts.can_join:
+        return "the drafter has states that cannot be joined"
+    if plan.keeps_rows or call.ranks.is_distributed or call.config.relax_only_inside is not None:
+        return "the call depends on its rows staying together"
+    return ""

@@ -1,0 +1,166 @@
+"""Compares a model's forwards of several tokens with plain decoding, once for each kind of call of a model.
+
+A model whose type is not in `hf_speculate.models.quirks.SHOWN` comes here. It decodes `NUM_TOKENS` tokens plainly; then
+it reads the same tokens in one forward after the same prompt, is rolled back, and reads the last of them again.
+
+The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
+norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
+resolution of the dtype and grows with depth; a token that is read at a wrong place, or with a wrong mask, gives 0.05 to
+1.5.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.compat import PlainSteps, plain_steps
+from hf_speculate.draft.source import DraftSource
+from hf_speculate.engine.call import Call
+from hf_speculate.engine.plan import attention_of, places_by_column, target_cache_plan
+from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
+from hf_speculate.model_state import model_state
+from hf_speculate.models.folded_attention import folded_attention_for
+from hf_speculate.models.language_model import LanguageModel, cache_name
+from hf_speculate.models.preallocated_kind import has_holes
+from hf_speculate.models.quirks import placeless_id
+
+LOGGER = logging.getLogger("hf_speculate")
+NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
+
+
+def check_decoding(
+    call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
+) -> str:
+    """Compare a target of unknown type with plain decoding at its first call of this kind; the result in words."""
+    model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
+    if num_tokens < 1:
+        return ""
+    if model.training:  # dropout draws anew in every forward
+        return "skipped, for the model is in training mode"
+    mask, dtype = call.attention_mask, _dtype(model)
+    padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
+    # Calls that agree in this are decoded alike.
+    model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
+    prompt_kind = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
+    situation = model_kind, cache_kind, prompt_kind
+    differences: dict[Hashable, float] = model_state(model).get(check_decoding, dict)
+    difference = differences.get(situation, torch.nan)
+    if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
+        difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
+        differences[situation] = difference = call.ranks.broadcast_number(difference)
+        LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
+    tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
+    has_failed = not difference <= tolerance
+    if call.ranks.max(int(has_failed)):
+        got = f"a difference of {difference:.2g} with {padding} padding and {counted(call.batch_size, 'row')}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
+            f"{tolerance:g} of their spread in {str(dtype).removeprefix('torch.')}, got "
+            f"{got if has_failed else 'another difference on another rank'}; {source.hint}"
+        )
+    return f"passed, difference {difference:.1e} of {tolerance:g} allowed"
+
+
+def relative_difference(plain: Tensor, ours: Tensor) -> float:
+    """The largest difference of a row of [B, N, V], see above; inf if only one holds numbers, 0 if neither does."""
+    plain, ours = plain.double(), ours.to(plain.device).double()
+    is_number = plain.isfinite() & (plain.abs() < _LARGEST_LOGIT)
+    if not torch.equal(is_number, ours.isfinite() & (ours.abs() < _LARGEST_LOGIT)):
+        return torch.inf
+    num = is_number.sum(-1, keepdim=True).clamp_min(1)
+
+    def centred(values: Tensor) -> Tensor:
+        values = values.where(is_number, 0)
+        return (values - values.sum(-1, keepdim=True) / num).where(is_number, 0)
+
+    norms = torch.maximum(centred(plain).norm(dim=-1), 1e-3 * plain.where(is_number, 0).norm(dim=-1))
+    distances = centred(ours - plain).norm(dim=-1) / norms.clamp_min(1e-30)  # [B, N]
+    return float(distances.mean(dim=1).max())
+
+
+def _measure(
+    call: Call,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    num_tokens: int,
+    source: DraftSource,
+) -> float:
+    """The difference between plain steps and our forwards, on copies of the call's cache."""
+    model = call.target
+    with _same_randomness(model):
+        plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
+        plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
+    del plain_kwargs  # before the second cache is made
+    ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
+    folded = folded_attention_for([] if call.recorded.attentions else [model])
+    try:
+        cache = target_cache_plan(ours).make(
+            model, ours.cache, call.batch_size, call.attention_mask, call.input_ids.device
+        )
+        with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:
+            stack.callback(cache.release)
+            return _difference_to(plain, ours, cache, num_tokens)
+    except (SpeculateError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must read several tokens in one forward as it reads them one by one, got "
+            f"{type(error).__name__}: {error}; {source.hint}"
+        ) from error
+
+
+def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: int) -> float:
+    model, batch_size, device = call.target, call.batch_size, call.input_ids.device
+    language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
+    for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):
+        logits = language_model.forward(chunk, cache, logits_to_keep=1)
+    cache.begin_recording()
+    num_tokens = min(num_tokens, _num_placed(plain.token_ids, placeless_id(model)))
+    token_ids = plain.token_ids[:, :num_tokens]
+    block = language_model.forward(token_ids, cache, logits_to_keep=num_tokens)
+    together = torch.cat([logits, block], dim=1)  # [B, N+1, V]
+    differences = [relative_difference(plain.logits[:, : num_tokens + 1], together)]
+    if num_tokens > 2:
+        num_again = num_tokens - 2
+        is_lock_step = places_by_column(model) or batch_size == 1
+        counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
+        kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
+        cache.crop(num_tokens - kept)
+        columns = (kept[:, None] + torch.arange(num_again, device="cpu")).to(device)  # [B, Q]
+        again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_again)
+        index = (columns + 1)[..., None].expand(-1, -1, plain.logits.shape[2])
+        differences.append(relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again))
+    return max(differences)
+
+
+def _num_placed(token_ids: Tensor, placeless: int | None) -> int:
+    """How many of the tokens [B, N] a forward may read together, 1 at least."""
+    ends = (token_ids == placeless).any(0).nonzero()[:, 0].tolist() if placeless is not None else []
+    return int(ends[0]) + 1 if ends else token_ids.shape[1]
+
+
+def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Restores torch's generators at the end: some encoders draw noise."""
+    device = model.device
+    devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype that the model computes in; bfloat16 if float32 matrix products may be coarser."""
+    kind = model.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    is_coarse = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return torch.bfloat16 if is_coarse else model.dtype

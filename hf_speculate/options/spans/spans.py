@@ -1,0 +1,113 @@
+"""Spans: a lossy verifier decides inside spans of the sequence, a lossless one outside."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.per_row import PerRow
+from hf_speculate.transfers import send
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.base import Verifier, make_verifier
+
+
+class Span(NamedTuple):
+    """The tokens that open and close a span. Spans do not nest: a second opening token changes nothing."""
+
+    open_id: int
+    close_id: int
+
+    def open_after_each(self, token_ids: Tensor, was_open: Tensor) -> Tensor:
+        """[B, K+1] bool: whether each row is inside a span after its first i tokens of [B, K]."""
+        marks = (token_ids == self.open_id).long() - (token_ids == self.close_id).long()  # [B, K]: 1 opens, -1 closes
+        marks = torch.cat([was_open.long()[:, None] * 2 - 1, marks], dim=1)  # [B, K+1]
+        columns = torch.arange(marks.shape[1], device=marks.device)
+        newest = torch.where(marks != 0, columns, 0).cummax(dim=1).values
+        return marks.gather(1, newest) > 0
+
+
+@dataclass(frozen=True)
+class SpanVerifier:
+    """Verifies positions inside spans with a lossy verifier, and all others with a lossless one.
+
+    Position i of a round is inside if the sequence and the first i drafted tokens end inside a span. Every position is
+    verified as a draft of one token, with the noise that it has in the whole round. So each token outside has the
+    target's distribution given the sequence before it, or is the target's argmax. The token that opens a span is
+    verified outside, the one that closes it inside.
+    """
+
+    lossy: Verifier  # verifies positions inside
+    exact: Verifier  # verifies positions outside; verifying position by position must give the same verdict
+    span: Span  # the tokens that open and close a span
+    is_open: Tensor  # [B] bool, whether each row ends inside a span
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        inside = self.span.open_after_each(draft.token_ids, self.is_open)  # [B, K+1]
+        if inside.device.type == "cpu" and not inside.any():
+            return self.exact.verify(target_logits, draft, keys)
+        singles = _one_by_one(target_logits, draft, keys)
+        lossy = self.lossy.verify(*singles)
+        # Both everywhere, because telling positions apart would wait for a device.
+        only_lossy = inside.device.type == "cpu" and bool(inside.all())
+        exact = lossy if only_lossy else self.exact.verify(*singles)
+        is_lossy = inside.flatten()
+        token_ids = torch.where(is_lossy, lossy.token_ids[:, 0], exact.token_ids[:, 0]).view(inside.shape)
+        accepted = torch.where(is_lossy, lossy.num_accepted, exact.num_accepted).view(inside.shape)  # 0 or 1
+        status = torch.where(is_lossy, lossy.status, exact.status).view(inside.shape)
+        num_accepted = accepted.cumprod(dim=1).sum(dim=1)  # [B]; nothing was drafted for the last position
+        here = num_accepted[:, None]
+        columns = torch.arange(inside.shape[1], device=inside.device)
+        token_ids = token_ids.masked_fill(columns > here, -1)  # [B, K+1]
+        return Verdict(token_ids, num_accepted.to(torch.int32), status.gather(1, here)[:, 0])
+
+
+class Spans(PerRow):
+    """Whether each row is inside a span; tokens are read once, on the host."""
+
+    TENSORS = ("_num_read", "_is_open")
+
+    def __init__(self, span: Span, exact: Verifier, num_pads: Sequence[int]):
+        self.span = span
+        self.exact = exact
+        self._num_read = torch.tensor(num_pads, device="cpu")  # [B]
+        self._is_open = torch.zeros(len(num_pads), dtype=torch.bool, device="cpu")
+
+    def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> SpanVerifier:
+        """The verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
+        lens = torch.tensor(host_tokens.lens, device="cpu")
+        width = max(int((lens - self._num_read).max()), 0)
+        columns = self._num_read[:, None] + torch.arange(width, device="cpu")  # [B, width], not read so far
+        news = host_tokens.token_ids.gather(1, columns.clamp(max=host_tokens.token_ids.shape[1] - 1))
+        news = news.masked_fill(columns >= lens[:, None], -1)
+        self._is_open, self._num_read = self.span.open_after_each(news, self._is_open)[:, -1], lens
+        is_open = send(self._is_open, token_ids.device)
+        return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
+
+
+def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans:
+    """What restricts the call's verifier to the spans that its settings name."""
+    exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
+    open_id, close_id = config.relax_only_inside or ()
+    return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
+
+
+def _one_by_one(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
+    """B rounds of K+1 positions as N = B (K+1) rounds of one drafted token, or none at a bonus position."""
+    num_positions, vocab_size = target_logits.shape[1:]
+    offsets = torch.arange(num_positions, device=target_logits.device)
+    logits, sums = draft.token_logits, draft.logsumexp
+    singles = DraftOut(
+        pad(draft.token_ids, (0, 1)).reshape(-1, 1),
+        (draft.lens[:, None] - offsets).clamp(0, 1).reshape(-1).to(torch.int32),
+        None if logits is None else pad(logits, (0, 0, 0, 1)).reshape(-1, 1, vocab_size),
+        None if sums is None else pad(sums, (0, 1)).reshape(-1, 1),
+    )
+    positions = (keys.positions[:, None] + offsets).reshape(-1)
+    seeds, rounds = (part.repeat_interleave(num_positions) for part in (keys.seeds, keys.rounds))
+    logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)  # the sample of the second row is not used
+    return logits, singles, NoiseKeys(seeds, rounds, positions)

@@ -1,0 +1,1 @@
+"""Checks of the devices at hand: `hf-speculate doctor`."""

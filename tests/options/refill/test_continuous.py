@@ -1,0 +1,169 @@
+"""Continuous batching: every row gets the tokens that its prompt gets alone, whatever its neighbours."""
+
+import gc
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_speculate import generate, register_row_wise
+from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
+from tests.cases import pair
+from tests.tiny import cheaper_copy
+
+NUM_ROWS = 3
+
+
+def source_of(prompts):
+    """Hands out prompts until none is left."""
+    return partial(next, iter(prompts), None)
+
+
+def make_prompts(num=8, **arguments):
+    """Prompts of 2 to 30 tokens, to be continued by 1 to 40."""
+    random = torch.Generator().manual_seed(3)
+    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=random).tolist()  # noqa: E731
+    lens = [draw(2, 31) for _ in range(num)]
+    return [
+        RowPrompt(
+            draw(1, 6 if index % 2 else 64, (length,)),
+            seed=100 + index,
+            arguments={"max_new_tokens": (1, 7, 40, 16)[index % 4], **arguments},
+            key=index,
+        )
+        for index, length in enumerate(lens)
+    ]
+
+
+def alone(target, prompt, **options):
+    """The new tokens of one prompt in a call of its own."""
+    ids = torch.tensor([prompt.token_ids])
+    output = generate(target, input_ids=ids, seed=prompt.seed, **{**options, **prompt.arguments})
+    return output[0, ids.shape[1] :].tolist()
+
+
+def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
+    """The results by key, and the decoder."""
+    decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
+    results = {one.prompt.key: one for finished in decoder.decode(source_of(prompts)) for one in finished}
+    assert set(results) == {prompt.key for prompt in prompts}
+    return results, decoder
+
+
+def sources(draft):
+    """What drafts: a model, its history, both, or nothing."""
+    return {
+        "model": {"assistant_model": draft, "num_assistant_tokens": 3},
+        "lookup": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"},
+        "both": {"assistant_model": draft, "num_assistant_tokens": 3, "prompt_lookup_num_tokens": 4},
+        "none": {},
+        "adaptive": {"assistant_model": draft},
+    }
+
+
+@pytest.mark.fallback("rejection in place of block")
+@pytest.mark.parametrize(
+    ("kind", "source", "verifier"),
+    [
+        *(("llama", source, "greedy") for source in ("model", "lookup", "none", "adaptive")),
+        ("mistral_window", "both", "greedy"),
+        ("gemma2", "model", "greedy"),
+        *(("llama", "model", "rejection"), ("llama", "lookup", "block"), ("llama", "model", "coupled")),
+    ],
+)
+def test_rows_are_as_alone_also_with_settings_of_their_own(kind, source, verifier):
+    target, draft = pair(kind)
+    draft = cheaper_copy(target) if source == "adaptive" else draft
+    options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
+    some = make_prompts(5, temperature=0.8, eos_token_id=[5])
+    others = make_prompts(5, temperature=1.2, top_k=9, repetition_penalty=1.3, eos_token_id=[5], no_repeat_ngram_size=2)
+    prompts = [replace(one, seed=50 + key, key=key) for key, one in enumerate([*some, *others])]
+    results, decoder = decoded(target, [*prompts[::2], *prompts[1::2]], **options)
+    for prompt in prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
+    for name in ("num_rounds", "num_drafted", "num_accepted"):
+        assert sum(getattr(result, name) for result in results.values()) == getattr(decoder.stats, name)
+    assert decoder.stats.num_accepted > 0 or source in ("none", "adaptive")
+    assert decoder.num_live == 0
+    assert decoder.stats.num_rounds > 1.5 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
+
+
+def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
+    target, draft = pair("llama")
+    samples = {"do_sample": True, "verifier": "coupled"}
+    prompts = [replace(one, arguments=one.arguments | samples) if one.key % 3 else one for one in make_prompts(9)]
+    seen = {}
+
+    def on_tokens(prompt, token_ids):
+        assert list(token_ids[: len(seen.get(prompt.key, []))]) == seen.get(prompt.key, [])
+        seen[prompt.key] = list(token_ids)
+        return prompt.key != 2 or len(token_ids) < 9
+
+    results, decoder = decoded(target, prompts, on_tokens=on_tokens, **sources(draft)["model"])
+    for prompt in prompts:
+        whole, ids = alone(target, prompt, **sources(draft)["model"]), results[prompt.key].token_ids
+        assert ids == (whole[: len(ids)] if prompt.key == 2 else whole), prompt.key
+    assert 9 <= len(results[2].token_ids) < 13
+    assert seen[2] == results[2].token_ids
+    assert decoder.num_live == 0
+
+
+class MakesNan(LogitsProcessor):
+    """Gives rows with a token no distribution, or raises an error for them."""
+
+    def __init__(self, bad, raises):
+        self.bad, self.raises = bad, raises
+
+    def __call__(self, input_ids, scores):
+        is_bad = (input_ids == self.bad).any(1, keepdim=True)
+        if self.raises and is_bad.any():
+            raise ValueError("is not allowed")
+        return scores.masked_fill(is_bad, torch.nan)
+
+
+@pytest.mark.parametrize(("raises", "message"), [(True, "is not allowed"), (False, "got NaN")])
+def test_a_failing_row_ends_alone(raises, message):
+    register_row_wise(MakesNan)
+    target, draft = pair("llama")
+    options, prompts = {**sources(draft)["model"], "do_sample": True}, make_prompts(9)
+    texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
+    bad = texts[2][20]  # which comes late in one row at least, and at once in others
+    results, _ = decoded(target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options)
+    fails = {one.key for one in prompts if bad in [*one.token_ids, *texts[one.key][:-1]]}
+    assert 0 < len(fails) < len(prompts)
+    for key, result in results.items():
+        assert (message in str(result.error)) == (key in fails)
+        assert key in fails or result.token_ids == texts[key]
+
+
+@pytest.mark.fallback("lock step")
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("bloom", {}, "dynamic"),
+        ("llama", {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "lock step"),
+        ("llama", {"speculation_cache": "dynamic"}, "dynamic"),
+    ],
+)
+def test_what_cannot_join_is_refused_with_its_reason(kind, options, reason):
+    target, draft = pair(kind)
+    decoder = ContinuousDecoder(target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
+    assert reason in decoder.obstacle(make_prompts(1)[0])
+    with pytest.raises(UnsupportedGenerationError, match=reason):
+        next(decoder.decode(source_of(make_prompts(1))))
+
+
+def test_many_rows_leave_nothing_behind():
+    target, draft = pair("llama")
+    prompts = (RowPrompt((1 + num % 60, 2, 3), arguments={"max_new_tokens": 2 + num % 5}) for num in itertools.count())
+    decoder, sizes = ContinuousDecoder(target, 8, {"assistant_model": draft, "num_assistant_tokens": 3}), []
+    for number, _ in enumerate(itertools.islice(decoder.decode(source_of(prompts)), 80)):
+        if number % 10 == 9:
+            gc.collect()
+            sizes.append(len(gc.get_objects()))
+    # samples differ by the rows in flight; half is about a hundred rows later
+    assert max(sizes[4:]) <= max(sizes[:4]) + 50, sizes

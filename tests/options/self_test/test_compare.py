@@ -1,0 +1,153 @@
+"""Models of unknown types are compared with plain decoding once, refused if they differ, and left as they were."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import hf_speculate
+from hf_speculate.compat import CACHE_NAME
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.options.self_test.compare import NUM_TOKENS
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
+from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
+from tests.recurrent_cases import hooks_of
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
+
+NUM_NEW = 9
+NUM_FORWARDS = (1 + NUM_TOKENS) + 3  # plain steps after the prompt; ours: the prompt, a block, a block after a rollback
+
+
+class Own(LlamaForCausalLM):
+    """Decodes as Llama does."""
+
+
+class Strides(LlamaForCausalLM):
+    """Plain decoding places the tokens after the prompt two apart."""
+
+    def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
+        if not is_first_iteration:
+            inputs["position_ids"] = 2 * inputs["position_ids"]
+        return inputs
+
+
+class Counts(LlamaForCausalLM):
+    """Counts the tokens that it has read, beside the cache, so that a rollback leaves it with too many."""
+
+    def forward(self, input_ids, past_key_values=None, **kwargs):  # older versions look for the cache's name
+        cache = kwargs.get(CACHE_NAME, past_key_values)
+        held = 0 if cache.get_seq_length() == 0 else self.num_read
+        self.num_read = held + input_ids.shape[1]
+        output = super().forward(input_ids=input_ids, **kwargs | {CACHE_NAME: cache})
+        places = torch.arange(self.num_read - output.logits.shape[1], self.num_read)
+        output.logits[..., ::2] += (places % 7)[:, None]
+        return output
+
+
+def own_model(model_class=Own, dtype=torch.float64):
+    model = make_model("llama", dtype=dtype)
+    model.__class__ = model_class
+    return hf_speculate.enable(model)
+
+
+def count_forwards(model):
+    counts = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: counts.append(1), with_kwargs=True)
+    return counts
+
+
+def decode(model, inputs, **options):
+    return model.generate(**inputs, **{"prompt_lookup_num_tokens": 3, "max_new_tokens": NUM_NEW, **options})
+
+
+def test_an_unknown_model_is_tested_once_for_each_kind_of_call():
+    model, stats = own_model(), hf_speculate.SpeculationStats()
+    counts = count_forwards(model)
+    one, padded = ragged_prompts(1, seed=1), ragged_prompts(3, seed=1)
+    inner = {**padded, "attention_mask": padded["attention_mask"].clone()}
+    inner["attention_mask"][:, -2] = 0
+    for inputs in (one, padded, inner):
+        num = []
+        for _ in range(2):
+            counts.clear()
+            ours = decode(model, inputs, speculation_stats=stats)
+            num.append(len(counts))
+            assert "self-test: passed, difference " in stats.plan
+        assert num[0] - num[1] == NUM_FORWARDS
+        assert_equal_ids(model.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None  # no result keeps its model
+
+
+def test_known_types_and_models_in_training_mode_are_not_tested():
+    for model, words in ((hf_speculate.enable(make_model("llama")), ""), (own_model().train(), "self-test: skipped")):
+        counts, stats = count_forwards(model), hf_speculate.SpeculationStats()
+        decode(model, ragged_prompts(1, seed=1), speculation_stats=stats)
+        assert len(counts) == 1 + stats.num_batch_rounds
+        assert words in stats.plan
+        assert words or "self-test" not in stats.plan
+
+
+@each_value(model_class=[Strides, Counts], dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_that_decodes_otherwise_is_refused_with_the_difference_and_round_off_is_none(model_class, dtype):
+    model, name = own_model(model_class, dtype), str(dtype).removeprefix("torch.")
+    for _ in range(2):  # the result is kept
+        with pytest.raises(UnsupportedModelError, match=rf"{name}, got a difference of [01]\.\d+ with left"):
+            decode(model, ragged_prompts(3, seed=1))
+    for cache_kind in ("auto", "dynamic"):
+        stats = hf_speculate.SpeculationStats()
+        inputs, own = ragged_prompts(3, seed=1, max_len=40), own_model(dtype=dtype)
+        decode(own, inputs, speculation_stats=stats, speculation_cache=cache_kind)
+        assert "self-test: passed, difference " in stats.plan
+
+
+def test_a_forward_that_fails_is_refused_with_its_error():
+    def one_by_one(module, args, kwargs):
+        if kwargs[CACHE_NAME].get_seq_length() and kwargs["input_ids"].shape[1] > 1:
+            raise ValueError("one at a time")
+
+    model = own_model()
+    model.register_forward_pre_hook(one_by_one, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=r"must read several .* got ValueError: one at a time; leave"):
+        decode(model, ragged_prompts(1, seed=1))
+
+
+def test_nothing_is_left_behind():
+    model, draft = own_model(Counts), make_model("llama", num_hidden_layers=1)
+    inputs = ragged_prompts(2, seed=1, min_len=8, max_len=8)
+    past = prefilled(model, inputs["input_ids"][:, :5])
+    held, contents = [layer.keys for layer in past.layers], cache_contents(past)
+    state, config = torch.get_rng_state(), model.generation_config.to_dict()
+    with pytest.raises(UnsupportedModelError, match="got a difference"):
+        decode(model, inputs, **{CACHE_NAME: past}, assistant_model=draft, prompt_lookup_num_tokens=None)
+    assert all(layer.keys is keys for layer, keys in zip(past.layers, held, strict=True))
+    assert_same_contents(contents, cache_contents(past))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.generation_config.to_dict() == config
+
+
+@pytest.mark.fallback("lock step")
+@pytest.mark.parametrize(
+    ("make", "is_lock_step"),  # where positions are columns
+    [
+        (make_t5, False),
+        (make_bart, True),
+        (lambda: decoder_of(make_whisper()), False),
+        (lambda: make_model("qwen3_5"), False),
+        (lambda: make_model("mamba"), False),
+    ],
+)
+def test_every_kind_of_model_can_be_tested(make, is_lock_step):
+    model = make()
+    model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})  # transformers looks for "mamba" in it
+    inputs, draft = ragged_prompts(3, seed=1, vocab_size=48), noisy_copy(model)
+    stats = assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
+    assert "self-test: passed, difference " in stats.plan
+    assert stats.lock_step == is_lock_step
+    assert not [one for one in hooks_of(model) if one.__module__.startswith("hf_speculate")]
