@@ -10,6 +10,7 @@ OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/options tests/reliability tests/models/test_folded_attention.py
 OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
+INTEGRATIONS := .integrations
 NEWEST := .newest
 PLAIN := .plain
 RELEASE := .release
@@ -35,7 +36,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest mutants check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-integrations mutants check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -48,6 +49,7 @@ help:
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
 	@echo "make test-newest the same tests with the newest transformers that setup.cfg allows"
+	@echo "make test-integrations the examples that need lm-eval and trl, in an environment that has both"
 	@echo "make check       ruff, mypy and the rules between the packages"
 	@echo "make fix         let ruff format and repair"
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
@@ -139,6 +141,16 @@ test-newest: $(DEV_STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) "$$(grep -o 'transformers>=[^ ]*' setup.cfg)"
 	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
 
+# An environment of its own, which finds what it lacks in $(VENV).
+test-integrations: $(DEV_STAMP)
+	rm -rf $(INTEGRATIONS)
+	"$(PYTHON)" -m venv $(INTEGRATIONS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  | sed 's/.*/import site; site.addsitedir("&")/' \
+	  > $$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt -r constraints-integrations.txt
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integration $(PYTEST_ARGS) tests/examples
+
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -195,5 +207,5 @@ release-check: $(DEV_STAMP)
 	$(RELEASE)/env/bin/hf-speculate check examples/pair/target --draft examples/pair/draft
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PLAIN) $(RELEASE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(INTEGRATIONS) $(PLAIN) $(RELEASE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Shared by all benchmarks: alternating runs, options, and results as JSON with their environment."""
 
 import argparse
+import hashlib
 import json
 import subprocess
 import time
@@ -113,15 +114,25 @@ def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
     return "{} ({} to {})".format(*shown)
 
 
+def source_hash(root: Path = ROOT) -> str:
+    """12 digits of the SHA-256 of the names and contents of the library's Python files."""
+    sha = hashlib.sha256()
+    for folder in ("hf_speculate", "triton_kernels"):
+        for path in sorted((root / folder).rglob("*.py")):  # which follows no links
+            sha.update(f"{path.relative_to(root).as_posix()}\n".encode())
+            sha.update(path.read_bytes())
+    return sha.hexdigest()[:12]
+
+
 def provenance() -> dict[str, Any]:
-    """Versions, device, date and commit."""
+    """Versions, device, date, commit and hash of the sources."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = done.stdout.strip()
     except FileNotFoundError:  # a machine without git
         commit = ""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return environment(device) | {"commit": commit or "unknown"}
+    return environment(device) | {"commit": commit or "unknown", "sources": source_hash()}
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:

@@ -24,7 +24,7 @@ import scaling
 import suffix
 import throughput
 import warpers
-from _harness import RESULTS, ROOT, markdown, read_results
+from _harness import RESULTS, ROOT, markdown, read_results, source_hash
 from _real_cells import HOLDS_AT
 from _report import as_table
 
@@ -348,12 +348,26 @@ def made(content: Row) -> str:
             earlier.setdefault(row["earlier"]["source"], {})[row["earlier"]["cell"]] = None
     for source, cells in earlier.items():
         note += f" Measured earlier ({source}): {'; '.join(cells)}."
-    return f"{of['device']}{threads}; {versions}; commit {of['commit']}; {of['date']}.{note}"
+    sources = f" (sources {of['sources']})" if "sources" in of else ""
+    return f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
+
+
+def sources_note(results: Iterable[tuple[str, Row]], tree: str) -> str:
+    """Which results, by file, were measured with other sources than those of the hash `tree`."""
+    by_state: dict[str, list[str]] = {"the same": [], "other": [], "unrecorded": []}
+    for file, content in results:
+        found = content["environment"].get("sources")
+        by_state["unrecorded" if found is None else "the same" if found == tree else "other"].append(f"`{file}`")
+    lines = [f"- Measured with {state} sources: {', '.join(files)}." for state, files in by_state.items() if files]
+    begin = "Results hold a hash of `hf_speculate/` and `triton_kernels/`. When this page was written, it was"
+    return "\n".join([f"{begin} `{tree}`.", "", *lines])
 
 
 def page(folder: Path) -> str:
     parts = ["# Results", ""]
     parts += ["Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.", ""]
+    results = [one for section in SECTIONS for one in find(section.name, folder)]
+    parts += ["## Sources", "", sources_note(results, source_hash()), ""]
     parts += [
         "## Targets",
         "",

@@ -24,7 +24,7 @@ def test_the_page_names_every_example_and_each_says_how_to_run_it():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= set(ROWS)
     page = (EXAMPLES / "training" / "README.md").read_text(encoding="utf-8")
     for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
-        assert f"`python -m training.{path.stem}`" in page
+        assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
         source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
         assert "__main__" not in source or re.search(rf"^    (\w.* )?(examples/)?{path.name}", source, re.M), path.name
@@ -41,6 +41,8 @@ SERVE = ["serve.py", "--port", "0"]
     ("command", "library", "message"),
     [
         (["grammar.py"], "xgrammar", 'xgrammar is not installed; run: pip install ".[grammar]"'),
+        (["lm_eval_harness.py"], "lm_eval", "lm_eval is not installed; run: pip install lm-eval"),
+        (["trl_rollouts.py"], "trl", "trl is not installed; run: pip install trl"),
         (["prometheus.py"], "prometheus_client", 'prometheus_client is not installed; run: pip install ".[metrics]"'),
         (
             ["quickstart.py"],
@@ -82,6 +84,11 @@ SLOW = [
     (["grammar.py", *FEW], ["lock step ", "rollback "]),
     (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
 ]
+ROLLOUTS = ["step 2: ", "the weights moved: True", "greedy texts after training equal plain decoding's: True"]
+INTEGRATIONS = [
+    (["lm_eval_harness.py", "--num-prompts", "4"], ["answers equal plain decoding's: True", "mean acceptance length"]),
+    (["trl_rollouts.py", "--steps", "2"], ROLLOUTS),
+]
 
 
 @pytest.mark.fallback("lock step, because of LogitsProcessor")  # grammar.py's
@@ -93,6 +100,7 @@ SLOW = [
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
+        *(pytest.param(*row, marks=pytest.mark.integration) for row in INTEGRATIONS),
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )

@@ -19,7 +19,7 @@ this repository's demo, tests and benchmarks need no download; they are no codin
 made them from the Python {python} standard library (see `examples/NOTICE`); `sources.json` lists the files read
 and the modules held out.
 
-This file is written by `python -m training.train_pair --stage measure` from `measurements.json`.
+This file is written by `cd examples && python -m training.train_pair --stage measure`.
 """
 
 
