@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.layers import Rotary, windows_of
-from hf_speculate.draft.heads.row_cache import LayerMask
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.options.heads.layers import Rotary, windows_of
+from hf_speculate.options.heads.row_cache import LayerMask
 
 SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 

@@ -4,16 +4,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
-from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS, load_checkpoint_mtp
-from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
-from hf_speculate.draft.heads.recognise import text_fields
-from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.unserved import unserved
 from hf_speculate.models.layer_capture import FINAL_STATE
+from hf_speculate.options.heads.chain import ChainNetwork, Pairs
+from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
+from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, load_network
+from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS, load_checkpoint_mtp
+from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
+from hf_speculate.options.heads.recognise import text_fields
+from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.unserved import unserved
 
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 

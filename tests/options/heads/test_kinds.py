@@ -8,13 +8,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_speculate.draft.heads.layers import Rotary, read_layer_config, windows_of
-from hf_speculate.draft.heads.load import check_head, load_drafter
-from hf_speculate.draft.heads.recognise import is_head, recognise
-from hf_speculate.draft.heads.target_ids import target_ids
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from tests.draft.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
-from tests.draft.heads.rounds import target_of
+from hf_speculate.options.heads.layers import Rotary, read_layer_config, windows_of
+from hf_speculate.options.heads.load import check_head, load_drafter
+from hf_speculate.options.heads.recognise import is_head, recognise
+from hf_speculate.options.heads.target_ids import target_ids
+from tests.options.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
+from tests.options.heads.rounds import target_of
 from tests.tiny import make_config
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
-from hf_speculate.draft.heads.load_network import ConfigSource
-from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
-from hf_speculate.draft.heads.row_cache import Placed
-from hf_speculate.draft.heads.unserved import unserved
 from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.errors import ConfigError
+from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.layers import DecoderLayer, read_layer_config, windows_of
+from hf_speculate.options.heads.load_network import ConfigSource
+from hf_speculate.options.heads.network import FusingNetwork, NetworkPlan, TargetParts
+from hf_speculate.options.heads.round import HeadDrafter, NewTokens
+from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.unserved import unserved
 
 _MASK, _CONFIDENCE = "mask_embedding", "confidence_head.proj.weight"
 _DEFAULT_BLOCK_SIZE = {"z-lab": 16, "speculators": 8}

@@ -11,13 +11,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_speculate
-from hf_speculate.draft.heads.load import load_drafter
-from hf_speculate.draft.heads.network import TargetParts
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.options.heads.network import TargetParts
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, each_value
-from tests.draft.heads.designs import (
+from tests.gpu_rounds import counted, on_gpu
+from tests.options.heads.designs import (
     DFLASH,
     DSPARK,
     EAGLE3,
@@ -27,10 +28,9 @@ from tests.draft.heads.designs import (
     make_weights,
     write_speculators,
 )
-from tests.draft.heads.kinds import KINDS
-from tests.draft.heads.reference import Reference
-from tests.draft.heads.rounds import Rounds, random_texts, target_of
-from tests.gpu_rounds import counted, on_gpu
+from tests.options.heads.kinds import KINDS
+from tests.options.heads.reference import Reference
+from tests.options.heads.rounds import Rounds, random_texts, target_of
 from tests.tiny import make_model, ragged_prompts
 
 K = 3

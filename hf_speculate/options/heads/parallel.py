@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
-from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.token_choice import RoundDraft
+from hf_speculate.options.heads.network import HeadNetwork, TargetParts
+from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.options.heads.row_cache import Placed
 
 
 class SlotInputs(NamedTuple):

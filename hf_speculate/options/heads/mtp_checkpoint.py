@@ -15,14 +15,14 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import MtpLayer
 
 from hf_speculate.compat import CACHE_NAME, attention_name, set_attention_name
-from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
-from hf_speculate.draft.heads.layers import windows_of
-from hf_speculate.draft.heads.load_network import LoadRequest, load_into, naming
-from hf_speculate.draft.heads.network import TargetParts
-from hf_speculate.draft.heads.recognise import num_mtp_layers
-from hf_speculate.draft.heads.row_cache import LayerMask, PlacedCache
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.options.heads.chain import ChainNetwork, Pairs
+from hf_speculate.options.heads.layers import windows_of
+from hf_speculate.options.heads.load_network import LoadRequest, load_into, naming
+from hf_speculate.options.heads.network import TargetParts
+from hf_speculate.options.heads.recognise import num_mtp_layers
+from hf_speculate.options.heads.row_cache import LayerMask, PlacedCache
 
 _NUMBERED_TARGETS = ("deepseek_v3", "glm4_moe")
 _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")

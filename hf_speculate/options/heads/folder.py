@@ -10,9 +10,9 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_speculate.draft.heads.unserved import PLAIN_WEIGHTS, unserved
-from hf_speculate.draft.heads.weight_files import PATTERNS, first_file, read_names, read_weights
 from hf_speculate.errors import ConfigError
+from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, unserved
+from hf_speculate.options.heads.weight_files import PATTERNS, first_file, read_names, read_weights
 
 _QUANTISED = ("weight_scale", "weight_scale_inv", "input_scale", ".scales", "qweight", "weight_packed")
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -7,8 +7,8 @@ from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.options.sources.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
-from tests.draft.heads.rounds import BySum
 from tests.draft.test_model import make_drafter
+from tests.options.heads.rounds import BySum
 from tests.tiny import make_model
 
 GREEDY = SampleStrategy.GREEDY

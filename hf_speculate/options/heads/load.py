@@ -13,21 +13,21 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.caller import caller_level
 from hf_speculate.draft.base import Drafter, DrafterSetup
-from hf_speculate.draft.heads.chain import ChainDrafter
-from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
-from hf_speculate.draft.heads.eagle3 import Eagle3Network, read_eagle3
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec, TargetShape, known_name, shape_of
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network, naming
-from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
-from hf_speculate.draft.heads.network import HeadNetwork
-from hf_speculate.draft.heads.parallel import ParallelDrafter
-from hf_speculate.draft.heads.pard import load_pard, read_pard
-from hf_speculate.draft.heads.recognise import recognise
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.field_checks import integer, is_int
 from hf_speculate.models.context import context_len as context_len_of
 from hf_speculate.models.language_model import device_of
+from hf_speculate.options.heads.chain import ChainDrafter
+from hf_speculate.options.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
+from hf_speculate.options.heads.eagle3 import Eagle3Network, read_eagle3
+from hf_speculate.options.heads.folder import HeadFolder
+from hf_speculate.options.heads.head import DraftHead, HeadSpec, TargetShape, known_name, shape_of
+from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, load_network, naming
+from hf_speculate.options.heads.mtp import load_mtp, read_mtp
+from hf_speculate.options.heads.network import HeadNetwork
+from hf_speculate.options.heads.parallel import ParallelDrafter
+from hf_speculate.options.heads.pard import load_pard, read_pard
+from hf_speculate.options.heads.recognise import recognise
 
 _LENGTH = integer("an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for")
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from hf_speculate.draft.heads.unserved import PLAIN_WEIGHTS, check_config, unserved, unserved_kind
 from hf_speculate.field_checks import is_int
+from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, check_config, unserved, unserved_kind
 
 SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
-from hf_speculate.draft.heads.row_cache import RowCache
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser
 from hf_speculate.errors import ShapeError
+from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.network import HeadNetwork, TargetParts
+from hf_speculate.options.heads.row_cache import RowCache
 from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept
 

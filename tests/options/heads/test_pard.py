@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
-from tests.draft.heads.designs import VOCAB_SIZE
-from tests.draft.heads.rounds import Rounds, random_texts, target_of
+from tests.options.heads.designs import VOCAB_SIZE
+from tests.options.heads.rounds import Rounds, random_texts, target_of
 from tests.tiny import make_model
 
 K = 4

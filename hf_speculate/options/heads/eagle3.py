@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.layers import DecoderLayer, Rotation, read_layer_config
-from hf_speculate.draft.heads.load_network import ConfigSource
-from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan, TargetParts
-from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
-from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.layer_capture import FINAL_STATE
+from hf_speculate.options.heads.chain import ChainNetwork, Pairs
+from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.layers import DecoderLayer, Rotation, read_layer_config
+from hf_speculate.options.heads.load_network import ConfigSource
+from hf_speculate.options.heads.network import FusingNetwork, NetworkPlan, TargetParts
+from hf_speculate.options.heads.parallel import SlotInputs, SlotNetwork
+from hf_speculate.options.heads.row_cache import Placed
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.folder import VOCABULARY_WEIGHTS, HeadFolder
-from hf_speculate.draft.heads.head import HeadSpec, TargetShape
-from hf_speculate.draft.heads.layers import read_layer_config
-from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
-from hf_speculate.draft.heads.recognise import HeadKind
-from hf_speculate.draft.heads.target_ids import target_ids
-from hf_speculate.draft.heads.unserved import check_weight_names
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError, shown
 from hf_speculate.models.context import context_len
+from hf_speculate.options.heads.folder import VOCABULARY_WEIGHTS, HeadFolder
+from hf_speculate.options.heads.head import HeadSpec, TargetShape
+from hf_speculate.options.heads.layers import read_layer_config
+from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
+from hf_speculate.options.heads.recognise import HeadKind
+from hf_speculate.options.heads.target_ids import target_ids
+from hf_speculate.options.heads.unserved import check_weight_names
 
 # Names of the same weight in other trainers' files.
 _RENAMED = (

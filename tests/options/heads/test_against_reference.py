@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
-from tests.draft.heads.designs import (
+from tests.options.heads.designs import (
     DFLASH,
     DSPARK,
     EAGLE3,
@@ -20,8 +20,8 @@ from tests.draft.heads.designs import (
     write_speculators,
     write_z_lab,
 )
-from tests.draft.heads.reference import Reference
-from tests.draft.heads.rounds import Rounds, random_texts, target_of
+from tests.options.heads.reference import Reference
+from tests.options.heads.rounds import Rounds, random_texts, target_of
 
 TOLERANCE = 1e-9  # float64; sums over all pairs and over new ones round differently
 K = 4

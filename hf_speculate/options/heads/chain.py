@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec, shape_of
-from hf_speculate.draft.heads.network import HeadNetwork, TargetParts
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
-from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.models.inferencer import Chosen, joined
+from hf_speculate.options.heads.head import HeadSpec, shape_of
+from hf_speculate.options.heads.network import HeadNetwork, TargetParts
+from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.options.heads.row_cache import Placed
 from hf_speculate.types import NoiseKeys
 
 _MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step

@@ -13,13 +13,15 @@ from torch._dynamo.utils import counters
 from transformers import pipeline
 
 import hf_speculate
-from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.compatibility_rows import CHARACTERS
-from tests.draft.heads.designs import (
+from tests.generation.test_compiled import compile_config
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
+from tests.options.heads.designs import (
     DFLASH,
     DSPARK,
     EAGLE3,
@@ -30,12 +32,10 @@ from tests.draft.heads.designs import (
     make_weights,
     write_speculators,
 )
-from tests.draft.heads.kinds import KINDS
-from tests.draft.heads.reference import write_fitted
-from tests.draft.heads.rounds import PAD, BySum, Rounds, random_texts, target_of
-from tests.draft.heads.test_pard import write_pard
-from tests.generation.test_compiled import compile_config
-from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
+from tests.options.heads.kinds import KINDS
+from tests.options.heads.reference import write_fitted
+from tests.options.heads.rounds import PAD, BySum, Rounds, random_texts, target_of
+from tests.options.heads.test_pard import write_pard
 from tests.tiny import make_model, make_small_model, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 

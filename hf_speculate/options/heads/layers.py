@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig, Qwen3Config
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
-from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.models.context import context_len
+from hf_speculate.options.heads.row_cache import Placed
 
 _MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError
-from tests.draft.heads.designs import DFLASH, DSPARK, EAGLE3, MTP, PEAGLE, make_weights, write_original
-from tests.draft.heads.designs import write_speculators as write
-from tests.draft.heads.rounds import target_of
-from tests.draft.heads.test_mtp import make_checkpoint, make_hybrid
-from tests.draft.heads.test_pard import write_pard
+from hf_speculate.options.heads.load import load_drafter
+from tests.options.heads.designs import DFLASH, DSPARK, EAGLE3, MTP, PEAGLE, make_weights, write_original
+from tests.options.heads.designs import write_speculators as write
+from tests.options.heads.rounds import target_of
+from tests.options.heads.test_mtp import make_checkpoint, make_hybrid
+from tests.options.heads.test_pard import write_pard
 
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
-from tests.draft.heads.designs import Design, make_weights, write_speculators
-from tests.draft.heads.rounds import states_of
+from tests.options.heads.designs import Design, make_weights, write_speculators
+from tests.options.heads.rounds import states_of
 
 EPS = 1e-5
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, check_weights, naming
-from hf_speculate.draft.heads.network import TargetParts
-from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
-from hf_speculate.draft.heads.row_cache import PlacedCache
-from hf_speculate.draft.heads.unserved import unserved
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import is_int
+from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, check_weights, naming
+from hf_speculate.options.heads.network import TargetParts
+from hf_speculate.options.heads.parallel import SlotInputs, SlotNetwork
+from hf_speculate.options.heads.row_cache import PlacedCache
+from hf_speculate.options.heads.unserved import unserved
 
 _HEAD = "lm_head.weight"
 _CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}

@@ -8,11 +8,11 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import hf_speculate
-from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain
-from tests.draft.heads.rounds import Rounds, random_texts
+from tests.options.heads.rounds import Rounds, random_texts
 from tests.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24

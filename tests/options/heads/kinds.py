@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.head import DraftHead
-from hf_speculate.draft.heads.load import load_drafter
-from tests.draft.heads.designs import (
+from hf_speculate.options.heads.head import DraftHead
+from hf_speculate.options.heads.load import load_drafter
+from tests.options.heads.designs import (
     DFLASH,
     DSPARK,
     EAGLE3,
@@ -20,9 +20,9 @@ from tests.draft.heads.designs import (
     make_weights,
     write_speculators,
 )
-from tests.draft.heads.rounds import target_of
-from tests.draft.heads.test_mtp import make_checkpoint
-from tests.draft.heads.test_pard import write_pard
+from tests.options.heads.rounds import target_of
+from tests.options.heads.test_mtp import make_checkpoint
+from tests.options.heads.test_pard import write_pard
 
 Loaded = tuple[DraftHead, PreTrainedModel]
 

@@ -11,10 +11,10 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
-from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.options.heads.head import DraftHead
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
-from tests.draft.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_SIZE
+from tests.options.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_SIZE
 from tests.tiny import make_model
 
 PAD = 0
