@@ -206,13 +206,6 @@ class SpeculationConfig:
         num = self.num_assistant_tokens
         return max(1, *num) if isinstance(num, Sequence) else num
 
-    def for_lookup_alone(self) -> "SpeculationConfig":
-        """The settings of a call without a draft model: `prompt_lookup_num_tokens` is the largest draft length."""
-        num, most = self.num_assistant_tokens, self.prompt_lookup_num_tokens
-        if isinstance(num, Sequence):
-            return replace(self, num_assistant_tokens=[min(one, most or one) for one in num])
-        return replace(self, num_assistant_tokens=most, num_assistant_tokens_schedule=self.schedule)
-
     def for_run(self, index: int) -> "SpeculationConfig":
         """The settings of one run of a call that decodes in several; run 0 has the call's seeds, others their own."""
         if self.seed is None or index == 0:

@@ -22,11 +22,11 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
+from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
-from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
 from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit
+from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.random_calls import READER_NAMES, Case, target_of
 from tests.random_calls import prompts_of as prompts_of_case
@@ -263,7 +263,7 @@ def refused_rows() -> Iterator[tuple[str, str]]:
     for kind in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(kind))
         with pytest.raises(UnsupportedModelError) as caught:
-            check_models([model], ASSISTED)
+            check_models([model], AssistantModel(model))
         yield type(model).__name__, str(caught.value)
 
 

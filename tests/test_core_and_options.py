@@ -18,9 +18,8 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # Option -> its files and folders that do not lie in `hf_speculate/options/<option>` yet. Everything else is the core,
 # but for the tools. Core is also what decoding with any draft model needs to be exact: second scoring, the draft guard
 # and its faults, the context of models, the probe of wrapped decoders and processors of the encoder's ids.
-# `draft/named.py` is core because it loads ordinary draft models too; the loading of heads has to leave it.
 OPTIONS = {
-    "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
+    "heads": ("models/layer_capture.py", "engine/hidden_states.py"),
     "compiled": (
         "models/compilation.py",
         "models/compiled.py",
@@ -30,8 +29,6 @@ OPTIONS = {
         "engine/graph_plan.py",
         "cache/buffer_pool.py",
     ),
-    "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
-    "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
     "cuda": ("models/attention_backends.py",),
     "verdicts": ("verdicts.py", "engine/kernel_choice.py"),
 }
@@ -41,34 +38,21 @@ BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}  # the im
 # File of the core -> the options' files that it imports. The list only becomes shorter.
 IMPORTS = {
     "cache/preallocated.py": "cache/buffer_pool.py",
-    "draft/assistant.py": "draft/early_exit.py",
     "draft/base.py": "models/compilation.py",
     "draft/model.py": "models/compiled.py",
-    "draft/named.py": (
-        "draft/heads/folder.py "
-        "draft/heads/head.py "
-        "draft/heads/load.py "
-        "draft/heads/recognise.py "
-        "draft/heads/weight_files.py"
-    ),
-    "draft/suffix.py": "draft/suffix_store.py",
     "engine/builder.py": ("engine/compile_plan.py engine/hidden_states.py models/layer_capture.py"),
     "engine/call.py": "engine/compile_plan.py",
     "engine/draft_session.py": "engine/hidden_states.py",
-    "engine/drafter_factory.py": (
-        "draft/from_candidate_generator.py draft/hybrid.py engine/compile_plan.py models/compilation.py"
-    ),
-    "engine/plan.py": "draft/from_candidate_generator.py engine/compile_plan.py",
-    "generation/decoding_method.py": ("draft/from_candidate_generator.py engine/compile_plan.py"),
-    "generation/draft_source.py": "draft/heads/head.py",
-    "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
+    "engine/drafter_setup.py": "engine/compile_plan.py models/compilation.py",
+    "engine/plan.py": "engine/compile_plan.py",
+    "generation/decoding_method.py": "engine/compile_plan.py",
     "models/cache_kinds.py": "cache/buffer_pool.py",
     "models/folded_attention.py": "models/attention_backends.py",
     "models/language_model.py": "models/layer_capture.py",
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 92, "lines run": 11_987, "modules loaded": 143, "lines loaded": 17_363}
+MOST = {"files run": 90, "lines run": 11_860, "modules loaded": 116, "lines loaded": 13_480}
 
 
 def option_of(path: str) -> str | None:
@@ -152,16 +136,16 @@ def test_the_core_imports_no_option_beside_those_listed():
 @pytest.mark.parametrize(
     ("path", "line", "imported"),
     [
-        ("engine/decoder.py", "from hf_speculate.draft.hybrid import HybridDrafter", "draft/hybrid.py"),
-        ("engine/decoder.py", "from hf_speculate.draft import hybrid", "draft/hybrid.py"),
+        ("engine/decoder.py", "from hf_speculate.models.graphs import Graphing", "models/graphs.py"),
+        ("engine/decoder.py", "from hf_speculate.models import graphs", "models/graphs.py"),
         ("engine/decoder.py", "def f():\n    import hf_speculate.cache.buffer_pool", "cache/buffer_pool.py"),
-        ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
+        ("types.py", "from hf_speculate.options.heads import load", "options/heads/load.py"),
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
         ("options/heads/source.py", "from hf_speculate.models.compiled import x", None),
-        ("models/graphs.py", "from hf_speculate.draft.hybrid import HybridDrafter", None),
-        ("tools/checks/pair.py", "from hf_speculate.draft.hybrid import HybridDrafter", None),
+        ("models/graphs.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
+        ("tools/checks/pair.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )
