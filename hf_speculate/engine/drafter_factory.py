@@ -8,19 +8,19 @@ from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, Dra
 from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import CompiledDrafter, ModelDrafter, TranslatedDrafter
+from hf_speculate.draft.model import ModelDrafter, TranslatedDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import draft_lens, make_compiled_model
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.row_lists import find_row_lists
-from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.engine.runners import draft_lens
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel, vocab_size_of
+from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.transfers import upload
@@ -113,9 +113,9 @@ def _model_drafter(
         stream=traits.draft_stream,
         backend=config.verifier_backend,
     )
-    compiled = make_compiled_model(draft, plan.compile, max_position, on_failure)
-    if compiled is not None:
-        return CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
+    drafter = plan.runners.model_drafter(draft, max_position, on_failure, chunk_size, processors, settings, context)
+    if drafter is not None:
+        return drafter
     arguments = draft.model, max_position, call.ranks.is_distributed, draft.inputs
     rest = chunk_size, not call.ranks.is_distributed, meet if call.ranks.is_synced else None
     if call.vocabulary is None:
