@@ -10,12 +10,17 @@ OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/options tests/reliability tests/models/test_folded_attention.py
 OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
+INTEGRATIONS := .integrations
+NEWEST := .newest
 PLAIN := .plain
+RELEASE := .release
+# Of a tag that must name the version, as v0.1.0 does.
+TAG ?=
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
 TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py tests/test_mutants.py
-TOOL_TESTS += tests/test_first_light.py
+TOOL_TESTS += tests/test_first_light.py tests/test_project_files.py tests/test_real_models.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
@@ -31,7 +36,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest mutants check fix kernels kernel-repo docs bench first-light gpu-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-integrations mutants check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -43,6 +48,8 @@ help:
 	@echo "make test-plain  what the pages show, with only what pip install . brings"
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
+	@echo "make test-newest the same tests with the newest transformers that setup.cfg allows"
+	@echo "make test-integrations the examples that need lm-eval and trl, in an environment that has both"
 	@echo "make check       ruff, mypy and the rules between the packages"
 	@echo "make fix         let ruff format and repair"
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
@@ -51,6 +58,7 @@ help:
 	@echo "make first-light the checks and measurements on a CUDA device that decide most, in six minutes; into build/first-light"
 	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
+	@echo "make release-check build the distributions, check them, and run the README's example with the wheel in an empty environment"
 	@echo "make install     create $(VENV) with what users need; make test and the other targets add what they need"
 	@echo "make clean       remove $(VENV), caches and build output"
 	@echo
@@ -127,6 +135,22 @@ $(OLDEST_STAMP): $(DEV_STAMP) constraints-oldest.txt
 test-oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
 
+# Made anew each time: the index may have a newer version than yesterday.
+test-newest: $(DEV_STAMP)
+	rm -rf $(NEWEST)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) "$$(grep -o 'transformers>=[^ ]*' setup.cfg)"
+	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
+
+# An environment of its own, which finds what it lacks in $(VENV).
+test-integrations: $(DEV_STAMP)
+	rm -rf $(INTEGRATIONS)
+	"$(PYTHON)" -m venv $(INTEGRATIONS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  | sed 's/.*/import site; site.addsitedir("&")/' \
+	  > $$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt -r constraints-integrations.txt
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integration $(PYTEST_ARGS) tests/examples
+
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -143,8 +167,8 @@ kernels: $(DEV_STAMP)
 kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
-# Needs a GPU, or two revisions to compare.
-BY_HAND = benchmarks/on_gpu.py benchmarks/revisions.py
+# Needs a GPU, or models that are fetched, or two revisions to compare.
+BY_HAND = benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py
 
 bench: $(DEV_STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE) $(BY_HAND),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
@@ -166,6 +190,22 @@ docs: $(DEV_STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -W --keep-going -n -q -E -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
 
+# The environments are empty but for twine, and for torch and the wheel. Names of the Hub stand for the bundled models.
+release-check: $(DEV_STAMP)
+	@version=$$($(BIN)/python -c "import hf_speculate; print(hf_speculate.__version__)"); \
+	  test -z "$(TAG)" -o "$(TAG)" = "v$$version" || { echo "the tag $(TAG) must be v$$version, the version"; exit 1; }
+	rm -rf dist build/lib $(RELEASE)
+	$(BIN)/python -m build --no-isolation --outdir dist
+	"$(PYTHON)" -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip install --quiet "twine>=6,<7"
+	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	"$(PYTHON)" -m venv $(RELEASE)/env
+	$(RELEASE)/env/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS)
+	$(RELEASE)/env/bin/python -m pip install --quiet -c $(VENV)/constraints.txt dist/*.whl
+	mkdir $(RELEASE)/clone && ln -s ../../examples ../../tests $(RELEASE)/clone/
+	cd $(RELEASE)/clone && HF_HUB_OFFLINE=1 ../env/bin/python -m tests.page_code README.md
+	$(RELEASE)/env/bin/hf-speculate check examples/pair/target --draft examples/pair/draft
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PLAIN) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(INTEGRATIONS) $(PLAIN) $(RELEASE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,8 @@ from _gpu_device import Device
 from _gpu_report import Report
 from torch import Tensor
 
+from hf_speculate.tools.doctor.kernel_operations import OPERATIONS, make_round
+from hf_speculate.tools.doctor.kernels import SAMPLE, WARP, num_different, runs_of
 from hf_speculate.triton_kernels import (
     NoiseKeys,
     Stream,
@@ -23,17 +25,13 @@ from hf_speculate.triton_kernels import (
     verify_typical,
     warp_logits,
 )
-from tests.triton_kernels.operations import OPERATIONS, make_round
 
 ALIGNED_VOCAB_SIZE, SHIFTED_VOCAB_SIZE = 128_256, 50_257  # rows that all start at a multiple of 16 bytes; and others
 DRY_VOCAB_SIZE = 96
-# Of numbers up to 20, summed in another order.
-TOLERANCE = 1e-4
 TIMES = 10  # a graph launches what is timed as often: replaying takes the host longer than the shortest of them
 GRAPH_REPEATS, EAGER_REPEATS = 10, 20
 BATCH_SIZES, VOCAB_SIZES = (1, 8, 32, 128), (32_000, 128_256, 151_936)
 FIRST_BATCH_SIZES, FIRST_VOCAB_SIZES = (1, 8, 32), (151_936,)
-SAMPLE, WARP = "sample", "warp_logits"
 # What decoding runs unless another verifier is asked for.
 COMMON = ("greedy", "rejection with draft sums", "point mass", SAMPLE, WARP)
 OTHERS = tuple(name for name in OPERATIONS if name not in COMMON)
@@ -56,24 +54,9 @@ def _compare(report: Report, cell: str, name: str, vocab_size: int, dtype: torch
     num_rows = 3
     target, ids, draft = (tensor.to("cuda:0") for tensor in make_round(num_rows, K, vocab_size))
     target, draft, keys = target.to(dtype), draft.to(dtype), _keys(num_rows)
-    run: Callable[..., Any]
-    if name == SAMPLE:
-        run = partial(sample, target[:, 0], keys=keys, stream=Stream.DRAFT)
-    elif name == WARP:
-        run = partial(warp_logits, target[:, 0], temperature=0.7, top_k=50, top_p=0.9)
-    else:
-        run = partial(OPERATIONS[name], target, ids, draft, keys)
-    results = [run(backend=backend) for backend in ("triton", "torch")]
-    kernel, reference = ([result] if isinstance(result, Tensor) else list(result) for result in results)
-    differences = list(map(_num_different, kernel, reference))
+    kernel, reference = (runs_of(name, target, ids, draft, keys, backend) for backend in ("triton", "torch"))
+    differences = list(map(num_different, kernel, reference))
     report.check(f"{cell}: the kernels agree with the reference", not any(differences), differences)
-
-
-def _num_different(mine: Tensor, twin: Tensor) -> int:
-    if not mine.is_floating_point():
-        return int((mine != twin).sum())
-    is_close = (mine == twin) | ((mine - twin).abs() <= TOLERANCE)  # infinities are equal
-    return int(is_close.logical_not().sum())
 
 
 def kernel_times(

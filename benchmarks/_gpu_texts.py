@@ -4,11 +4,12 @@ import itertools
 from typing import Any
 
 import torch
-from _gpu_calls import DRAFTERS, EAGER, GRAPHS, decode, gap_to_argmax, repeated_prompts
+from _gpu_calls import DRAFTERS, EAGER, GRAPHS, decode, repeated_prompts
 from _gpu_device import Device, Models
 from _gpu_report import Report
 
 import hf_speculate
+from hf_speculate.tools.doctor.texts import gap_to_argmax
 
 # How far below the largest logit of another attention backend an emitted token may lie: two steps of bfloat16 at 16.
 MAX_GAP = 0.25
@@ -45,10 +46,10 @@ def _decode(report: Report, device: Device, models: Models, cell: str, way: str,
     inputs, stats = repeated_prompts(models, batch_size), hf_speculate.SpeculationStats()
     options = {**DRAFTERS[drafter], **WAYS[way], "max_new_tokens": 4 if device.is_dry else 64}
     ours = decode(models, inputs, drafter, **options, speculation_stats=stats)
-    gap = gap_to_argmax(models, inputs, ours)
+    gap = gap_to_argmax(models.target, inputs, ours)
     report.check(f"{cell}: largest gap to the argmax", way in LOSSY or gap <= MAX_GAP, gap)
     if "graphs" in way:
         report.check(f"{cell}: from graphs", len(stats.graphed) == 2, stats.fallbacks)
     if way == "greedy":
         plain = models.target.generate(**inputs, do_sample=False, max_new_tokens=options["max_new_tokens"])
-        report.cell(what="gap", name=cell, gap=gap, gap_of_plain=gap_to_argmax(models, inputs, plain))
+        report.cell(what="gap", name=cell, gap=gap, gap_of_plain=gap_to_argmax(models.target, inputs, plain))

@@ -1,10 +1,11 @@
 """Shared by all benchmarks: alternating runs, options, and results as JSON with their environment."""
 
 import argparse
+import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.results import environment, spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,15 +114,25 @@ def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
     return "{} ({} to {})".format(*shown)
 
 
+def source_hash(root: Path = ROOT) -> str:
+    """12 digits of the SHA-256 of the names and contents of the library's Python files."""
+    sha = hashlib.sha256()
+    for folder in ("hf_speculate", "triton_kernels"):
+        for path in sorted((root / folder).rglob("*.py")):  # which follows no links
+            sha.update(f"{path.relative_to(root).as_posix()}\n".encode())
+            sha.update(path.read_bytes())
+    return sha.hexdigest()[:12]
+
+
 def provenance() -> dict[str, Any]:
-    """Versions, device, date and commit."""
+    """Versions, device, date, commit and hash of the sources."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = done.stdout.strip()
     except FileNotFoundError:  # a machine without git
         commit = ""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return environment(device) | {"commit": commit or "unknown"}
+    return environment(device) | {"commit": commit or "unknown", "sources": source_hash()}
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
@@ -137,9 +149,9 @@ def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
 
 
-def parse_common(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_common(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse, and keep transformers quiet: its warnings would tear the progress bars."""
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -190,7 +202,7 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
         if key != "results"  # where the file lies says nothing of what is in it
     }
     content = {"environment": provenance(), "arguments": arguments, "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, [(json.dumps(content, indent=1) + "\n").encode()])
     return path
 
 

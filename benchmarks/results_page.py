@@ -17,13 +17,15 @@ import hybrids
 import memory
 import never_slower
 import overhead
+import real_models
 import revisions
 import round_counts
 import scaling
 import suffix
 import throughput
 import warpers
-from _harness import RESULTS, ROOT, markdown, read_results
+from _harness import RESULTS, ROOT, markdown, read_results, source_hash
+from _real_cells import HOLDS_AT
 from _report import as_table
 
 import heads
@@ -43,6 +45,7 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("End to end", end_to_end.NAME, end_to_end.table),
     Section("Never slower", never_slower.NAME, never_slower.table),
+    Section("Real models", real_models.NAME, real_models.table),
     Section("Scaling", scaling.NAME, scaling.table),
     Section("Overhead", overhead.NAME, overhead.table),
     Section("Counts of a round on a GPU", round_counts.NAME, round_counts.table),
@@ -63,6 +66,7 @@ CONSTANT_K = 5  # of the constant schedule that is held to the targets of the de
 BOUNDS = {
     "several rows and for one": "a single row is a case of its own for torch.compile: each model has two graphs",
     "refilled rows": "each prompt is read by itself, target and draft, and prepared on the host",
+    "real models": "trials of the draft, and what other programs on the machine took meanwhile",
     "never_slower": "trials of the draft, noise of our own for sampling, and masks for rows that are uneven",
     "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
     "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
@@ -201,6 +205,20 @@ def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
     ]
 
 
+def real_models_targets(rows: list[Row], where: str) -> list[Target]:
+    """The upper end of each cell's interval, and the mean over cells whose draft cannot help."""
+    highest = [row["over_plain"]["high"] for row in rows]
+    return [
+        line(f"real models: upper end of the 95 % interval over plain, worst cell{where}", HOLDS_AT, highest),
+        line(
+            f"real models: geometric mean over plain with useless drafts{where}",
+            real_models.USELESS_GOAL,
+            [real_models.useless_mean(rows)],
+            shown="{:.3f}",
+        ),
+    ]
+
+
 def scaling_targets(rows: list[Row], where: str) -> list[Target]:
     factors = [row for row in rows if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)]
     at_8k = [row for row in rows if row["context"] == 8192 and row["varies"] != "verify"]
@@ -281,6 +299,7 @@ TARGETS = {
     end_to_end.NAME: end_to_end_targets,
     overhead.NAME: overhead_targets,
     never_slower.NAME: never_slower_targets,
+    real_models.NAME: real_models_targets,
     scaling.NAME: scaling_targets,
     memory.NAME: memory_targets,
     throughput.NAME: throughput_targets,
@@ -329,12 +348,26 @@ def made(content: Row) -> str:
             earlier.setdefault(row["earlier"]["source"], {})[row["earlier"]["cell"]] = None
     for source, cells in earlier.items():
         note += f" Measured earlier ({source}): {'; '.join(cells)}."
-    return f"{of['device']}{threads}; {versions}; commit {of['commit']}; {of['date']}.{note}"
+    sources = f" (sources {of['sources']})" if "sources" in of else ""
+    return f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
+
+
+def sources_note(results: Iterable[tuple[str, Row]], tree: str) -> str:
+    """Which results, by file, were measured with other sources than those of the hash `tree`."""
+    by_state: dict[str, list[str]] = {"the same": [], "other": [], "unrecorded": []}
+    for file, content in results:
+        found = content["environment"].get("sources")
+        by_state["unrecorded" if found is None else "the same" if found == tree else "other"].append(f"`{file}`")
+    lines = [f"- Measured with {state} sources: {', '.join(files)}." for state, files in by_state.items() if files]
+    begin = "Results hold a hash of `hf_speculate/` and `triton_kernels/`. When this page was written, it was"
+    return "\n".join([f"{begin} `{tree}`.", "", *lines])
 
 
 def page(folder: Path) -> str:
     parts = ["# Results", ""]
     parts += ["Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.", ""]
+    results = [one for section in SECTIONS for one in find(section.name, folder)]
+    parts += ["## Sources", "", sources_note(results, source_hash()), ""]
     parts += [
         "## Targets",
         "",

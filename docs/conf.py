@@ -18,7 +18,7 @@ from cli_reference import reference  # noqa: E402
 import hf_speculate  # noqa: E402  # the checkout, installed or not
 
 project = "hf_speculate"
-author = "The hf_speculate authors"
+author = "The hf_speculate contributors"
 version = release = hf_speculate.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

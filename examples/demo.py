@@ -186,7 +186,9 @@ def load(args: argparse.Namespace) -> Loaded:
             title = f"{models.name} with {drafting} (transformers: prompt lookup)"
             return Loaded(title, pairs, models.tokenizer, questions, models.prompts(questions))
     if not (folder / "target").is_dir():
-        raise SystemExit(f"{folder / 'target'} is missing; make it with examples/train_pair.py, or name another --pair")
+        raise SystemExit(
+            f"{folder / 'target'} is missing; make it with examples/training/train_pair.py, or name another --pair"
+        )
     pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
     prompts = read_questions(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
     title = "the bundled 7 M pair" if folder == PAIR else f"the pair in {folder}"

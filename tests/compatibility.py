@@ -22,8 +22,8 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES
+from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
-from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.random_calls import READER_NAMES, Case, target_of
@@ -227,7 +227,7 @@ def refused_rows() -> Iterator[tuple[str, str]]:
     for kind in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(kind))
         with pytest.raises(UnsupportedModelError) as caught:
-            check_models([model], ASSISTED)
+            check_models([model], AssistantModel(model))
         yield type(model).__name__, str(caught.value)
 
 

@@ -21,9 +21,9 @@ ADDED = {
     "docs/cli.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW, "hf-speculate batch": "--max-new-tokens 4"},
     "docs/measuring.md": {"hf-speculate bench": FEW, "hf-speculate tune": FEW},
     "docs/tutorial.md": {"hf-speculate generate my-model": "--max-new-tokens 4"},
-    "examples/heads/README.md": {
-        "python -m heads.train": "--batches 1 --minutes 0.02",
-        "python -m heads.measure": "--prompts 2 --max-new-tokens 8 --passes 1",
+    "examples/training/README.md": {
+        "python -m training.train_eagle3": "--batches 1 --minutes 0.02",
+        "python -m training.measure_eagle3": "--prompts 2 --max-new-tokens 8 --passes 1",
     },
 }
 MAY_SAY_NO = "hf-speculate tune "  # with status 1, where plain decoding is as fast

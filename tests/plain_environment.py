@@ -34,7 +34,8 @@ LEFT_OUT = {
     "python benchmarks/": "for contributors, up to hours",
     "python -m tests.": "for contributors, with pytest",
     "accelerate launch ": "accelerate, which the page says to install, is the program itself",
-    "python examples/train_pair.py": "trains for hours",
+    "python examples/lm_eval_harness.py": "lm-eval, which its first line says to install",
+    "python examples/trl_rollouts.py": "trl, which its first line says to install",
     "python examples/demo_": "modules of the demo, which are no scripts",
     "python examples/tensor_parallel.py": "for torchrun, by which docs/scaling.md runs it",
 }

@@ -17,7 +17,7 @@ from hf_speculate.tools.cli.main import app
 ROOT = Path(__file__).parents[1]
 CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = r"python(3(\.\d+)?)?|torchrun|accelerate"
-FREE = (".", "cp", "curl", "export", "git", "pip")  # about which nothing is known here
+FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # about which nothing is known here
 
 
 def problems_in(block: str, *, is_whole: bool = True) -> list[str]:

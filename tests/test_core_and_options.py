@@ -18,7 +18,6 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # Option -> its files and folders that do not lie in `hf_speculate/options/<option>` yet. Everything else is the core,
 # but for the tools. Core is also what decoding with any draft model needs to be exact: second scoring, the draft guard
 # and its faults, the context of models, the probe of wrapped decoders and processors of the encoder's ids.
-# `draft/named.py` is core because it loads ordinary draft models too; the loading of heads has to leave it.
 OPTIONS = {
     "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
     "compiled": (
@@ -27,8 +26,6 @@ OPTIONS = {
         "models/graphs.py",
         "models/graph_trial.py",
     ),
-    "candidates": ("draft/from_candidate_generator.py", "draft/to_candidate_generator.py"),
-    "sources": ("draft/early_exit.py", "draft/hybrid.py", "draft/suffix_store.py"),
     "cuda": ("models/attention_backends.py",),
     "verdicts": ("verdicts.py", "engine/kernel_choice.py"),
 }
@@ -38,28 +35,14 @@ BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compile
 
 # File of the core -> the options' files that it imports. The list only becomes shorter.
 IMPORTS = {
-    "draft/assistant.py": "draft/early_exit.py",
-    "draft/named.py": (
-        "draft/heads/folder.py "
-        "draft/heads/head.py "
-        "draft/heads/load.py "
-        "draft/heads/recognise.py "
-        "draft/heads/weight_files.py"
-    ),
-    "draft/suffix.py": "draft/suffix_store.py",
     "engine/builder.py": "engine/hidden_states.py models/layer_capture.py",
     "engine/draft_session.py": "engine/hidden_states.py",
-    "engine/drafter_factory.py": "draft/from_candidate_generator.py draft/hybrid.py",
-    "engine/plan.py": "draft/from_candidate_generator.py",
-    "generation/decoding_method.py": ("draft/from_candidate_generator.py"),
-    "generation/draft_source.py": "draft/heads/head.py",
-    "generation/mixin.py": "draft/heads/head.py draft/heads/mtp_checkpoint.py",
     "models/folded_attention.py": "models/attention_backends.py",
     "models/language_model.py": "models/layer_capture.py",
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 91, "lines run": 11_672, "modules loaded": 143, "lines loaded": 17_215}
+MOST = {"files run": 89, "lines run": 11_549, "modules loaded": 115, "lines loaded": 12_946}
 
 
 def option_of(path: str) -> str | None:
@@ -143,16 +126,16 @@ def test_the_core_imports_no_option_beside_those_listed():
 @pytest.mark.parametrize(
     ("path", "line", "imported"),
     [
-        ("engine/decoder.py", "from hf_speculate.draft.hybrid import HybridDrafter", "draft/hybrid.py"),
-        ("engine/decoder.py", "from hf_speculate.draft import hybrid", "draft/hybrid.py"),
+        ("engine/decoder.py", "from hf_speculate.models.graphs import Graphing", "models/graphs.py"),
+        ("engine/decoder.py", "from hf_speculate.models import graphs", "models/graphs.py"),
         ("engine/decoder.py", "def f():\n    import hf_speculate.models.graphs", "models/graphs.py"),
         ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),
         ("options/heads/source.py", "from hf_speculate.models.compiled import x", None),
-        ("models/graphs.py", "from hf_speculate.draft.hybrid import HybridDrafter", None),
-        ("tools/checks/pair.py", "from hf_speculate.draft.hybrid import HybridDrafter", None),
+        ("models/graphs.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
+        ("tools/checks/pair.py", "from hf_speculate.options.sources.hybrid import HybridDrafter", None),
         ("engine/decoder.py", "from hf_speculate.verify.base import Verifier", None),
     ],
 )
@@ -178,7 +161,7 @@ def test_a_plain_greedy_call_runs_and_loads_little():
     print(", ".join(f"{num} {name}" for name, num in figures(**traced).items()))
     assert not (problems := trace_problems(**traced)), "\n".join(problems)
     assert traced["run"].keys() <= traced["loaded"].keys()
-    assert {"engine/decoder.py", "draft/model.py", "verify/greedy.py"} <= traced["run"].keys()
+    assert {"engine/decoder.py", "draft/model.py", "verify/kernel.py"} <= traced["run"].keys()
 
 
 def test_a_call_that_runs_or_loads_more_is_found():

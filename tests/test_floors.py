@@ -31,6 +31,7 @@ FLOORS = {
     "hf_speculate.field_checks": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
+    "hf_speculate.caller": 0,
     "hf_speculate.model_state": 0,
     "hf_speculate.verdicts": 0,
     "hf_speculate.transfers": 0,

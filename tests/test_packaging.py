@@ -57,7 +57,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tar.extractall(folder, filter="data")
     source = folder / archive.name.removesuffix(".tar.gz")
     run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source)
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = folder.glob(f"hf_speculate-{hf_speculate.__version__}-*.whl")
     return wheel
 
 
@@ -139,7 +139,7 @@ def test_the_library_imports_only_what_it_requires() -> None:
 
 def test_the_version_is_said_once_and_everything_that_setup_cfg_names_is_pinned() -> None:
     parser = setup_cfg()
-    assert hf_speculate.__version__ == parser["metadata"]["version"]
+    assert parser["metadata"]["version"] == "attr: hf_speculate.__version__"
     assert f"## {hf_speculate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     named = requirement_names(parser["options"]["install_requires"])
     for requirements in parser["options.extras_require"].values():

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,26 +123,40 @@ def test_the_pictures_of_speed_show_the_committed_results(monkeypatch: pytest.Mo
         assert shown == script["picture"](results, theme), "out of date: run python benchmarks/speed_plot.py"
 
 
-METHODS = {"plain, compiled": "plain, compiled", "transformers' assisted, default": "transformers, defaults"}
-METHODS |= {"transformers' assisted, K = 5": "transformers, K = 5", "hf_speculate, K = 5": "ours, K = 5"}
-METHODS |= {"hf_speculate, K = 5, compiled": "ours, K = 5, compiled", "hf_speculate, default": "ours, adaptive"}
-METHODS |= {"hf_speculate, default, compiled": "ours, adaptive, compiled"}
-
-
-def test_readmes_table_of_benchmarks_and_statistics_are_the_committed_ones() -> None:
-    text = read("README.md").partition("## Benchmarks")[2].partition("\n## ")[0]
-    found = {line[0]: line[1:] for line in re.findall(r"^\| ([^|]+) \|" + r" ([^|]+) \|" * 4 + "$", text, re.M)}
-    rows = {
-        (row["method"], row["batch_size"], row["mode"]): row
-        for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-        if (row["verifier"], row["subject"], row["dtype"]) == (None, "pair", "float32")
-    }
-    columns = ((1, "greedy"), (8, "greedy"), (1, "sampling"), (8, "sampling"))
-    for name, method in METHODS.items():
-        cells = [rows.get((method, *column)) for column in columns]
-        spreads = [cell and cell["over_plain"] for cell in cells]
-        expected = [f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" if one else "-" for one in spreads]
-        assert list(found[name]) == expected, name
+def test_tables_of_speed_and_statistics_are_those_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = runpy.run_path(str(ROOT / "benchmarks" / "readme_tables.py"))
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    parts = script["parts"](results)
+    for page, names in script["PAGES"].items():
+        for name in names:
+            shown = re.findall(rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", read(page), re.S)
+            assert shown == [parts[name]], f"{page} is out of date: run python benchmarks/readme_tables.py"
     assert {AutoConfig.from_pretrained(PAIR / name).dtype for name in ("target", "draft")} == {torch.float32}
-    statistics = SpeculationStats(**rows["ours, adaptive", 1, "greedy"]["counts"])
-    assert blocks("README.md", "text")[0].strip() in str(statistics)
+    counts = script["cells_of"](results)["ours, adaptive", 1, "greedy"]["counts"]
+    assert blocks("README.md", "text")[0].strip() in str(SpeculationStats(**counts))
+
+
+def test_the_page_of_results_says_which_were_measured_with_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page = runpy.run_path(str(ROOT / "benchmarks" / "results_page.py"))
+    tree = page["source_hash"]()
+    hashes = {"a": {"sources": tree}, "b": {"sources": "0" * 12}, "c": {}}
+    note = page["sources_note"]([(name, {"environment": of}) for name, of in hashes.items()], tree)
+    assert [line for line in note.splitlines() if line.startswith("- ")] == [
+        "- Measured with the same sources: `a`.",
+        "- Measured with other sources: `b`.",
+        "- Measured with unrecorded sources: `c`.",
+    ]
+
+
+def test_the_hash_of_the_sources_follows_names_and_contents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    source_hash = runpy.run_path(str(ROOT / "benchmarks" / "_harness.py"))["source_hash"]
+    hashes = set()
+    for name, content in (("a", "x"), ("a", "y"), ("b", "y")):
+        shutil.rmtree(tmp_path / "hf_speculate", ignore_errors=True)
+        (tmp_path / "hf_speculate" / "tools").mkdir(parents=True)
+        (tmp_path / "hf_speculate" / "tools" / f"{name}.py").write_text(content)
+        hashes.add(source_hash(tmp_path))
+    assert len(hashes) == 3

@@ -19,6 +19,7 @@ import hf_speculate
 from tests.tiny import make_model
 
 LIBRARY = Path(hf_speculate.__file__).parent
+PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of the function or module around them
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def called_files() -> Iterator[set[str]]:
     files = set()
 
     def record(frame, event, arg):
-        if event == "call" and frame.f_code.co_flags & CO_OPTIMIZED:
+        code = frame.f_code
+        if event == "call" and code.co_flags & CO_OPTIMIZED and code.co_name not in PARTS:
             files.add(frame.f_code.co_filename)
 
     threading.setprofile(record)

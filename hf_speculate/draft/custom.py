@@ -1,12 +1,23 @@
-"""The custom drafter: a user's own drafter, with checks on what it returns."""
+"""The source of a user's own drafter, which is checked in every round."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_speculate.draft.base import Drafter, DrafterFactory, DrafterSetup, DraftRequest
+from hf_speculate.draft.source import (
+    VARIANTS,
+    DraftSource,
+    FactorySource,
+    HistoryKey,
+    hint_of,
+    load_entry,
+    qualified_name,
+)
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.field_checks import Check, integer
 from hf_speculate.per_row import PerRow
@@ -105,6 +116,39 @@ class CustomDrafter(PerRow, Drafter):
                 f"token_logits of a draft must be [B, K, V] = {shape}, got {list(draft.token_logits.shape)}; "
                 "return None for a point mass"
             )
+
+
+class CustomSource(FactorySource):
+    """The source of a call that drafts with a user's own drafter."""
+
+    argument = "drafter"
+    hint = hint_of(argument)
+    unsynced = argument
+
+    def __init__(self, factory: DrafterFactory):
+        self.factory = factory
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        return getattr(self.factory, "description", None) or "custom drafter"
+
+    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+        return CustomDrafter(self.factory, setup)
+
+    def history_key(self) -> HistoryKey:
+        name = getattr(self.factory, "description", None) or qualified_name(self.factory)
+        return HistoryKey(None, (f"drafter {name}", False))
+
+    def step_bytes(self, target: PreTrainedModel) -> int | None:
+        return None
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
+    """The source of `drafter`; a factory may name another one, as a draft head does."""
+    factory = values["drafter"]
+    variant = getattr(factory, "draft_source", None)
+    source: DraftSource = CustomSource(factory) if variant is None else load_entry(VARIANTS[variant])(target, values)
+    return source
 
 
 def _name(made: object) -> str:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
-from hf_speculate.draft.suffix_store import Proposal, SuffixStore
+from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, TextStore
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept
@@ -25,7 +24,7 @@ class SuffixSettings:
     max_match_len: int | None = None  # longer matches count as of that length, at most 64; None for 64
     eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
     vocab_size: float = math.inf  # V; larger ids from a store are not drafted
-    store: SuffixStore | None = None  # sequences of earlier calls; None to search only the row itself
+    store: TextStore | None = None  # sequences of earlier calls; None to search only the row itself
     num_pads: Sequence[int] | None = None  # [B] padding tokens before each prompt; None for none
 
 

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MAX_MATCH_LEN = 64  # tokens after which two contexts count as the same, and the latest of them is taken
 SEPARATOR = -1  # in place of a token: no match and no continuation crosses it
@@ -20,6 +20,20 @@ class Match(NamedTuple):
 
     length: int  # tokens that match; 0 without a match
     end: int  # tokens of the index up to the end of the occurrence
+
+
+class Proposal(NamedTuple):
+    """A possible continuation of a row."""
+
+    match_len: int  # last tokens of the row that matched
+    token_ids: list[int]  # the tokens that followed them
+
+
+class TextStore(Protocol):
+    """Sequences of earlier calls."""
+
+    def find(self, last: "array[int]", num: int) -> Proposal:
+        """At most `num` tokens that followed the longest match of the `last` ones."""
 
 
 class _Chain(NamedTuple):

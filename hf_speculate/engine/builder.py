@@ -3,9 +3,10 @@
 import importlib
 import logging
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +22,12 @@ from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_prior import draft_prior
 from hf_speculate.engine.draft_session import DraftSession
-from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
+from hf_speculate.engine.drafter_setup import draft_plan, drafter_setup
 from hf_speculate.engine.hidden_states import HiddenStates
-from hf_speculate.engine.history_key import history_key
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
-from hf_speculate.engine.plan import Plan, drafter_text, make_plan
+from hf_speculate.engine.plan import Plan, make_plan
 from hf_speculate.engine.ranks import ONE_PROCESS
 from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.engine.second_scoring import SecondScoring
@@ -67,8 +67,10 @@ class Prepared(NamedTuple):
     stats: SpeculationStats
 
 
-def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Prepared:
-    """Plan a call, and make its decoder and batch."""
+def build_decoder(
+    call: Call, stats: SpeculationStats, clock: StageClock, prepared: Mapping[str, Any] | None = None
+) -> Prepared:
+    """Plan a call, and make its decoder and batch; `prepared` is what transformers hands to candidate generators."""
     for model in call.models:
         check_backend(call.config.verifier_backend, device_of(model))
     if call.config.verifier_backend != "torch" and any(device_of(model).type == "cuda" for model in call.models):
@@ -80,8 +82,8 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
                 parts.remove(part)
         stats.add_fallback(f"{part}: {reason}")
 
-    custom = make_custom_drafter(call, forget_compiled)
-    plan = make_plan(call, custom)
+    source = call.source.begin(drafter_setup(call, forget_compiled), prepared or {})
+    plan = make_plan(replace(call, source=source))
     call = plan.call
     _report_plan(plan, stats)
     batch = _make_batch(plan)
@@ -93,7 +95,8 @@ def build_decoder(call: Call, stats: SpeculationStats, clock: StageClock) -> Pre
         call.target, call.max_position, keeps_states, call.target_inputs, capture=capture
     )
     faults = _make_faults(plan, stats)
-    drafter = custom or make_drafter(plan, forget_compiled, partial(faults.meet, is_last=False))
+    told = draft_plan(plan, forget_compiled, partial(faults.meet, is_last=False))
+    drafter = call.source.make_drafter(told)
     faults.is_callers = drafter.is_callers
     hidden_states = None
     if plan.hidden_layers is not None:
@@ -146,7 +149,7 @@ def build_schedule(
     match config.schedule:
         case "adaptive":
             return AdaptiveSchedule(config.max_draft_tokens, prior, history, batch_size, keeps_rows)
-        case "heuristic" | "heuristic_transient":
+        case "heuristic":
             return HeuristicSchedule(config.first_tokens)
         case _:
             return ConstantSchedule(config.max_draft_tokens)
@@ -184,13 +187,13 @@ def _make_capture(plan: Plan) -> LayerCapture | None:
     """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
     layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
     is_eager = "target" not in plan.runners.parts
-    is_returned = plan.call.generator is not None or (layers == (FINAL_STATE,) and is_eager)
+    is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
     return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
 
 def _make_faults(plan: Plan, stats: SpeculationStats) -> DraftFaults:
     call, device = plan.call, (plan.target if plan.draft is None else plan.draft).device
-    return DraftFaults(stats, f"the drafter ({drafter_text(call)})", device, lambda error: True, call.ranks)
+    return DraftFaults(stats, f"the drafter ({call.source.description})", device, lambda error: True, call.ranks)
 
 
 def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None, faults: DraftFaults) -> DraftGuard:
@@ -221,7 +224,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
         return ConstantSchedule(0)
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
-    key = history_key(call)
+    key = call.source.history_key()
     kind = (
         *(key.name, target.device, target.dtype, torch.get_num_threads()),
         *(config.verifier, plan.target.cache.kind, *plan.runners.settings, plan.runners.graphed),
@@ -229,7 +232,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
     history = ScheduleHistory(HistoryStore.of(target), key.draft, kind)
-    prior = draft_prior(target, call.draft, config)
+    prior = draft_prior(target, call.source)
     return build_schedule(config, prior, history, call.batch_size, plan.steps_have_all_rows)
 
 

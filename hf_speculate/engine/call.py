@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.outputs import Recorded
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
@@ -24,7 +24,7 @@ class Call:
     """A prepared call: what is asked for."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None  # the model that drafts, or None
+    source: DraftSource  # what drafts
     config: SpeculationConfig  # resolved settings
     input_ids: Tensor  # [B, T] int64, the left-padded prompts
     query_ids: Tensor  # [B, Q] int64, the prompt tokens that the cache does not hold
@@ -41,15 +41,22 @@ class Call:
     recorded: Recorded  # the outputs that the call asked for
     streamer: Any  # is handed every new token of the row; or None
     static: RunnerRequest = field(default_factory=RunnerRequest)  # the fixed buffers and compiled forwards asked for
-    early_exit: int | None = None  # layers of the target that `draft` is made of; None if it is another model
-    vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
-    generator: CandidateGenerator | None = None  # a candidate generator that drafts, or None
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
     self_test: str = ""  # how the target compares with plain decoding; empty if its type is known to agree
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     first_row: int = 0  # number of the first output row
     rows_leave: bool = False  # whether each row ends by itself, to make room for another prompt
+
+    @property
+    def draft(self) -> PreTrainedModel | None:
+        """The model that drafts, or None."""
+        return self.source.model
+
+    @property
+    def vocabulary(self) -> VocabMapping | None:
+        """Maps the target's ids to the draft's; None if they are the same."""
+        return self.source.vocabulary
 
     @property
     def models(self) -> list[PreTrainedModel]:

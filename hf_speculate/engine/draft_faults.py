@@ -1,7 +1,6 @@
 """Draft faults: what becomes of an error that is raised while tokens are drafted."""
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,12 +9,12 @@ from typing import Any
 
 import torch
 
+from hf_speculate.caller import caller_level
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.errors import OtherRankError
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
-_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # packages between the caller and a report
 _OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())  # old versions of torch raise RuntimeError alone
 
 
@@ -75,15 +74,7 @@ class DraftFaults:
         """Record a fallback, and warn of it once."""
         if reason not in self.stats.fallbacks:
             self.stats.add_fallback(reason)
-            warnings.warn(reason, stacklevel=_level_of_caller())
-
-
-def _level_of_caller() -> int:
-    """The stack level, as `report` counts it, of the code that called `generate()`."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _ON_THE_WAY:
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(reason, stacklevel=caller_level())
 
 
 def is_of_device(error: Exception, device: torch.device) -> bool:

@@ -10,8 +10,6 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
-from hf_speculate.draft.base import Drafter
-from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.engine.model_plan import ModelPlan
@@ -70,7 +68,7 @@ class Plan:
     def __repr__(self) -> str:
         config = self.call.config
         parts = {
-            "drafter": drafter_text(self.call),
+            "drafter": self.call.source.description,
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
@@ -86,7 +84,7 @@ class Plan:
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
 
-def make_plan(call: Call, custom: Drafter | None) -> Plan:
+def make_plan(call: Call) -> Plan:
     """Decide what a call does."""
     fallbacks: list[str] = []
     call = _without_useless_draft(call, fallbacks)
@@ -94,10 +92,12 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
     lock_step = _lock_step_reason(call, goes_on)
     if lock_step:
         fallbacks.append(lock_step)
-    strategy = _draft_strategy(call)
+    samples_drafts = call.source.samples(call.config, call.do_sample)
+    strategy = SampleStrategy.RANDOM if samples_drafts else SampleStrategy.GREEDY
     call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
-    lens = draft_lens(call.config) if drafter_text(call) != "none" else ()
-    hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
+    source = call.source
+    lens = draft_lens(call.config, source.varies_len) if source.drafts else ()
+    hidden_layers = None if source.hidden_layers is None else tuple(source.hidden_layers)
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
@@ -110,8 +110,8 @@ def make_plan(call: Call, custom: Drafter | None) -> Plan:
         draft=draft,
         draft_strategy=strategy,
         runners=runners,
-        compiles_itself=custom is not None and custom.is_compiled,
-        reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or traits_of(call.config).reads_keys,
+        compiles_itself=source.is_compiled,
+        reads_keys=source.reads_keys or samples_drafts or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
@@ -179,15 +179,14 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
 
 
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
-    """The call, without a draft model if prompt lookup gains more alone."""
-    config, draft = call.config, call.draft
-    is_useless = draft is not None and config.schedule == "adaptive" and cost_ratio(call.target, draft) >= 1
-    if is_useless:
-        does = "plain decoding" if config.prompt_lookup_num_tokens is None else "prompt lookup alone"
-        fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
-    if config.prompt_lookup_num_tokens is None or (draft is not None and not is_useless):
+    """The call, without a draft model if what drafts beside it gains more alone."""
+    draft = call.draft
+    if draft is None or call.config.schedule != "adaptive" or cost_ratio(call.target, draft) < 1:
         return call
-    return replace(call, draft=None, config=config.for_lookup_alone())
+    rest = call.source.without_model()
+    does = f"{rest.description} alone" if rest.drafts else "plain decoding"
+    fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
+    return replace(call, source=rest, config=rest.settings(call.config)) if rest.drafts else call
 
 
 def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]) -> Call:
@@ -212,32 +211,10 @@ def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
             yield f"{one.part} cache: dynamic, because {one.cache.reason}"
 
 
-def _draft_strategy(call: Call) -> SampleStrategy:
-    drafts_itself = call.draft is not None or call.config.drafter is not None
-    samples = drafts_itself and call.do_sample and call.config.draft_sampling == "sample"
-    if call.generator is not None:
-        samples = call.do_sample and samples_its_logits(call.generator)
-    return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
-
-
-def drafter_text(call: Call) -> str:
-    """What drafts, in words."""
-    parts = []
-    if call.draft is not None:
-        parts.append(f"model {type(call.draft).__name__}")
-    if call.config.prompt_lookup_num_tokens is not None:
-        parts.append("prompt lookup")
-    if call.config.drafter is not None:
-        parts.append(getattr(call.config.drafter, "description", None) or "custom drafter")
-    if call.generator is not None:
-        parts.append(f"candidate generator {type(call.generator).__name__}")
-    return " and ".join(parts) or "none"
-
-
 def _plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
     eager_reason = ""
-    if hidden_layers and call.generator is not None:
-        eager_reason = "whose hidden states a candidate generator reads"
+    if hidden_layers and call.source.reads_outputs:
+        eager_reason = call.source.reads_outputs
     elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = ""

@@ -126,9 +126,12 @@ def static_request(
     return RunnerRequest(True, settings, min_columns, (reason,) if reason else ())
 
 
-def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
-    """The draft lengths K of compiled forwards, ascending; other lengths are rounded up to these."""
+def draft_lens(config: SpeculationConfig, varies: bool) -> tuple[int, ...]:
+    """The draft lengths K of compiled forwards, ascending; other lengths are rounded up to these.
+
+    `varies` says that rounds may have any number of tokens with a constant draft length too.
+    """
     num = config.max_draft_tokens
-    if config.schedule == "constant" and config.prompt_lookup_num_tokens is None:
+    if config.schedule == "constant" and not varies:
         return (num,)
     return (*(1 << power for power in range(1, 8) if 1 << power < num), num)  # at most half of a draft is unused

@@ -3,20 +3,22 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
 from hf_speculate.compat import CACHE_NAME, OLD_CACHE_NAMES, TAKES_CACHE
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError, counted
+from hf_speculate.config import FIELD_NAMES
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.models.language_model import cache_name
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
+_DEFAULTS = GenerationConfig()
 
 
 class BoundCall(NamedTuple):
@@ -56,24 +58,28 @@ def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
     return bool(setting(model, call, "do_sample"))
 
 
-def unwrapped(assistant: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is."""
-    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
-        return assistant
-    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
-            "use a draft without one, or with LoRA"
-        )
-    return assistant.get_base_model()
-
-
 def take_over(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
     """The value of a field that speculation handles itself; in its place transformers gets `left`."""
     value = setting(model, call, name)
     if value not in (None, left):
         call[name] = left
     return value
+
+
+def source_arguments(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of draft sources by name, but for the settings.
+
+    What no generation config has, such as `assistant_model`, leaves the call: transformers must not see it.
+    """
+    names = [name for name in sources if name not in FIELD_NAMES and name.isidentifier()]
+    return {name: setting(model, call, name) if hasattr(_DEFAULTS, name) else call.pop(name, None) for name in names}
+
+
+def take_over_all(model: PreTrainedModel, call: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Hide the arguments of a draft source from transformers."""
+    for name, value in values.items():
+        if hasattr(_DEFAULTS, name):
+            take_over(model, call, name, left=False if isinstance(value, bool) else None)
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -88,14 +94,17 @@ def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
     call["stopping_criteria"] = criteria
 
 
-def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Keep prompt lookup from transformers, which would refuse several rows of a prompt."""
-    passed = call.get("generation_config")
-    if getattr(passed, "prompt_lookup_num_tokens", None) is not None:
-        call["generation_config"] = copy.deepcopy(passed)
-        call["generation_config"].prompt_lookup_num_tokens = None
-    if model.generation_config.prompt_lookup_num_tokens is not None:
-        call["prompt_lookup_num_tokens"] = None
+def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> None:
+    """Keep settings that choose a draft source from transformers, which would draft itself, and refuse several rows."""
+    for name in sources:
+        if name not in FIELD_NAMES or not hasattr(_DEFAULTS, name):
+            continue
+        passed = call.get("generation_config")
+        if getattr(passed, name, None) is not None:
+            call["generation_config"] = copy.deepcopy(passed)
+            setattr(call["generation_config"], name, None)
+        if getattr(model.generation_config, name) is not None:
+            call[name] = None
 
 
 def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "
 
 # Fields that are objects -> where their class is, which is imported when a call has one.
 _OBJECTS = {
-    "suffix_store": ("hf_speculate.draft.suffix_store", "SuffixStore"),
+    "suffix_store": ("hf_speculate.options.sources.suffix_store", "SuffixStore"),
     "draft_state": ("hf_speculate.options.draft_state.state", "DraftState"),
 }
 

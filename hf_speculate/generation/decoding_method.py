@@ -1,6 +1,7 @@
 """The decoding method of a call, which transformers runs once it has prepared the inputs."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import is_static, static_copies
 from hf_speculate.compat import CACHE_NAMES, pad_token_id
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.assistant import ResolvedAssistant
-from hf_speculate.draft.from_candidate_generator import make_generator
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
@@ -24,7 +24,6 @@ from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_encoder import try_draft_inputs
-from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.generation.model_inputs import target_inputs
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
@@ -56,16 +55,16 @@ class _Inputs(NamedTuple):
 class SpeculativeDecoding:
     """A `custom_generate` function for one call of `generate()`, which Whisper's own `generate` runs several times."""
 
-    assistant: ResolvedAssistant
+    source: DraftSource
     config: SpeculationConfig
     passed: dict[str, Any]  # the arguments of the call that are not None
     is_static: bool  # whether the call asks for fixed buffers
-    source: DraftSource
     clock: StageClock  # that was made when the call began
-    first_row: int | None = None  # if given, the decoder is made but not run, so that its rows may join others
+    first_row: int = 0  # number of the first output row
+    # gets the prepared call in place of decoding it, so that its rows may join others; None to decode
+    on_prepared: Callable[[Prepared], object] | None = None
 
     def __post_init__(self) -> None:
-        self.prepared: Prepared  # set by a run, if there is a first row
         self.stats = self.config.speculation_stats or SpeculationStats()
         self.stats.reset()
         self.config = replace(self.config, speculation_stats=self.stats)
@@ -101,9 +100,9 @@ class SpeculativeDecoding:
         if not is_shown(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
             call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
-        prepared = build_decoder(call, self.stats, self.clock)
-        if self.first_row is not None:
-            self.prepared = prepared
+        prepared = build_decoder(call, self.stats, self.clock, self._for_generators(inputs, processors))
+        if self.on_prepared is not None:
+            self.on_prepared(prepared)
             return input_ids
         output = self._decode(prepared, inputs)
         self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
@@ -127,9 +126,8 @@ class SpeculativeDecoding:
                 output = decoder.output.output(inputs.input_ids, pad_id, cache, encoder_states)
             else:
                 output = decoder.output.sequences(inputs.input_ids, pad_id)
-            if call.config.suffix_store is not None:
-                for ids in decoder.output.new_ids.values():
-                    call.config.suffix_store.add(ids)
+            for ids in decoder.output.new_ids.values():
+                call.source.keep(ids)
             if inputs.static_cache is not None:
                 static_copies().write_back(call.cache, inputs.static_cache)  # the last step, which nothing would undo
         return output
@@ -142,28 +140,30 @@ class SpeculativeDecoding:
         criteria: StoppingCriteriaList,
     ) -> Call:
         model, input_ids, generation_config, inputs_tensor, model_kwargs, static_cache = inputs
-        draft, vocabulary, device = self.assistant.model, self.assistant.vocabulary, input_ids.device
+        source, device = self.source, input_ids.device
+        draft = source.model
         mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
         padding_mask = None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)
         query_ids = self._query(inputs, mask, padding_mask is not None)
         has_positions = "position_ids" in self.passed
         extra = target_inputs(model, input_ids, query_ids.shape[1], model_kwargs, has_positions=has_positions)
-        check_context(extra, input_ids, generation_config, draft, vocabulary)
+        check_context(extra, input_ids, generation_config, draft, source.vocabulary)
         is_fixed = self.is_static or static_cache is not None
         models = [model] if draft is None else [model, draft]
         ranks = find_ranks(self.passed.get("synced_gpus"), models, device)
         if ranks.is_synced:
             has_compiled = generation_config.compile_config is not None
-            check_synced(config, generation_config, is_fixed or has_compiled, self.source)
+            check_synced(generation_config, is_fixed or has_compiled, self.source)
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
-        given = inputs_tensor if reads_tensor else None, model_kwargs, len(input_ids), vocabulary
+        given = inputs_tensor if reads_tensor else None, model_kwargs, len(input_ids), source.vocabulary
         read_by_draft = try_draft_inputs(self.stats, ranks, draft, model, *given)
         if read_by_draft is None:  # the draft cannot read what the target has read
-            draft = vocabulary = None
-        static = static_request(model, draft, generation_config, is_fixed, self.assistant.eager_reason)
+            source = source.without_model()
+            config = source.settings(config)
+        static = static_request(model, source.model, generation_config, is_fixed, source.eager_reason)
         return Call(
             target=model,
-            draft=draft,
+            source=source,
             config=config,
             input_ids=input_ids,
             query_ids=query_ids,
@@ -180,23 +180,24 @@ class SpeculativeDecoding:
             recorded=recorded_of(generation_config),
             streamer=self.passed.get("streamer"),
             static=static,
-            early_exit=self.assistant.early_exit,
             target_inputs=extra,
             draft_inputs=read_by_draft or ExtraInputs(),
-            vocabulary=vocabulary,
-            generator=make_generator(
-                config.candidate_generator,
-                input_ids=input_ids,
-                generation_config=generation_config,
-                model_kwargs=model_kwargs,
-                inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
-                logits_processor=processors,
-                vocab_size=vocab_size_of(model),
-            ),
             ranks=ranks,
-            first_row=self.first_row or 0,
-            rows_leave=self.first_row is not None,
+            first_row=self.first_row,
+            rows_leave=self.on_prepared is not None,
         )
+
+    def _for_generators(self, inputs: _Inputs, processors: BlockLogitsProcessorList) -> dict[str, Any]:
+        """What transformers hands to its candidate generators."""
+        tensor = inputs.input_ids if inputs.inputs_tensor is None else inputs.inputs_tensor
+        return {
+            "input_ids": inputs.input_ids,
+            "generation_config": inputs.generation_config,
+            "model_kwargs": inputs.model_kwargs,
+            "inputs_tensor": tensor,
+            "logits_processor": processors,
+            "vocab_size": vocab_size_of(inputs.model),
+        }
 
     def _query(self, inputs: _Inputs, mask: Tensor | None, is_padded: bool) -> Tensor:
         """[B, Q] int64, the prompt tokens that the cache does not hold, after the checks of mask, length and cache."""

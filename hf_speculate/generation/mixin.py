@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -14,21 +14,8 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import CACHE_NAMES, check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.acceptance_tallies import AcceptanceTallies, DraftCounts
-from hf_speculate.draft.assistant import (
-    VERIFIED_TOKENS_BOUND,
-    find_tokenizer,
-    resolve_assistant,
-    warn_of_low_acceptance,
-)
-from hf_speculate.draft.heads.head import (
-    FIRST_TOKENS_BOUND,
-    DraftHead,
-    first_tokens,
-    warn_of_low_first_acceptance,
-)
-from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
-from hf_speculate.draft.named import NamedDrafts
+from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
+from hf_speculate.draft.source import SOURCES, find_source
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -36,16 +23,15 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
+    hide_settings,
     name_cache,
-    own_prompt_lookup,
     own_stop_strings,
     samples,
-    take_over,
-    unwrapped,
+    source_arguments,
+    take_over_all,
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
-from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
 from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
@@ -66,6 +52,9 @@ class SpeculativeGenerationMixin(GenerationMixin):
     it decodes plainly; with `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that
     every assistant gives with the same seed.
     """
+
+    draft_sources: ClassVar[Mapping[str, str]] = SOURCES
+    """Argument of `generate()` -> where its draft source is made; a subclass may add its own, see CONTRIBUTING.md."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,13 +109,11 @@ def generate(
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
-    clock = _started_clock()
-    bound = bind(_plain_generate(model), (), kwargs)
-    decoding = cast(
-        SpeculativeDecoding, _find_decoding(model, bound, {}, clock, first_row)
-    )  # never None with a first row
-    _run(model, bound, decoding)
-    return decoding.prepared
+    calls: list[Prepared] = []
+    bound, clock = bind(_plain_generate(model), (), kwargs), _started_clock()
+    decoding = _find_decoding(model, bound, {}, clock, first_row, calls.append)
+    _run(model, bound, cast(SpeculativeDecoding, decoding))  # never None if somebody waits for the call
+    return calls[-1]
 
 
 @contextmanager
@@ -158,15 +145,8 @@ def _generate(
     if decoding is None:
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     output = _run(model, bound, decoding)
-    assistant, head, stats = decoding.assistant, decoding.config.drafter, decoding.stats
-    reads_text = bound.call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor in any case
-    is_tallied = assistant.is_vocabulary_assumed and reads_text and decoding.config.prompt_lookup_num_tokens is None
-    tallies, verified = AcceptanceTallies.of(model), DraftCounts(stats.num_verified, stats.num_accepted)
-    draft = assistant.model
-    if draft is not None and is_tallied and tallies.add(draft, verified, VERIFIED_TOKENS_BOUND):
-        warn_of_low_acceptance(model, draft)
-    if isinstance(head, DraftHead) and tallies.add(head, first_tokens(stats), FIRST_TOKENS_BOUND):
-        warn_of_low_first_acceptance(head.spec)
+    stats = decoding.stats
+    decoding.source.after_call(model, stats)
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", stats.summary())
     if isinstance(output, ModelOutput):
@@ -186,42 +166,38 @@ def _find_decoding(
     bound: BoundCall,
     saved: Mapping[str, Any],
     clock: StageClock,
-    first_row: int | None = None,
+    first_row: int = 0,
+    on_prepared: Callable[[Prepared], object] | None = None,
 ) -> SpeculativeDecoding | None:
-    """Take what concerns speculation out of a call, and check it; None if nothing drafts and no row is the first."""
-    call = bound.call
+    """Take what concerns speculation out of a call, and check it; None if nothing drafts and nobody waits for rows."""
+    call, sources = bound.call, getattr(model, "draft_sources", SOURCES)
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    assistant = unwrapped(call.pop("assistant_model", None))
-    if isinstance(assistant, str | Path):
-        assistant = _named_draft(model, call, str(assistant))
-    sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
-    if assistant is not None:
-        sources.append(fields_of(getattr(assistant, "generation_config", None)))
-    config = read_config(sources)
-    early_exit = take_over(model, call, "assistant_early_exit")
-    source = find_draft_source(assistant, early_exit, config, samples(model, bound))
-    has_mtp = source in (None, COUPLED_ALONE) and model.config.model_type in SERVED_TARGETS
-    if has_mtp and take_over(model, call, "use_mtp", left=False):
-        source, assistant = MTP, _named_draft(model, call, str(model.config.name_or_path), is_mtp=True)
-    if isinstance(assistant, DraftHead):
-        config, assistant = with_head(config, assistant, source or ASSISTED), None
-    if source is None and first_row is None:
+    stronger = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
+    values = source_arguments(model, call, sources)
+    source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
+    declined = [] if source is not None else [name for name, value in values.items() if value]
+    if source is not None:
+        take_over_all(model, call, values)
+        config = source.settings(config)
+    elif config.verifier == "coupled" and samples(model, bound):
+        source = COUPLED_ALONE
+    elif on_prepared is not None:
+        source = CONTINUOUS
+    else:
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return None
-    source = source or NO_DRAFTS
-    check_call(model, call, config, source)
+    check_call(model, call, config, source, declined)
     check_private_names(model)
-    models = [model] if assistant is None else [model, assistant]
+    models = [model] if source.model is None else [model, source.model]
     check_models(models, source)
     check_weights(models, source)
-    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
-    clock.enter(Stage.PREPARE if assistant is None else Stage.VOCABULARY)
-    resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
+    clock.enter(Stage.PREPARE if source.model is None else Stage.VOCABULARY)
+    source = source.resolve(model, call)
     clock.enter(Stage.PREPARE)
     own_stop_strings(model, call)
-    own_prompt_lookup(model, call)
+    hide_settings(model, call, sources)
     # a static cache cannot roll back by row
     is_static = setting(model, call, "cache_implementation") == "static" and all(
         call.get(name) is None for name in CACHE_NAMES
@@ -229,17 +205,7 @@ def _find_decoding(
     if is_static:
         call["cache_implementation"] = "dynamic"
     passed = {name: value for name, value in call.items() if value is not None}
-    return SpeculativeDecoding(resolved, config, passed, is_static, source, clock, first_row)
-
-
-def _named_draft(model: PreTrainedModel, call: dict[str, Any], name: str, is_mtp: bool = False) -> Any:
-    """The draft of a folder or an id; a model comes with its tokenizer if the call has the target's."""
-    draft = NamedDrafts.of(model).get(name, model, is_mtp)
-    needs_tokenizer = call.get("tokenizer") is not None and call.get("assistant_tokenizer") is None
-    tokenizer = find_tokenizer(name) if needs_tokenizer and not isinstance(draft, DraftHead) else None
-    if tokenizer is not None:
-        call["assistant_tokenizer"] = tokenizer
-    return draft
+    return SpeculativeDecoding(source, config, passed, is_static, clock, first_row, on_prepared)
 
 
 def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:

@@ -1,5 +1,6 @@
 """Validates calls: refuses arguments that cannot be decoded speculatively."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,18 +11,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_speculate.cache.static import described, is_static
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
-from hf_speculate.generation.draft_source import (
-    COUPLED_ALONE,
-    GENERATOR,
-    LOOKUP,
-    MTP,
-    NO_DRAFTS,
-    DraftSource,
-    several_sources,
-)
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import vocab_size_of
 
@@ -45,32 +38,35 @@ _DECODER_KWARGS = set(
 _PASSED_OVER = {"labels", "output_router_logits"}
 
 
-def check_call(model: PreTrainedModel, call: dict[str, Any], config: SpeculationConfig, source: DraftSource) -> None:
+def check_call(
+    model: PreTrainedModel,
+    call: dict[str, Any],
+    config: SpeculationConfig,
+    source: DraftSource,
+    declined: Sequence[str],  # arguments that would have another source draft, for another target
+) -> None:
     """Refuse arguments, before transformers prepares the call."""
-    uses_mtp, drafts_nothing = bool(setting(model, call, "use_mtp")), source in (COUPLED_ALONE, NO_DRAFTS)
-    if uses_mtp and not drafts_nothing:
-        raise several_sources([source, MTP])
     refused = {
-        "inputs_embeds": source is GENERATOR and call.get("inputs_embeds") is not None,
+        "inputs_embeds": not source.reads_embeds and call.get("inputs_embeds") is not None,
         "return_token_timestamps": bool(call.get("return_token_timestamps")),
-        "use_mtp": uses_mtp,
+        **dict.fromkeys(declined, True),
     }
-    _refuse(refused, f"with {source.cause}, got one; {source.hint}")
+    _refuse(refused, f"with {source.argument}, got one; {source.hint}")
     others = {
         "custom_generate": call.get("custom_generate") is not None,
         "speculation_type": bool(setting(model, call, "speculation_type")),
     }
     for name, is_given in others.items():
         if is_given:
-            raise UnsupportedGenerationError(f"{name} cannot be combined with {source.cause}; omit one of them")
+            raise UnsupportedGenerationError(f"{name} cannot be combined with {source.argument}; omit one of them")
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
         raise UnsupportedGenerationError(
-            f"attention_mask must be [B, P] over inputs_embeds with {source.cause}, got {list(mask.shape)}; "
+            f"attention_mask must be [B, P] over inputs_embeds with {source.argument}, got {list(mask.shape)}; "
             "pass which of them are padding"
         )
     is_paged = call.get("cache_implementation") == "paged"  # transformers would batch continuously, past our loop
-    _refuse({"cache_implementation": is_paged}, f"with {source.cause}, got 'paged'; {source.hint}")
+    _refuse({"cache_implementation": is_paged}, f"with {source.argument}, got 'paged'; {source.hint}")
     span = config.relax_only_inside
     if span is not None and max(span) >= (size := vocab_size_of(model)):
         raise ConfigError(
@@ -92,14 +88,15 @@ def check_prepared(
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
         raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with {source.cause}, got {mode.value}; {hint}{source.hint}"
+            f"the generation mode must be greedy or sampling with {source.argument}, got {mode.value}; {hint}"
+            f"{source.hint}"
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(
-            f"use_cache must be True with {source.cause}, got False; pass use_cache=True, which overrides the model's "
-            f"config, or {source.hint}"
+            f"use_cache must be True with {source.argument}, got False; pass use_cache=True, which overrides the "
+            f"model's config, or {source.hint}"
         )
-    if source is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+    if not source.is_token_by_token and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
@@ -113,7 +110,7 @@ def check_prepared(
     returns_attentions = bool(generation_config.output_attentions)
     _refuse(
         {"output_attentions": has_encoder and returns_attentions},
-        f"for an encoder-decoder with {source.cause}, got True; {source.hint}",
+        f"for an encoder-decoder with {source.argument}, got True; {source.hint}",
     )
     for name in CACHE_NAMES:
         if model_kwargs.get(name) is not None:
@@ -122,7 +119,7 @@ def check_prepared(
     if num_ids == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {source.hint}")
     one_row_only = {
-        "candidate_generator": source is GENERATOR,
+        source.argument: source.is_single_row,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
         "output_attentions": returns_attentions,
@@ -145,20 +142,16 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
     )
 
 
-def check_synced(
-    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, source: DraftSource
-) -> None:
+def check_synced(generation_config: GenerationConfig, is_static: bool, source: DraftSource) -> None:
     """Refuse arguments with which synced ranks would run different numbers of forwards."""
     refused = {
-        "candidate_generator": source is GENERATOR,
-        "drafter": config.drafter is not None,
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None and source is not LOOKUP,
+        source.unsynced: bool(source.unsynced),
         "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
         "cache_implementation and compile_config": is_static,
     }
     _refuse(
         refused,
-        f"with synced_gpus and {source.cause}, got one; ranks of different texts would run different numbers of "
+        f"with synced_gpus and {source.argument}, got one; ranks of different texts would run different numbers of "
         "forwards",
     )
 
@@ -202,7 +195,7 @@ def _check_cache(cache: Any, source: DraftSource) -> None:
     if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
         raise UnsupportedGenerationError(
             "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
-            f"{source.cause}, got {described(cache)}; pass a DynamicCache, or leave the cache and "
+            f"{source.argument}, got {described(cache)}; pass a DynamicCache, or leave the cache and "
             "cache_implementation out"
         )
 

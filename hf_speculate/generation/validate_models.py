@@ -9,9 +9,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.compat import has_own_loop
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.plan import attention_of
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, DraftSource
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks, recurrent_cache, rollback_obstacle
@@ -26,7 +26,7 @@ def check_models(models: Sequence[Any], source: DraftSource) -> None:
         if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
             raise UnsupportedModelError(
                 f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
-                f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.hint}"
+                f"load it with an AutoModelFor... class, compile it in place with its compile(), or {source.hint}"
             )
     if has_own_loop(models[0]):
         raise UnsupportedModelError(
@@ -103,7 +103,7 @@ def check_target(
     """Check a prepared call, whose text may grow to `max_length` tokens, against the limits of its target."""
     name, attention = type(target).__name__, attention_of(target)
     is_masked = attention not in ALL_ATTENTION_FUNCTIONS or attention in AttentionMaskInterface()
-    if not is_masked and source is not COUPLED_ALONE:  # drafts would see wrong columns
+    if not is_masked and not source.is_token_by_token:  # drafts would see wrong columns
         raise UnsupportedModelError(
             f"the attention implementation must have a mask function to score drafts, got {attention!r} without one in "
             f"{name}; call transformers.AttentionMaskInterface.register({attention!r}, transformers.masking_utils."

@@ -1,1 +1,1 @@
-"""Models, caches and the steps that run them."""
+"""How transformers models are called: attention, compilation, exceptions by model type."""

@@ -8,14 +8,12 @@ is sampled from the residual max(w_i * p - q, 0), normalised; after a full accep
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from hf_speculate.triton_kernels import verify_block
-from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.kernel import KernelVerifier
 
 
 @dataclass(frozen=True)
-class BlockVerifier:
+class BlockVerifier(KernelVerifier):
     """Block verification, lossless; accepts at least as many tokens as rejection on average, the same for point masses.
 
     Source:
@@ -24,13 +22,4 @@ class BlockVerifier:
 
     backend: str = "auto"  # of the kernel
 
-    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        return verify_block(
-            target_logits,
-            draft.token_ids,
-            draft.token_logits,
-            keys=keys,
-            draft_lens=draft.lens,
-            draft_logsumexp=draft.logsumexp,
-            backend=self.backend,
-        )
+    operation = staticmethod(verify_block)

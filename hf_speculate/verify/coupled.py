@@ -6,14 +6,12 @@ token id. Drafts are sampled with the same noise, so that they agree often.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from hf_speculate.triton_kernels import verify_coupled
-from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.kernel import KernelVerifier
 
 
 @dataclass(frozen=True)
-class CoupledVerifier:
+class CoupledVerifier(KernelVerifier):
     """Coupled verification, lossless; the output depends on row seed and prompt only, whatever is drafted.
 
     Source:
@@ -22,6 +20,5 @@ class CoupledVerifier:
 
     backend: str = "auto"  # of the kernel
 
-    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`; reads only the tokens of the draft."""
-        return verify_coupled(target_logits, draft.token_ids, keys=keys, draft_lens=draft.lens, backend=self.backend)
+    operation = staticmethod(verify_coupled)
+    reads_draft_logits = False

@@ -5,18 +5,16 @@ The token after the accepted ones is the argmax at their position. Ties go to th
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from hf_speculate.triton_kernels import verify_greedy
-from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.kernel import KernelVerifier
 
 
 @dataclass(frozen=True)
-class GreedyVerifier:
+class GreedyVerifier(KernelVerifier):
     """Greedy verification, lossless for `do_sample=False`."""
 
     backend: str = "auto"  # of the kernel
 
-    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`; needs no noise."""
-        return verify_greedy(target_logits, draft.token_ids, draft_lens=draft.lens, backend=self.backend)
+    operation = staticmethod(verify_greedy)
+    reads_draft_logits = False
+    reads_keys = False

@@ -7,14 +7,12 @@ the bonus position. For a point mass, x is accepted if u < p(x), and the residua
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from hf_speculate.triton_kernels import verify_rejection
-from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.kernel import KernelVerifier
 
 
 @dataclass(frozen=True)
-class RejectionVerifier:
+class RejectionVerifier(KernelVerifier):
     """Rejection sampling, lossless.
 
     Source:
@@ -23,13 +21,4 @@ class RejectionVerifier:
 
     backend: str = "auto"  # of the kernel
 
-    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        return verify_rejection(
-            target_logits,
-            draft.token_ids,
-            draft.token_logits,
-            keys=keys,
-            draft_lens=draft.lens,
-            draft_logsumexp=draft.logsumexp,
-            backend=self.backend,
-        )
+    operation = staticmethod(verify_rejection)

@@ -7,14 +7,12 @@ sample from p at their position.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from hf_speculate.triton_kernels import verify_typical
-from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.kernel import KernelVerifier
 
 
 @dataclass(frozen=True)
-class TypicalVerifier:
+class TypicalVerifier(KernelVerifier):
     """Typical acceptance, lossy.
 
     Source:
@@ -27,15 +25,5 @@ class TypicalVerifier:
     correction: str = "argmax"  # "argmax" or "sample", how the token after the accepted ones is chosen
     backend: str = "auto"  # of the kernel
 
-    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        return verify_typical(
-            target_logits,
-            draft.token_ids,
-            posterior_threshold=self.posterior_threshold,
-            posterior_alpha=self.posterior_alpha,
-            correction=self.correction,
-            entropy_epsilon=self.entropy_epsilon,
-            keys=keys,
-            draft_lens=draft.lens,
-            backend=self.backend,
-        )
+    operation = staticmethod(verify_typical)
+    reads_draft_logits = False

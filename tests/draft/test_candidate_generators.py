@@ -14,12 +14,12 @@ from transformers.generation.candidate_generator import (
 
 import hf_speculate
 from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter, samples_its_logits
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.options.candidates.from_candidate_generator import CandidateGeneratorDrafter, samples_its_logits
+from hf_speculate.options.candidates.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
+from hf_speculate.options.sources.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from tests.draft.heads.rounds import BySum
 from tests.draft.test_model import make_drafter

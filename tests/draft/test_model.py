@@ -9,12 +9,12 @@ from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper
 import hf_speculate
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.options.sources.early_exit import early_exit_model
 from hf_speculate.processors import BlockLogitsProcessorList
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
 from tests.tiny import KINDS, make_model, ragged_prompts

@@ -12,7 +12,7 @@ from hf_speculate import SpeculationStats, enable
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SEPARATOR, SuffixIndex
-from hf_speculate.draft.suffix_store import MIN_BYTES, SuffixStore
+from hf_speculate.options.sources.suffix_store import MIN_BYTES, SuffixStore
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_decodes_as_plain, each_value, pair
 from tests.reliability.faults import Fault, FaultyStreamer

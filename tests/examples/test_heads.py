@@ -20,7 +20,7 @@ TOLERANCE = 1e-9
 
 
 def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
-    rollout, target = import_example("heads.rollout").rollout, target_of()
+    rollout, target = import_example("training.eagle3.rollout").rollout, target_of()
     head = load_drafter(write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3)), target)
     for text in random_texts([5, 9], seed=3):
         draft = Rounds(head, target, [text]).draft(NUM_STEPS, SampleStrategy.RANDOM)
@@ -34,7 +34,7 @@ def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
 
 
 def test_the_saved_head_drafts_long_greedy_texts(import_example):
-    measure, models = import_example("heads.measure"), import_example("models")
+    measure, models = import_example("training.measure_eagle3"), import_example("models")
     target = measure.load_model(models.PAIR / "target", torch.float32, "cpu")
     head, stats = load_drafter(models.EAGLE3, target), hf_speculate.SpeculationStats()
     tokenizer = measure.load_tokenizer(models.PAIR / "target")

@@ -22,6 +22,9 @@ MEAN = r"mean acceptance length:? (\d+\.\d\d)"
 
 def test_the_page_names_every_example_and_each_says_how_to_run_it():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= set(ROWS)
+    page = (EXAMPLES / "training" / "README.md").read_text(encoding="utf-8")
+    for path in (EXAMPLES / "training").glob("[a-z]*.py"):  # modules of the package `training`
+        assert f"`cd examples && python -m training.{path.stem}`" in page
     for path in EXAMPLES.glob("*.py"):
         source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
         assert "__main__" not in source or re.search(rf"^    (\w.* )?(examples/)?{path.name}", source, re.M), path.name
@@ -38,6 +41,8 @@ SERVE = ["serve.py", "--port", "0"]
     ("command", "library", "message"),
     [
         (["grammar.py"], "xgrammar", 'xgrammar is not installed; run: pip install ".[grammar]"'),
+        (["lm_eval_harness.py"], "lm_eval", "lm_eval is not installed; run: pip install lm-eval"),
+        (["trl_rollouts.py"], "trl", "trl is not installed; run: pip install trl"),
         (["prometheus.py"], "prometheus_client", 'prometheus_client is not installed; run: pip install ".[metrics]"'),
         (
             ["quickstart.py"],
@@ -50,7 +55,11 @@ SERVE = ["serve.py", "--port", "0"]
         (SERVE, "uvicorn", 'pip install ".[serve]" in a clone of hf_speculate'),
         (["demo.py"], "accelerate", 'got no accelerate; run: pip install ".[demo]", or add --tiny for the bundled'),
         (["models.py"], "accelerate", 'got no accelerate; run: pip install ".[demo]"'),
-        (["train_head.py", "--stage", "text"], "accelerate", 'got no accelerate; run: pip install ".[demo]"'),
+        (
+            ["training/train_smollm2_head.py", "--stage", "text"],
+            "accelerate",
+            'got no accelerate; run: pip install ".[demo]"',
+        ),
         (["tensor_parallel.py"], "torchrun", "run: torchrun --nproc-per-node 2 examples/tensor_parallel.py"),
     ],
 )
@@ -64,7 +73,7 @@ def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
         run(*command)
     assert message in raised.value.code
     assert "\n" not in raised.value.code
-    assert extras_named_in(message) <= ROWS[command[0]]
+    assert extras_named_in(message) <= ROWS[re.sub("/.*", "/", command[0])]
     assert list(tmp_path.iterdir()) == []  # nothing was fetched
 
 
@@ -74,6 +83,11 @@ SLOW = [
     (["custom_verifier.py", *FEW], ["greedy ", "top_k "]),
     (["grammar.py", *FEW], ["lock step ", "rollback "]),
     (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
+]
+ROLLOUTS = ["step 2: ", "the weights moved: True", "greedy texts after training equal plain decoding's: True"]
+INTEGRATIONS = [
+    (["lm_eval_harness.py", "--num-prompts", "4"], ["answers equal plain decoding's: True", "mean acceptance length"]),
+    (["trl_rollouts.py", "--steps", "2"], ROLLOUTS),
 ]
 
 
@@ -86,6 +100,7 @@ SLOW = [
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
+        *(pytest.param(*row, marks=pytest.mark.integration) for row in INTEGRATIONS),
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )

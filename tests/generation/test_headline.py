@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.generation import mixin
 from hf_speculate.stats import SpeculationStats
@@ -50,7 +51,7 @@ def script(monkeypatch):
     script = Script()
     monkeypatch.setattr(mixin, "StageClock", partial(StageClock, now=script))
     monkeypatch.setattr(mixin, "check_call", script.after(mixin.check_call, PREPARATION_S))
-    monkeypatch.setattr(mixin, "resolve_assistant", script.after(mixin.resolve_assistant, VOCABULARY_S))
+    monkeypatch.setattr(AssistantModel, "resolve", script.after(AssistantModel.resolve, VOCABULARY_S))
     return script
 
 

@@ -19,7 +19,7 @@ MUTANTS = mutants_of(
             "finished rows draft": Fault(".token_ids if new else [] for row", ".token_ids for row"),
             "rows are not compacted": Fault('("texts", "_num_pads")', '("_num_pads",)'),
         },
-        ("hf_speculate/draft/hybrid.py", "draft/test_hybrid.py"): {
+        ("hf_speculate/options/sources/hybrid.py", "draft/test_hybrid.py"): {
             "the model's cache counts matched tokens": Fault(
                 "[not match for match in uses_match]", "[True for match in uses_match]"
             ),
@@ -177,11 +177,9 @@ MUTANTS = mutants_of(
                 "return self._since - self._created", "return self._since - self._began"
             ),
         },
-        ("hf_speculate/engine/history_key.py", "engine/test_draft_prior.py"): {
-            "early exits share a history": Fault("early exit after {source.early_exit} layers", "early exit"),
-            "an early exit is a new model in every call": Fault(
-                "if source.early_exit is not None:", "if source.draft is None:"
-            ),
+        ("hf_speculate/options/sources/early_exit.py", "engine/test_draft_prior.py"): {
+            "early exits share a history": Fault("early exit after {self.num_layers} layers", "early exit"),
+            "an early exit is a new model in every call": Fault("HistoryKey(None, (", "HistoryKey(self.model, ("),
         },
         ("hf_speculate/engine/step_weights.py", "engine/test_draft_prior.py"): {
             "a table of embeddings is read in every step": Fault("if id(weight) not in shared:", "if not shared:"),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_speculate.draft.acceptance_tallies import AcceptanceBound, DraftCounts
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
@@ -19,11 +18,8 @@ from hf_speculate.models.language_model import device_of, vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Kept, Stream
 
-# Of first tokens; published heads reach 0.4.
-FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 _SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
 _AT_ONCE = ("peagle", "dflash", "dspark", "pard")  # kinds that draft all tokens of a round in one step
@@ -122,6 +118,8 @@ class DraftHead:
         default_draft_tokens: K that its config recommends; None if it names none.
         num_parameters: numbers in its own weights.
     """
+
+    draft_source = "a draft head"  # the variant of draft sources that it is
 
     def __init__(self, spec: HeadSpec, network: HeadNetwork, config: PreTrainedConfig, factory: HeadDrafterFactory):
         self.spec, self.shape = spec, shape_of(config)
@@ -254,27 +252,6 @@ class DraftHead:
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
             f"default K {spec.default_draft_tokens or 'as the schedule says'}{most})"
         )
-
-
-def first_tokens(stats: SpeculationStats) -> DraftCounts:
-    """How many of the first tokens that a head drafted in a call were accepted."""
-    drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
-    return DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
-
-
-def warn_of_low_first_acceptance(spec: HeadSpec) -> None:
-    """Warn that few of the first tokens that a head drafted were accepted, and say what may be wrong."""
-    if FINAL_STATE in spec.hidden_layers:
-        cause = "it may belong to another target, or to weights that this one had before it was changed"
-    elif spec.hidden_layers:
-        cause = "it may read other layers than it was trained on: measure it with head.check_layers(target, prompts)"
-    else:
-        cause = "it may belong to another target, or read another vocabulary"
-    warnings.warn(
-        f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {spec.name} drafted were accepted; "
-        f"{cause}",
-        stacklevel=4,
-    )
 
 
 def _hits(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_speculate.caller import caller_level
 from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
@@ -117,20 +118,7 @@ def load_drafter(
             other, or `aux_layers` or `context_len` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
-    return load_head(head, target, 2, dtype, device, aux_layers, context_len)
-
-
-def load_head(
-    source: str | Path,
-    target: PreTrainedModel,
-    num_frames: int,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    aux_layers: Sequence[int] | None = None,
-    context_len: int | None = None,
-) -> DraftHead:
-    """See `load_drafter`; the user's line, to which warnings belong, is so many frames above."""
-    folder, shape = HeadFolder(source), shape_of(target.config)
+    folder, shape = HeadFolder(head), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
     spec, kind = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
@@ -139,16 +127,16 @@ def load_head(
             "load the head that was trained for this target"
         )
     for note in fit.notes:
-        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=1 + num_frames)
+        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=caller_level())
     if context_len is not None:
         _LENGTH("context_len", context_len)
         spec = replace(spec, max_position_embeddings=context_len)
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
     network = kind.load(LoadRequest(folder, spec, options, target, dtype, device))
-    head = DraftHead(spec, network, target.config, partial(kind.drafter, network))
-    head.check_target(target)
-    return head
+    loaded = DraftHead(spec, network, target.config, partial(kind.drafter, network))
+    loaded.check_target(target)
+    return loaded
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:

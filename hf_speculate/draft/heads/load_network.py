@@ -16,9 +16,8 @@ from hf_speculate.draft.heads.network import SHARED_TABLES, HeadNetwork, Network
 from hf_speculate.draft.heads.recognise import HeadKind
 from hf_speculate.draft.heads.target_ids import target_ids
 from hf_speculate.draft.heads.unserved import check_weight_names
-from hf_speculate.draft.heads.weight_files import shown
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
-from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError, shown
 from hf_speculate.models.context import context_len
 
 # Names of the same weight in other trainers' files.

@@ -48,6 +48,7 @@ NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
     """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
 
+    drafts_fewer = True
     BY_ROW = ("_num_pads",)
     TENSORS = ("newest_outputs",)
     PARTS = ("cache", "chooser")

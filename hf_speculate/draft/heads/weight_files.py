@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, UnsupportedModelError, shown
 
 PATTERNS = ["*.safetensors", "*.bin", "*.index.json"]
 _FIRST_FILES = (  # the first that exists is read
@@ -18,7 +18,6 @@ _FIRST_FILES = (  # the first that exists is read
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_NUM_NAMED = 3  # names in an error
 
 
 def first_file(folder: Path) -> Path:
@@ -72,12 +71,6 @@ def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) ->
                 "the files again"
             )
         yield file
-
-
-def shown(names: Collection[str]) -> str:
-    """The first of some names, and how many more there are."""
-    first = ", ".join(sorted(names)[:_NUM_NAMED])
-    return first if len(names) <= _NUM_NAMED else f"{first} and {len(names) - _NUM_NAMED} more"
 
 
 def _listed_files(path: Path) -> dict[Path, list[str]]:

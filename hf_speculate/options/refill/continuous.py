@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.no_drafts import CONTINUOUS
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
@@ -74,7 +75,7 @@ class ContinuousDecoder:
         self._running: dict[tuple[bool, str], RunningBatch] = {}  # by whether it samples, and by verifier
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
-        self._config: SpeculationConfig | None = None  # of the last rows that were read
+        self._source: DraftSource = CONTINUOUS  # of the latest rows
 
     @property
     def num_live(self) -> int:
@@ -86,8 +87,7 @@ class ContinuousDecoder:
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
         """Decode until no row is left and the source has none; the results of each round that finishes rows."""
-        assistant = self.arguments.get("assistant_model")
-        models = [one for one in (self.model, assistant) if isinstance(one, PreTrainedModel)]
+        models = [model for model in (self.model, *self.arguments.values()) if isinstance(model, PreTrainedModel)]
         with folded_attention_for(models):
             while True:
                 finished = self._admit(source)
@@ -202,8 +202,8 @@ class ContinuousDecoder:
         return isinstance(error, BadLogitsError) or not isinstance(error, SpeculateError)
 
     def _result(self, row: FinishedRow) -> RowResult:
-        if self._config is not None and self._config.suffix_store is not None and row.error is None:
-            self._config.suffix_store.add(row.token_ids)
+        if row.error is None:
+            self._source.keep(row.token_ids)
         return RowResult(self._prompts.pop(row.row_id), *row[1:])
 
     def _prepare(self, prompts: Sequence[RowPrompt]) -> Prepared:
@@ -215,7 +215,7 @@ class ContinuousDecoder:
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
         arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._config = prepared.plan.call.config
+        self._source = prepared.plan.call.source
         return prepared
 
 

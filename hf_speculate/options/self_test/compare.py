@@ -23,10 +23,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.plan import attention_of, places_by_column, target_cache_plan
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
-from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name

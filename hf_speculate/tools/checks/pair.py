@@ -10,10 +10,10 @@ from typing import Any
 from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
 from hf_speculate.models.context import context_of, encoder_context_len
 from hf_speculate.models.quirks import growing_rope
@@ -230,7 +230,7 @@ def rope_findings(target: Described) -> Iterator[Finding]:
 
 def unsupported(*models: PreTrainedModel) -> str:
     try:
-        check_models(models, ASSISTED)
+        check_models(models, AssistantModel(models[-1]))
     except UnsupportedModelError as error:
         return str(error)
     return ""

@@ -282,8 +282,24 @@ class Serve(Drafting, Models):
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Check the devices of this machine: kernels, CUDA graphs, attention and texts of a small pair.
+
+    Nothing is downloaded, and each check runs in a process of its own: 60 s a device at most. On a CUDA device what was
+    seen is written to a file, which "auto" of speculation_graphs and verifier_backend follows. Exit status 1: something
+    is wrong; the last line says what to set.
+    """
+
+    compile: Annotated[bool, typer.Option("--compile", help="Also check a compiled call: up to 180 s a device.")] = (
+        False
+    )
+    as_json: AsJson = False
+    output: Output = None
+
+
 # In the order of the help: name of the command, and module of this package and function that run it.
-COMMANDS: dict[type[Models], tuple[str, str]] = {
+COMMANDS: dict[type[Models | Doctor], tuple[str, str]] = {
     Generate: ("generate", "generate:run"),
     ChatInTerminal: ("chat", "generate:run_chat"),
     Serve: ("serve", "serve:run"),
@@ -291,4 +307,5 @@ COMMANDS: dict[type[Models], tuple[str, str]] = {
     Bench: ("bench", "measuring:run_bench"),
     Tune: ("tune", "measuring:run_tune"),
     Check: ("check", "check:run"),
+    Doctor: ("doctor", "doctor:run"),
 }

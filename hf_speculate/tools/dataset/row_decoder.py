@@ -21,9 +21,9 @@ from transformers import (
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
+from hf_speculate.draft.source import source_key, source_values
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
-from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
 from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
@@ -255,8 +255,9 @@ class RowDecoder:
         given = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}
         passed = fields_of(self.arguments.get("generation_config"))
         config = read_config([given, passed, fields_of(self.model.generation_config)])
-        assistant, early_exit = self.arguments.get("assistant_model"), self._setting("assistant_early_exit")
-        if find_draft_source(assistant, early_exit, config, samples=True) is not None:
+        names = ("assistant_model", "assistant_early_exit")
+        values = source_values({name: self._setting(name) for name in names}, config)
+        if source_key(values) or config.verifier == "coupled":
             return {}
         if config.verifier is not None:
             raise ConfigError(

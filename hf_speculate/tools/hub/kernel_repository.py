@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,11 +35,10 @@ def metadata(variant: Path) -> dict[str, object]:
     """Metadata of a variant; the library requires every key."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    version = setup["metadata"]["version"]
     return {
         "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
         "name": NAME,
-        "version": int(version.split(".")[0]),
+        "version": int(version("hf-speculate").split(".")[0]),
         "license": setup["metadata"]["license"],
         "python-depends": [],
         "backend": {"type": "cuda"},  # required, but not compared with the device

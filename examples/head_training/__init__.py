@@ -1,1 +1,0 @@
-"""Stages of `examples/train_head.py`, one module each."""

@@ -1,0 +1,77 @@
+"""Text that the target writes, with the hidden states that an EAGLE-3 head learns from."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from training.pair.selftext import BATCH_SIZE, ROW_LEN, continue_rows, draw_prefixes
+
+AUX_LAYERS = (2, 8, 13)
+NUM_ROWS_PER_FORWARD = 16
+READ_LEN = 192  # of a row's 320 tokens the last ones are trained on, of which the target wrote 128 or more
+
+
+class Rows(NamedTuple):
+    """Texts with the target's states."""
+
+    ids: Tensor  # [R, W] int64
+    states: Tensor  # [R, W, A * H] float16, inputs of `AUX_LAYERS`
+    last: Tensor  # [R, W, H] float16, states after the final norm
+
+
+def write_rows(target: LlamaForCausalLM, stream: np.ndarray, num_batches: int, seed: int, folder: Path) -> list[Rows]:
+    """Batches of 96 rows, which begin with real text and which the target continues; half of the rows are sampled.
+
+    Args:
+        target: writes.
+        stream: [N] uint16, token ids of real text.
+        num_batches: that are returned; those that are in the folder already are not written again.
+        seed: of prefixes and sampling.
+        folder: takes one file per batch.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{batch:03d}.pt" for batch in range(num_batches)]
+    for batch, path in enumerate(paths):
+        if not path.is_file():
+            torch.manual_seed(seed * 100_003 + batch)
+            prefixes, is_greedy = draw_prefixes(stream, batch, seed), torch.arange(BATCH_SIZE) % 2 == 0
+            rows = read_rows(target, continue_rows(target, prefixes, ROW_LEN, is_greedy).ids)
+            partial = path.with_suffix(".partial")
+            torch.save(tuple(rows), partial)
+            partial.replace(path)
+            print(f"wrote batch {batch} of {num_batches} of text", flush=True)
+    return [Rows(*torch.load(path, weights_only=True, mmap=True)) for path in paths]
+
+
+@torch.inference_mode()
+def read_rows(target: LlamaForCausalLM, ids: Tensor) -> Rows:
+    """Rows [R, W] with the target's states."""
+    states, last = [], []
+    for part in ids.split(NUM_ROWS_PER_FORWARD):
+        hidden = target.model(part, output_hidden_states=True, use_cache=False).hidden_states
+        states.append(torch.cat([hidden[layer] for layer in AUX_LAYERS], dim=-1).half())
+        last.append(hidden[-1].half())
+    return Rows(ids, torch.cat(states), torch.cat(last))
+
+
+def draw_rows(batches: list[Rows], num_rows: int, greedy_share: float, seed: int) -> Rows:
+    """The last columns of random rows; the same rows for the same seed.
+
+    Args:
+        batches: of rows.
+        num_rows: that are drawn.
+        greedy_share: probability of a row that was written greedily.
+        seed: of the choice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(len(batches) * BATCH_SIZE // 2, (num_rows,), generator=generator)
+    is_sampled = torch.rand(num_rows, generator=generator) >= greedy_share
+    rows = []
+    for index in (2 * indices + is_sampled).tolist():
+        batch, row = divmod(index, BATCH_SIZE)
+        rows.append([part[row, -READ_LEN:] for part in batches[batch]])
+    return Rows(*(torch.stack(parts) for parts in zip(*rows, strict=True)))

@@ -1,0 +1,146 @@
+"""Lets the target write conversations, and keeps the states that a head learns from.
+
+Every row is one conversation of fixed length: user turns are fed token by token, and the target answers in between.
+So a batch needs no padding, and no row waits for another one.
+"""
+
+import random
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import rotate_half
+
+from training.smollm2.seed_prompts import next_turn, question
+
+BATCH_SIZE = 64
+ROW_LEN = 512
+MAX_ANSWER_LEN = 160  # a longer answer is cut off and followed by the next user turn: it would repeat itself
+TEMPERATURE = 0.7  # of the sampled half of the rows
+
+
+class Conversations(NamedTuple):
+    """Rows that the target wrote, with its states."""
+
+    ids: Tensor  # [R, W] int32
+    is_written: Tensor  # [R, W] bool, tokens that the target chose
+    aux: Tensor  # [R, W, A * D] bfloat16, inputs of the layers that the head reads
+    hidden: Tensor  # [R, W, D] float16, last states, as the target's output matrix reads them
+    logsumexp: Tensor  # [R, W] float32, of the logits over the whole vocabulary
+
+
+class Turns:
+    """The tokens of one row's user turns, and when they come."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
+        self.draw = random.Random(seed)
+        self.tokenizer = tokenizer
+        self.num_answered = 0
+        first = [{"role": "user", "content": question(self.draw)}]
+        self.forced = deque(
+            self._encode(tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=True))
+        )
+
+    def next_id(self, chosen: int) -> tuple[int, bool]:
+        """The row's next token, and whether it is the one that the target chose."""
+        if self.forced:
+            return self.forced.popleft(), False
+        self.num_answered += 1
+        if chosen == self.tokenizer.eos_token_id or self.num_answered == MAX_ANSWER_LEN:
+            self.num_answered = 0
+            turn = f"\n<|im_start|>user\n{next_turn(self.draw)}<|im_end|>\n<|im_start|>assistant\n"
+            self.forced.extend(self._encode(turn))
+            return self.tokenizer.eos_token_id, chosen == self.tokenizer.eos_token_id
+        return chosen, True
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Stepper:
+    """One token a row at a time through a Llama model, over buffers that hold all of the keys and values.
+
+    transformers' own loop copies the whole cache at every step, which takes half of the time at this batch size.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, batch_size: int, row_len: int, aux_layers: list[int]):
+        self.model, self.aux_layers, self.length = model, aux_layers, 0
+        config = model.config
+        self.head_dim, self.num_kv_heads = config.head_dim, config.num_key_value_heads
+        shape = (config.num_hidden_layers, 2, batch_size, config.num_key_value_heads, row_len, config.head_dim)
+        self.states = torch.zeros(shape, dtype=model.dtype)
+        positions = torch.arange(row_len)[None]
+        self.cos, self.sin = model.model.rotary_emb(self.states, positions)  # [1, W, D]
+
+    def step(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Feed tokens [B] int64; returns inputs of the aux layers [B, A * D] and last states [B, D]."""
+        x, aux = self.model.model.embed_tokens(ids), []
+        for index, layer in enumerate(self.model.model.layers):
+            if index in self.aux_layers:
+                aux.append(x)
+            x = x + self._attend(index, layer.self_attn, layer.input_layernorm(x))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        self.length += 1
+        return torch.cat(aux, dim=-1), self.model.model.norm(x)
+
+    def _attend(self, index: int, attention: nn.Module, x: Tensor) -> Tensor:
+        place, keys, values = self.length, *self.states[index]
+        cos, sin = self.cos[:, place], self.sin[:, place]  # [1, D]
+        query, key, value = (
+            getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim)) for name in "qkv"
+        )  # [B, H, D]
+        query, key = (part * cos + rotate_half(part) * sin for part in (query, key))
+        keys[:, :, place], values[:, :, place] = key, value
+        # The query heads of a key-value head are rows of one product.
+        query = query.unflatten(1, (self.num_kv_heads, -1))  # [B, Hkv, G, D]
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, keys[:, :, : place + 1], values[:, :, : place + 1]
+        )  # [B, Hkv, G, D]
+        return attention.o_proj(mixed.flatten(1))
+
+
+@torch.inference_mode()
+def write_conversations(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, aux_layers: list[int], seed: int
+) -> Conversations:
+    """Write one batch; the first half of the rows takes the likeliest token, the other half samples."""
+    turns = [Turns(tokenizer, seed * BATCH_SIZE + row) for row in range(BATCH_SIZE)]
+    generator = torch.Generator().manual_seed(seed)
+    stepper = Stepper(target, BATCH_SIZE, ROW_LEN, aux_layers)
+    ids = torch.tensor([row.next_id(-1)[0] for row in turns])  # [B]
+    columns = []
+    is_written = torch.zeros(BATCH_SIZE, dtype=torch.bool)
+    for _ in range(ROW_LEN):
+        aux, hidden = stepper.step(ids)
+        logits = target.lm_head(hidden).float()  # [B, V]
+        columns.append((ids.int(), is_written, aux.to(torch.bfloat16), hidden.to(torch.float16), logits.logsumexp(-1)))
+        chosen = logits.argmax(-1)
+        probs = (logits[BATCH_SIZE // 2 :] / TEMPERATURE).softmax(-1)
+        chosen[BATCH_SIZE // 2 :] = torch.multinomial(probs, 1, generator=generator)[:, 0]
+        pairs = [row.next_id(token) for row, token in zip(turns, chosen.tolist(), strict=True)]
+        ids, is_written = (torch.tensor(list(column)) for column in zip(*pairs, strict=True))
+    return Conversations(*(torch.stack(column, 1) for column in zip(*columns, strict=True)))
+
+
+def write_batches(
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    aux_layers: list[int],
+    folder: Path,
+    numbers: range,
+    seed: int,
+) -> None:
+    """Write the batches `numbers` into `folder`, one file each; those already there are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in numbers:
+        path = folder / f"{number:04d}.pt"
+        if path.is_file():
+            continue
+        rows = write_conversations(target, tokenizer, aux_layers, seed * 100_003 + number)
+        partial = path.with_suffix(".partial")
+        torch.save(tuple(rows), partial)
+        partial.replace(path)
+        print(f"{path.name}: {rows.is_written.sum()} tokens written", flush=True)

@@ -1,0 +1,201 @@
+"""The source of draft models: makes a drafter from a smaller model, and maps its vocabulary to the target's."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_speculate.caller import caller_level
+from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
+from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.model import ModelDrafter, TranslatedDrafter
+from hf_speculate.draft.named import NamedDrafts
+from hf_speculate.draft.no_drafts import NoDrafts
+from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
+from hf_speculate.draft.token_choice import DraftSettings
+from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageModel, VocabMapping, padding_mapping
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.context import context_of
+from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
+from hf_speculate.models.language_model import LanguageModel, device_of, vocab_size_of
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.transfers import upload
+
+# With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
+# Of these, 1 in 100 looks so bad by then.
+VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
+
+
+class AssistantModel(DraftSource):
+    """The source of a call whose drafts are another model's."""
+
+    argument = "assistant_model"
+    hint = hint_of("assistant_model")
+    model: PreTrainedModel
+    is_vocabulary_assumed = False  # to be the target's, because the tokenizers were not compared
+    reads_text = True  # whether the draft can read the prompt; one that cannot is poor in any case
+
+    def __init__(self, model: PreTrainedModel, name: str = ""):
+        self.model = model
+        self.name = name  # of its folder or repository, if the call gave that
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:  # type: ignore[override]
+        return getattr(self.model, "generation_config", None)
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        return f"model {type(self.model).__name__}"
+
+    def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> DraftSource:
+        tokenizer, assistant_tokenizer = (arguments.get(name) for name in ("tokenizer", "assistant_tokenizer"))
+        if self.name and tokenizer is not None and assistant_tokenizer is None:
+            assistant_tokenizer = find_tokenizer(self.name)
+        resolved = copy.copy(self)
+        resolved.vocabulary = map_vocabularies(target, self.model, tokenizer, assistant_tokenizer)
+        resolved.is_vocabulary_assumed = resolved.vocabulary is None and None in (tokenizer, assistant_tokenizer)
+        resolved.eager_reason = "" if resolved.vocabulary is None else "its ids are mapped to the target's"
+        resolved.reads_text = arguments.get("inputs_embeds") is None
+        return resolved
+
+    def without_model(self) -> DraftSource:
+        return NoDrafts(self.argument, self.hint)
+
+    def history_key(self) -> HistoryKey:
+        return HistoryKey(self.model, ("model", False))
+
+    def make_drafter(self, plan: DraftPlan) -> ModelDrafter:
+        setup, model, device = plan.setup, self.model, device_of(self.model)
+        context, is_synced = context_of(model, plan.prompt_len), plan.meet is not None
+        max_position = plan.max_position if context is None else min(plan.max_position, context.num_tokens - 1)
+        if context is not None and context.num_tokens >= setup.max_length and not is_synced:
+            context = None  # out of reach; another rank's rows may be longer
+        chunk_size = None if is_synced else draft_chunk_size(setup.target, model, plan.num_query)
+        settings = DraftSettings(
+            eos_token_ids=upload(sorted(setup.eos_token_ids), device) if setup.eos_token_ids else None,
+            confidence_threshold=setup.confidence_threshold,
+            keeps_logits=setup.keeps_logits,
+            stream=setup.stream,
+            backend=setup.backend,
+        )
+        compiled = plan.make_compiled(max_position, chunk_size, settings, context)
+        if compiled is not None:
+            return compiled
+        arguments = model, max_position, plan.is_distributed, plan.inputs
+        rest = chunk_size, not plan.is_distributed, plan.meet
+        if self.vocabulary is None:
+            inferencer = Inferencer(LanguageModel(*arguments), *rest)
+            return ModelDrafter(inferencer, plan.row_processors, settings, context)
+        translated = TranslatedLanguageModel(self.vocabulary, *arguments)
+        inferencer = Inferencer(translated, *rest)
+        return TranslatedDrafter(inferencer, translated, plan.row_processors, settings, context, setup.device)
+
+    def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
+        """Warn once if next to none of its tokens were accepted; equal sizes of different vocabularies do this."""
+        if not (self.is_vocabulary_assumed and self.reads_text):
+            return
+        verified = DraftCounts(stats.num_verified, stats.num_accepted)
+        if AcceptanceTallies.of(target).add(self.model, verified, VERIFIED_TOKENS_BOUND):
+            names = [str(model.name_or_path) or type(model).__name__ for model in (target, self.model)]
+            warnings.warn(
+                f"fewer than {VERIFIED_TOKENS_BOUND.least_rate:.0%} of the draft tokens were accepted; the "
+                f"vocabularies of {names[0]} and {names[1]} have the same size but may differ: pass tokenizer= and "
+                "assistant_tokenizer= if they do",
+                stacklevel=caller_level(),
+            )
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
+    """The source of `assistant_model`: a model, its name or wrapper, or an object that names another source."""
+    assistant, name = unwrapped(values["assistant_model"]), ""
+    if isinstance(assistant, str | Path):
+        name = str(assistant)
+        assistant = NamedDrafts.of(target).get(name, target)
+    variant = getattr(assistant, "draft_source", None)  # of a draft head
+    if variant is not None:
+        source: DraftSource = load_entry(VARIANTS[variant])(target, {**values, "assistant_model": assistant})
+        return source
+    return AssistantModel(assistant, name)
+
+
+def unwrapped(assistant: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is."""
+    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
+        return assistant
+    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
+            "use a draft without one, or with LoRA"
+        )
+    return assistant.get_base_model()
+
+
+def map_vocabularies(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+) -> VocabMapping | None:
+    """How the draft's ids stand to the target's; None if they are the same.
+
+    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
+    given, it is looked up in local files under its model's `name_or_path`.
+    """
+    num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
+    are_given = tokenizer is not None and assistant_tokenizer is not None
+    num_read, num_scored = table_sizes(draft)
+    if num_target == num_draft and not are_given:
+        # ids that the draft has no embedding for, or scores past its vocabulary, must not reach either model
+        fits = num_read >= num_draft and num_scored <= num_draft
+        return None if fits else padding_mapping(num_target, min(num_read, num_draft))
+    ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
+    theirs = find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
+    if ours is not None and theirs is not None:
+        if are_equal(ours, theirs):
+            return None if num_target == num_draft else padding_mapping(num_target, num_draft)
+        if are_given:
+            return intersect_vocabularies(ours, theirs, num_target, num_draft)
+        why = "their tokenizers differ"
+    elif abs(num_target - num_draft) <= MAX_PADDING and _eos_ids(target) == _eos_ids(draft):
+        warnings.warn(
+            f"the target has {num_target} ids and the draft {num_draft}; their tokenizers were not found, so ids are "
+            "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure",
+            stacklevel=caller_level(),
+        )
+        return padding_mapping(num_target, num_draft)
+    else:
+        why = "their tokenizers were not found"
+    raise UnsupportedModelError(
+        f"assistant_model must have the target's vocabulary of {num_target} tokens, or the tokenizers must be given, "
+        f"got {num_draft} tokens and {why}; pass tokenizer= and assistant_tokenizer= to generate()"
+    )
+
+
+def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
+    size = vocab_size_of(model)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
+
+
+def _eos_ids(model: PreTrainedModel) -> set[int]:
+    eos = model.generation_config.eos_token_id
+    return set() if eos is None else set(eos) if isinstance(eos, list) else {eos}
+
+
+def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies beside a model in local files; None where there is none that loads."""
+    try:
+        return _load_tokenizer(name) if name else None
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):  # what transformers may raise
+        return None
+
+
+@functools.lru_cache(maxsize=8)  # loading takes up to seconds; what was not found is looked for again
+def _load_tokenizer(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)

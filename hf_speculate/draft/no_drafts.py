@@ -1,0 +1,39 @@
+"""The null draft source, of calls that decode token by token."""
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.base import Drafter, DraftRequest
+from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.source import DraftSource
+from hf_speculate.per_row import PerRow
+from hf_speculate.types import DraftOut
+
+
+class NoDrafter(PerRow, Drafter):
+    """The drafter of a call that decodes token by token."""
+
+    max_draft_tokens = 0
+    can_join = True
+
+    def draft(self, request: DraftRequest) -> DraftOut:
+        raise NotImplementedError
+
+
+class NoDrafts(DraftSource):
+    """The source of a call that nothing drafts for."""
+
+    drafts = False
+
+    def __init__(self, argument: str, hint: str, *, is_token_by_token: bool = False):
+        self.argument, self.hint, self.is_token_by_token = argument, hint, is_token_by_token
+
+    def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
+        return False
+
+    def make_drafter(self, plan: DraftPlan) -> Drafter:
+        return NoDrafter()
+
+
+CONTINUOUS = NoDrafts("continuous batching", "decode static batches")
+COUPLED_ALONE = NoDrafts(
+    "verifier='coupled'", "set verifier='rejection' to sample as transformers does", is_token_by_token=True
+)

@@ -1,0 +1,59 @@
+"""The source of prompt lookup: drafts what followed an earlier match of a row's last tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
+from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+
+
+class PromptLookup(DraftSource):
+    """The source of a call that copies earlier tokens of each row."""
+
+    argument = "prompt_lookup_num_tokens"
+    hint = hint_of(argument) + ", or hf_speculate.disable(model) for transformers' own prompt lookup"
+    description = "prompt lookup"
+    varies_len = True
+    store: Any = None  # texts of earlier calls, which are searched too; None for none
+
+    def settings(self, config: SpeculationConfig) -> SpeculationConfig:
+        """`prompt_lookup_num_tokens` is the largest draft length."""
+        num, most = config.num_assistant_tokens, config.prompt_lookup_num_tokens
+        if isinstance(num, Sequence):
+            return replace(config, num_assistant_tokens=[min(limit, most or limit) for limit in num])
+        return replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
+
+    def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
+        return False
+
+    def history_key(self) -> HistoryKey:
+        return HistoryKey(None, ("none", True))
+
+    def make_drafter(self, plan: DraftPlan) -> Drafter:
+        return SuffixDrafter(self.suffix_settings(plan), plan.setup.device)
+
+    def suffix_settings(self, plan: DraftPlan) -> SuffixSettings:
+        """How rows are continued after a match."""
+        config, setup = plan.config, plan.setup
+        return SuffixSettings(
+            max_draft_tokens=config.prompt_lookup_num_tokens or config.max_draft_tokens,
+            max_match_len=config.max_matching_ngram_size,
+            eos_token_ids=setup.eos_token_ids,
+            vocab_size=setup.vocab_size,
+            store=self.store,
+            num_pads=setup.num_pads,
+        )
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
+    """The source of `prompt_lookup_num_tokens`; with a `suffix_store`, it searches earlier calls too."""
+    if values.get("suffix_store") is None:
+        return PromptLookup()
+    source: DraftSource = load_entry(VARIANTS["suffix_store"])(target, values)
+    return source

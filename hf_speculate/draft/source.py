@@ -1,0 +1,195 @@
+"""Draft sources: what proposes tokens in a call. Each has a file of its own, and is reached through one table."""
+
+import copy
+import importlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig
+from hf_speculate.draft.base import Drafter, DrafterSetup
+from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.vocab_mapping import VocabMapping
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.stats import SpeculationStats
+
+# Argument of `generate()`, or arguments that go together -> the function that makes their source, imported when a call
+# has the argument. Without a name behind the colon it is `make_source`; it gets the target and the values of a call.
+SOURCES = {
+    "assistant_model": "hf_speculate.draft.assistant_model",
+    "assistant_early_exit": "hf_speculate.options.sources.early_exit",
+    "candidate_generator": "hf_speculate.options.candidates.source",
+    "drafter": "hf_speculate.draft.custom",
+    "prompt_lookup_num_tokens": "hf_speculate.draft.prompt_lookup",
+    "use_mtp": "hf_speculate.options.heads.source:make_mtp_source",
+    "assistant_model and prompt_lookup_num_tokens": "hf_speculate.options.sources.hybrid",
+    "assistant_early_exit and prompt_lookup_num_tokens": "hf_speculate.options.sources.hybrid",
+}
+# What the value of an argument says -> the function that makes its source, or finds it in files.
+VARIANTS = {
+    "a draft head": "hf_speculate.options.heads.source",
+    "a name": "hf_speculate.options.heads.named:find_head",
+    "suffix_store": "hf_speculate.options.sources.stored_lookup",
+}
+_WITH_MODEL = ("assistant_model", "assistant_early_exit")  # the sources with a KV cache that a `DraftState` keeps
+
+
+class HistoryKey(NamedTuple):
+    """What drafts, as far as later calls can recognise it: under it, calls share what they have measured."""
+
+    draft: object | None  # a draft model, which is held weakly; None if no object stays
+    name: Hashable  # of the kind of source, and what tells it from others of its kind
+
+
+class DraftSource:
+    """What proposes tokens in a call. Methods are called in this order; a source that one returns goes on instead."""
+
+    argument = ""  # of `generate()`, which chooses it; errors name it
+    hint = ""  # how to decode without it, the next step in errors
+    description = "none"  # for `stats.plan`
+    model: PreTrainedModel | None = None  # the model that drafts
+    generation_config: GenerationConfig | None = None  # sets fields that the call leaves open
+    vocabulary: VocabMapping | None = None  # maps the target's ids to the model's; None if they are the same
+    eager_reason = ""  # why the model is never compiled; empty if it may be
+    drafts = True  # whether it proposes tokens at all
+    is_token_by_token = False  # whether the target reads one token at a time, as in plain decoding
+    drafts_at_once = False  # whether one step drafts all tokens of a round
+    varies_len = False  # whether its rounds may have any number of tokens with a constant draft length too
+    is_single_row = False  # whether it serves one row only
+    reads_embeds = True  # whether it serves prompts of embeddings
+    reads_keys = False  # whether it reads the keys of the noise even if it does not sample
+    unsynced = ""  # argument with which ranks of different texts would run different numbers of forwards
+    hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
+    is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`
+    reads_outputs = ""  # why the states come from the output of an eager forward; empty if they are captured
+
+    def settings(self, config: SpeculationConfig) -> SpeculationConfig:
+        """The settings of a call that drafts with it; an error if they cannot be combined with it."""
+        return config
+
+    def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> "DraftSource":
+        """Relate it to the target, once both models are checked."""
+        return self
+
+    def without_model(self) -> "DraftSource":
+        """What drafts if the model cannot, or gains nothing."""
+        return self
+
+    def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
+        """Begin one run of `generate()`, before it is planned; `prepared` is what transformers' generators get."""
+        return self
+
+    def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
+        """Whether drafts are sampled; if not, they are point masses."""
+        return do_sample and config.draft_sampling == "sample"
+
+    def history_key(self) -> HistoryKey:
+        """Under which its calls share what they have measured."""
+        return HistoryKey(self.model, ("none", False))
+
+    def step_bytes(self, target: PreTrainedModel) -> int | None:
+        """Bytes of the weights that a draft step reads, of a source without a model; None if nothing is known."""
+        return 0
+
+    def make_drafter(self, plan: DraftPlan) -> Drafter:
+        """The drafter of a planned run."""
+        raise NotImplementedError
+
+    def keep(self, token_ids: Sequence[int]) -> None:
+        """Called with the new tokens of every row that has ended well."""
+
+    def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
+        """Called when the call has ended well."""
+
+
+class FactorySource(DraftSource):
+    """A source that makes its drafter before the call is planned, because the plan follows from the drafter."""
+
+    reads_keys = True
+    drafter: Drafter
+
+    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+        """The drafter of one run, see `begin`."""
+        raise NotImplementedError
+
+    def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
+        begun = copy.copy(self)
+        begun.drafter = self.start(setup, prepared)
+        begun.hidden_layers, begun.is_compiled = begun.drafter.hidden_layers, begun.drafter.is_compiled
+        return begun
+
+    def make_drafter(self, plan: DraftPlan) -> Drafter:
+        return self.drafter
+
+
+def find_source(
+    target: PreTrainedModel,
+    values: Mapping[str, Any],  # of the arguments in `sources` that are no settings
+    read_settings: Callable[[GenerationConfig | None], SpeculationConfig],
+    sources: Mapping[str, str] = SOURCES,
+) -> tuple[DraftSource | None, SpeculationConfig]:
+    """The source of a call, None if it names none, and the settings, which that source's generation config completes.
+
+    Raises:
+        ConfigError: a `DraftState` comes without a draft model.
+        UnsupportedGenerationError: the call names several sources.
+    """
+    first = next((name for name in sources if _is_given(values.get(name))), "")
+    source = make_source(first, target, values, sources) if first else None
+    config = read_settings(None if source is None else source.generation_config)
+    values = source_values(values, config)
+    key = source_key(values, sources)
+    if key != first:
+        source = make_source(key, target, values, sources)
+    return source, config
+
+
+def source_values(values: Mapping[str, Any], config: SpeculationConfig) -> dict[str, Any]:
+    """The arguments of a call by name, settings included."""
+    return {**values, **{name: getattr(config, name) for name in FIELD_NAMES}}
+
+
+def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) -> str:
+    """The entry of `sources` that a call's arguments name, empty if they name none; raises as `find_source` does."""
+    if values.get("draft_state") is not None and all(values.get(name) is None for name in _WITH_MODEL):
+        raise ConfigError(
+            "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
+        )
+    names = [name for name in sources if _is_given(values.get(name))]
+    key = " and ".join(names)
+    if len(names) > 1 and key not in sources:
+        surplus = "one of them" if len(names) == 2 else "all but one"
+        raise UnsupportedGenerationError(f"pass one draft source, got {key}; omit {surplus}")
+    return key
+
+
+def make_source(
+    key: str, target: PreTrainedModel, values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES
+) -> Any:
+    """The source of an entry; None if the entry leaves the call to transformers."""
+    return load_entry(sources[key])(target, values)
+
+
+def load_entry(entry: str) -> Any:
+    """The function that an entry of a table names."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name or "make_source")
+
+
+def hint_of(argument: str) -> str:
+    """How to decode without an argument, the next step in errors."""
+    return f"leave {argument} out to decode without speculation"
+
+
+def qualified_name(factory: object) -> str:
+    """Of a function or class, or of an object's class; a partial function is what it calls."""
+    while isinstance(factory, partial):
+        factory = factory.func
+    named = factory if hasattr(factory, "__qualname__") else type(factory)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False

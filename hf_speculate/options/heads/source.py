@@ -1,0 +1,111 @@
+"""The source of draft heads: a loaded head, or the MTP layers of the target's own checkpoint (`use_mtp`)."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_speculate.caller import caller_level
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
+from hf_speculate.draft.base import Drafter, DrafterSetup
+from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
+from hf_speculate.draft.named import NamedDrafts
+from hf_speculate.draft.source import FactorySource, HistoryKey, hint_of
+from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.models.layer_capture import FINAL_STATE
+from hf_speculate.stats import SpeculationStats
+
+# Of first tokens; published heads reach 0.4.
+FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
+
+
+class HeadSource(FactorySource):
+    """The source of a call that drafts with a head."""
+
+    unsynced = "a draft head"
+
+    def __init__(self, head: DraftHead, argument: str = "assistant_model"):
+        self.head, self.argument, self.hint = head, argument, hint_of(argument)
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        return self.head.description
+
+    @property
+    def drafts_at_once(self) -> bool:  # type: ignore[override]
+        return self.head.drafts_at_once
+
+    def settings(self, config: SpeculationConfig) -> SpeculationConfig:
+        """If the call sets no number of tokens, the default K of the head bounds it."""
+        if self.argument == "drafter":  # as for any other factory
+            return config
+        for name in ("prompt_lookup_num_tokens", "draft_state"):
+            if getattr(config, name) is not None:
+                raise UnsupportedGenerationError(
+                    f"{name} cannot be combined with a draft head, got one as {self.argument}; omit one of them"
+                )
+        num = self.head.default_draft_tokens
+        if config.num_assistant_tokens is not None or num is None:
+            return config
+        return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
+
+    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+        return self.head(setup)
+
+    def history_key(self) -> HistoryKey:
+        return HistoryKey(None, (f"drafter {self.description}", False))
+
+    def step_bytes(self, target: PreTrainedModel) -> int | None:
+        return self.head.num_step_bytes(target)
+
+    def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
+        """Warn once if few of the first tokens that it drafted were accepted, and say what may be wrong."""
+        spec, drafted, accepted = self.head.spec, stats.drafted_per_position, stats.accepted_per_position
+        first = DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
+        if not AcceptanceTallies.of(target).add(self.head, first, FIRST_TOKENS_BOUND):
+            return
+        if FINAL_STATE in spec.hidden_layers:
+            cause = "it may belong to another target, or to weights that this one had before it was changed"
+        elif spec.hidden_layers:
+            cause = (
+                "it may read other layers than it was trained on: measure it with head.check_layers(target, prompts)"
+            )
+        else:
+            cause = "it may belong to another target, or read another vocabulary"
+        warnings.warn(
+            f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {spec.name} drafted were "
+            f"accepted; {cause}",
+            stacklevel=caller_level(),
+        )
+
+
+class MtpSource(HeadSource):
+    """The source of a call that drafts with the MTP layers of the target's checkpoint, which are read on first use."""
+
+    argument = "use_mtp"
+    hint = hint_of(argument)
+
+    def __init__(self, target: PreTrainedModel):
+        self.target = target
+
+    @cached_property
+    def head(self) -> DraftHead:  # type: ignore[override]
+        name, drafts = str(self.target.config.name_or_path), NamedDrafts.of(self.target)
+        head: DraftHead = drafts.get(name, self.target, is_mtp=True)
+        return head
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HeadSource:
+    """The source of a head that was passed as `assistant_model` or as `drafter`."""
+    argument = "drafter" if values.get("assistant_model") is None else "assistant_model"
+    return HeadSource(values[argument], argument)
+
+
+def make_mtp_source(target: PreTrainedModel, values: Mapping[str, Any]) -> MtpSource | None:
+    """The source of `use_mtp`; None for targets whose MTP layers transformers runs itself."""
+    return MtpSource(target) if target.config.model_type in SERVED_TARGETS else None

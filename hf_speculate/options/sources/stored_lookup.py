@@ -1,0 +1,24 @@
+"""The source of prompt lookup with a suffix store, which also searches the outputs of earlier calls."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.prompt_lookup import PromptLookup
+from hf_speculate.options.sources.suffix_store import SuffixStore
+
+
+class StoredLookup(PromptLookup):
+    """Prompt lookup that searches a store, and adds the outputs of the call to it."""
+
+    def __init__(self, store: SuffixStore):
+        self.store = store
+
+    def keep(self, token_ids: Sequence[int]) -> None:
+        self.store.add(token_ids)
+
+
+def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> StoredLookup:
+    """The source of `prompt_lookup_num_tokens` with a `suffix_store`."""
+    return StoredLookup(values["suffix_store"])
