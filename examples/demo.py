@@ -159,7 +159,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="decode with the bundled 7 M pair")
     parser.add_argument("--pair", type=Path, help="decode with the pair in this folder's target/ and draft/")
-    parser.add_argument("--prompts-file", type=Path, help="prompts.jsonl for a pair, else questions.jsonl")
+    parser.add_argument(
+        "--prompts-file",
+        type=Path,
+        help="default: prompts.jsonl for a pair, else questions.jsonl; tasks.jsonl has tasks that copy",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="how many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument(

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from hf_speculate.draft.base import Drafter as Drafter
     from hf_speculate.draft.base import DrafterSetup as DrafterSetup
     from hf_speculate.draft.base import DraftRequest as DraftRequest
-    from hf_speculate.draft.heads.head import DraftHead as DraftHead
-    from hf_speculate.draft.heads.load import load_drafter as load_drafter
     from hf_speculate.errors import BadLogitsError as BadLogitsError
     from hf_speculate.errors import ConfigError as ConfigError
     from hf_speculate.errors import KernelUnavailableError as KernelUnavailableError
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
         DraftModelCandidateGenerator as DraftModelCandidateGenerator,
     )
     from hf_speculate.options.draft_state.state import DraftState as DraftState
+    from hf_speculate.options.heads.head import DraftHead as DraftHead
+    from hf_speculate.options.heads.load import load_drafter as load_drafter
     from hf_speculate.options.sources.suffix_store import SuffixStore as SuffixStore
     from hf_speculate.processors.block import BlockLogitsProcessorList as BlockLogitsProcessorList
     from hf_speculate.processors.registry import RollbackProcessor as RollbackProcessor
@@ -50,8 +50,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "config": ("SpeculationConfig",),
     "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),
-    "draft.heads.head": ("DraftHead",),
-    "draft.heads.load": ("load_drafter",),
+    "options.heads.head": ("DraftHead",),
+    "options.heads.load": ("load_drafter",),
     "options.candidates.to_candidate_generator": ("DraftModelCandidateGenerator",),
     "options.draft_state.state": ("DraftState",),
     "options.sources.suffix_store": ("SuffixStore",),

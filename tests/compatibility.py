@@ -25,6 +25,8 @@ from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.validate_models import check_models
+from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit
+from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.random_calls import READER_NAMES, Case, target_of
 from tests.random_calls import prompts_of as prompts_of_case
@@ -71,6 +73,22 @@ Models with recurrent layers are not supported if they are compiled, offloaded, 
 parallelism. Neither are layers that choose by an index what they attend to (`indexed_attention`, in Qwen4-Exp and
 GLM-5-Next). Inkling 2 is compared with plain decoding in float32, because its router stays in float32.
 """
+
+TYPES = """\
+## Model types
+
+By `model_type` of the target's config, read from the library. Other types are compared with plain decoding in their
+first speculative call, see [what is supported](supported.md#model-types).
+"""
+# What models of a type are limited to, in words.
+LIMITS = {
+    Limit.NOT_SUPPORTED: "not supported",
+    Limit.ONLY_PREALLOCATED: "preallocated KV cache only",
+    Limit.ONLY_DYNAMIC: "dynamic KV cache only",
+    Limit.NO_ATTENTIONS_FROM_SDPA: "`output_attentions` with the eager attention only",
+    Limit.NO_PADDED_DECODER_PROMPT: "no padding in a decoder prompt",
+    Limit.CONTEXT_BY_COLUMNS: "the context is that of the longest row",
+}
 
 
 @cache
@@ -164,7 +182,25 @@ def render() -> str:
         "Not supported:\n",
         _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
     ]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_types()])
+
+
+def _types() -> list[str]:
+    limited = [(as_code(one.model_type), LIMITS[one.limit], one.reason) for one in QUIRKS if one.limit in LIMITS]
+    versions = {
+        version: [name for name in SHOWN if SHOWN[name] == version] for version in dict.fromkeys(SHOWN.values())
+    }
+    lists = [
+        f"- Since transformers {version}: {', '.join(map(as_code, names))}." for version, names in versions.items()
+    ]
+    served = ", ".join(map(as_code, SERVED_TARGETS))
+    return [
+        TYPES,
+        _table(("model_type", "limit", "reason: its layers, or its forward"), limited),
+        "Compared with plain decoding by the tests:\n",
+        "\n".join(lists) + "\n",
+        f"`use_mtp` loads the MTP layers of: {served}.\n",
+    ]
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:

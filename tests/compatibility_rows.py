@@ -97,7 +97,7 @@ READ_WITH_PROMPT = (
 LOCK_STEP = "rows move in lock step"
 SETTINGS = "see [settings](settings.md#where-a-field-is-set)"
 UNDECLARED = f"{LOCK_STEP} for one that is not declared with `register_row_wise`"
-COMPILED = '`"static"`, see [calls](calls.md#compiled-rounds)'
+COMPILED = '`"static"`, see [compiled rounds](compiled.md#compiled-rounds)'
 PAGED = '`"paged"` as a keyword; a config with it decodes plainly in transformers too'
 QUANTIZED = '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can'
 MAPPED = (
@@ -128,7 +128,7 @@ ARGUMENTS = (
     same("logits_processor", UNDECLARED, LogitsProcessorList([Shift()]), rows=3),
     same("stopping_criteria", UNDECLARED, StoppingCriteriaList([StopAtSum()]), rows=3),
     supported("prefix_allowed_tokens_fn", LOCK_STEP, EVERY_SECOND, rows=3),
-    supported("synced_gpus", "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)"),
+    supported("synced_gpus", "not with every source of drafts, see [scaling](scaling.md#ranks-of-a-distributed-call)"),
     supported("assistant_model"),
     refused(
         "assistant_model", "beside `assistant_early_exit`, `drafter` or `candidate_generator`", assistant_early_exit=1
@@ -198,7 +198,7 @@ FIELDS = (
     same("do_sample", value={}, samples=True),
     refused("do_sample", 'with `verifier="greedy"`', True, verifier="greedy"),
     refused("num_beams", value=2),
-    supported("use_mtp", "for DeepSeek-V3, GLM-4 MoE, Qwen3-Next, Qwen3.5 and Qwen3.6 targets"),
+    supported("use_mtp", "for the [model types](#model-types) that are listed"),
     refused("use_mtp", value=True),
     same("use_cache", "`True`", True),
     refused("use_cache", value=False),

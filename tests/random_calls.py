@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_speculate
 from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import Shift, StopAtSum
-from tests.draft.heads.kinds import KINDS as HEADS
+from tests.options.heads.kinds import KINDS as HEADS
 from tests.reliability.bad_drafts import with_fault
 from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
 from tests.tiny_configs import RECURRENT_KINDS

@@ -13,10 +13,37 @@ from tests import fake_cuda
 from tests.fake_cuda import FakeCuda
 from tests.recorded_graphs import spoil
 
+GRAPHS, KERNELS = "graphs: forwards, one row, float32", "kernels: greedy, ordinary rows"
+OTHER_KERNELS = "kernels: point mass, hostile rows"
+RIGHT = [
+    "attention: bfloat16",
+    "graphs: forwards, four ragged rows, bfloat16",
+    "graphs: texts, float32",
+    "texts: sampled, float32",
+    KERNELS,
+    OTHER_KERNELS,
+]
+
 
 @contextmanager
-def right() -> Iterator[None]:
-    """A CUDA device on which all is right, and nothing beside it."""
+def _device(names: list[str]) -> Iterator[None]:
+    """A CUDA device, and nothing beside it, of which some checks are run."""
+    with (
+        FakeCuda(),
+        patch.object(machine, "_devices", lambda: [fake_cuda.DEVICE]),
+        patch.object(machine, "names_for", lambda *_, **__: names),
+    ):
+        yield
+
+
+def right() -> Any:
+    """All is right."""
+    return _device(RIGHT)
+
+
+@contextmanager
+def everything_right() -> Iterator[None]:
+    """All checks are run, and are right."""
     with FakeCuda(), patch.object(machine, "_devices", lambda: [fake_cuda.DEVICE]):
         yield
 
@@ -31,7 +58,7 @@ def kernels_wrong() -> Iterator[None]:
         verdict = greedy(*args)
         return verdict._replace(num_accepted=verdict.num_accepted + 1)
 
-    with right(), patch.object(kernels, "greedy", wrong):
+    with _device([KERNELS, OTHER_KERNELS]), patch.object(kernels, "greedy", wrong):
         yield
 
 
@@ -44,13 +71,13 @@ def graphs_wrong() -> Iterator[None]:
         replay(graph)
         spoil([graph.operators[-1].outputs])
 
-    with right(), patch.object(fake_cuda.FakeGraph, "replay", wrong):
+    with _device([GRAPHS]), patch.object(fake_cuda.FakeGraph, "replay", wrong):
         yield
 
 
 @contextmanager
-def _with_check(name: str, check: Any) -> Iterator[None]:
-    with right(), patch.dict(catalogue.CHECKS, {name: check}):
+def _with_check(check: Any) -> Iterator[None]:
+    with _device([GRAPHS, KERNELS]), patch.dict(catalogue.CHECKS, {GRAPHS: check}):
         yield
 
 
@@ -62,7 +89,7 @@ def crashing() -> Any:
         os.kill(os.getpid(), signal.SIGSEGV)
         return ""
 
-    return _with_check("graphs: forwards, one row, float32", crash)
+    return _with_check(crash)
 
 
 def hanging() -> Any:
@@ -72,4 +99,4 @@ def hanging() -> Any:
         while True:
             time.sleep(60)
 
-    return _with_check("graphs: forwards, one row, float32", hang)
+    return _with_check(hang)

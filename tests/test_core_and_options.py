@@ -19,7 +19,7 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # but for the tools. Core is also what decoding with any draft model needs to be exact: second scoring, the draft guard
 # and its faults, the context of models, the probe of wrapped decoders and processors of the encoder's ids.
 OPTIONS = {
-    "heads": ("draft/heads", "models/layer_capture.py", "engine/hidden_states.py"),
+    "heads": ("models/layer_capture.py", "engine/hidden_states.py"),
     "compiled": (
         "models/compilation.py",
         "models/compiled.py",
@@ -129,7 +129,7 @@ def test_the_core_imports_no_option_beside_those_listed():
         ("engine/decoder.py", "from hf_speculate.models.graphs import Graphing", "models/graphs.py"),
         ("engine/decoder.py", "from hf_speculate.models import graphs", "models/graphs.py"),
         ("engine/decoder.py", "def f():\n    import hf_speculate.models.graphs", "models/graphs.py"),
-        ("types.py", "from hf_speculate.draft.heads import load", "draft/heads/load.py"),
+        ("types.py", "from hf_speculate.options.heads import load", "options/heads/load.py"),
         ("cache/base.py", "from hf_speculate.options.spans.rule import x", "options/spans/rule.py"),
         ("options/spans/rule.py", "import hf_speculate.options.cpu.top", "options/cpu/top.py"),
         ("options/spans/rule.py", "from hf_speculate.options.spans.other import x", None),

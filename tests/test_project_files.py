@@ -87,6 +87,8 @@ def test_an_issue_form_is_one_that_code_hosts_show(path: Path) -> None:
         assert set(field["attributes"]) <= known
     texts = " ".join(field["attributes"].get("description", "") for field in form["body"])
     shown = re.findall(r"`(hf-speculate [^`]+)`", texts)
+    labels = " ".join(field["attributes"].get("label", "") for field in form["body"])
+    shown += re.findall(r"Output of (hf-speculate \w+)", labels)
     assert [problem for command in shown for problem in problems_in(command, is_whole=False)] == []
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
-from hf_speculate.draft.heads.layers import read_layer_config
-from hf_speculate.draft.heads.network import NetworkPlan
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.options.heads.eagle3 import Eagle3Network, Eagle3Options
+from hf_speculate.options.heads.layers import read_layer_config
+from hf_speculate.options.heads.network import NetworkPlan
 from training.eagle3.rollout import rollout
 from training.eagle3.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
 from training.pair.clock import Budget, warm_then_linear

@@ -22,13 +22,13 @@ from transformers.generation.candidate_generator import (
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.draft.heads.head import DraftHead
-from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.options.candidates.from_candidate_generator import layers_read, make_generator
+from hf_speculate.options.heads.head import DraftHead
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.verify.greedy import GreedyVerifier
 from tests.cases import assert_equal_ids
-from tests.draft.heads.test_mtp import make_checkpoint
+from tests.options.heads.test_mtp import make_checkpoint
 from tests.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24

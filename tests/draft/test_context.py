@@ -13,10 +13,10 @@ from hf_speculate.models.context import context_len, context_of, encoder_context
 from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.schedule import HistoryStore
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
-from tests.draft.heads.designs import VOCAB_SIZE
-from tests.draft.heads.kinds import KINDS as HEADS
 from tests.fallbacks import PAST_CONTEXT, without_caches
 from tests.generation.test_compiled import compile_config
+from tests.options.heads.designs import VOCAB_SIZE
+from tests.options.heads.kinds import KINDS as HEADS
 from tests.tiny import make_model, ragged_prompts, with_context
 from tests.tiny_encoders import make_bart
 from tests.tiny_families import make_family

@@ -13,9 +13,9 @@ from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Stream
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
-from tests.draft.heads.rounds import states_of
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
+from tests.options.heads.rounds import states_of
 from tests.tiny import PAD_TOKEN_ID, make_small_model, ragged_prompts
 
 NUM_NEW = 24

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import hf_speculate
-from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.options.heads.head import DraftHead
 from tests.cases import assert_decodes_as_plain, new_pair
-from tests.draft.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
-from tests.draft.heads.rounds import target_of
-from tests.draft.heads.test_mtp import make_checkpoint
+from tests.options.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
+from tests.options.heads.rounds import target_of
+from tests.options.heads.test_mtp import make_checkpoint
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 

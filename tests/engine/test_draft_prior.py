@@ -21,8 +21,8 @@ from hf_speculate.options.sources.early_exit import EarlyExit
 from hf_speculate.schedule import DraftPrior
 from hf_speculate.types import DraftOut
 from tests.cases import new_pair
-from tests.draft.heads.kinds import KINDS
-from tests.draft.heads.rounds import Rounds, random_texts
+from tests.options.heads.kinds import KINDS
+from tests.options.heads.rounds import Rounds, random_texts
 from tests.tiny import make_model, ragged_prompts
 
 OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, which no product reads

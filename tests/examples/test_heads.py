@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
-from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
-from tests.draft.heads.rounds import Rounds, random_texts, states_of, target_of
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
+from tests.options.heads.designs import EAGLE3, make_weights, write_speculators
+from tests.options.heads.rounds import Rounds, random_texts, states_of, target_of
 from tests.tiny import make_model, make_small_model, ragged_prompts
 
 MIN_LENGTH = 3.0  # mean acceptance length at K = 5

@@ -19,7 +19,7 @@ FAULTS = {
     # under sampling, a padded vocabulary raises and another tokenizer replaces layers of the draft model
     "d": "test_vocabularies.py::test_fault_d",
     "e": "test_vocabularies.py::test_fault_e",
-    "f": "../draft/test_candidate_generators.py::test_fault_f",  # an argmax handed over with logits biases the text
+    "f": "../options/candidates/test_candidate_generators.py::test_fault_f",  # an argmax with logits is biased
     "g": "../test_config.py::test_schedules_and_thresholds_count",  # a threshold of None turns into 0.4
     "h": "test_pipeline.py::test_fault_h",  # a pipeline whose draft has another EOS, PAD or BOS raises
     # the heuristic schedule writes into the draft model's config

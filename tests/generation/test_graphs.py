@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 import hf_speculate
 from hf_speculate.models.graphs import CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
-from tests.draft.heads.kinds import KINDS
 from tests.fake_cuda import FakeCuda
+from tests.options.heads.kinds import KINDS
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ENDS = [17, 3, 40, 9]

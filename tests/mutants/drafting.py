@@ -19,7 +19,7 @@ MUTANTS = mutants_of(
             "finished rows draft": Fault(".token_ids if new else [] for row", ".token_ids for row"),
             "rows are not compacted": Fault('("texts", "_num_pads")', '("_num_pads",)'),
         },
-        ("hf_speculate/options/sources/hybrid.py", "draft/test_hybrid.py"): {
+        ("hf_speculate/options/sources/hybrid.py", "options/sources/test_hybrid.py"): {
             "the model's cache counts matched tokens": Fault(
                 "[not match for match in uses_match]", "[True for match in uses_match]"
             ),
@@ -34,11 +34,11 @@ MUTANTS = mutants_of(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
             ),
         },
-        ("hf_speculate/draft/heads/network.py", "draft/heads/test_targets.py"): {
+        ("hf_speculate/options/heads/network.py", "options/heads/test_targets.py"): {
             "ids that a table lacks are looked up": Fault("token_ids.clamp_max(num_rows - 1)", "token_ids"),
             "an adapter's rows keep the scale": Fault("rows = rows / self._scale", "pass"),
         },
-        ("hf_speculate/draft/vocab_mapping.py", "draft/heads/test_targets.py"): {
+        ("hf_speculate/draft/vocab_mapping.py", "options/heads/test_targets.py"): {
             "ids that the target lacks are proposed": Fault(
                 "ids = ids[ids < size]\n", "ids = ids.clamp_max(size - 1)\n"
             ),
@@ -46,10 +46,10 @@ MUTANTS = mutants_of(
                 "return logits[..., : self.num_columns] if has_more else logits", "return logits"
             ),
         },
-        ("hf_speculate/draft/heads/target_ids.py", "draft/heads/test_kinds.py"): {
+        ("hf_speculate/options/heads/target_ids.py", "options/heads/test_kinds.py"): {
             "ids are read as offsets": Fault("return readings[-1]", "return readings[0]"),
         },
-        ("hf_speculate/draft/heads/weight_files.py", "draft/heads/test_damaged.py"): {
+        ("hf_speculate/options/heads/weight_files.py", "options/heads/test_damaged.py"): {
             "a shard may lack weights": Fault("if lacking:", "if False:"),
         },
         ("hf_speculate/draft/token_choice.py", "draft/test_model.py processors"): {

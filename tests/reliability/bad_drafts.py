@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.options.heads.head import DraftHead
 from tests.reliability.faults import Fault, Mistake
 from tests.tiny import with_context
 

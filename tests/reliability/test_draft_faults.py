@@ -17,10 +17,10 @@ from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
 from hf_speculate.schedule import HistoryStore, budget
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
-from tests.draft.heads.designs import VOCAB_SIZE
-from tests.draft.heads.kinds import KINDS as HEADS
-from tests.draft.heads.rounds import target_of
 from tests.generation.test_compiled import compile_config
+from tests.options.heads.designs import VOCAB_SIZE
+from tests.options.heads.kinds import KINDS as HEADS
+from tests.options.heads.rounds import target_of
 from tests.reliability.bad_drafts import with_fault
 from tests.reliability.faults import ERRORS, Fault, Halt, Mistake, hook
 from tests.tiny import make_model, noisy_copy, ragged_prompts

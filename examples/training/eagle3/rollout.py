@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from hf_speculate.draft.heads.eagle3 import Eagle3Network
-from hf_speculate.draft.heads.layers import Rotation
+from hf_speculate.options.heads.eagle3 import Eagle3Network
+from hf_speculate.options.heads.layers import Rotation
 
 
 def rollout(network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead
-from hf_speculate.draft.heads.load import load_drafter
-from hf_speculate.draft.heads.recognise import is_head, is_mtp_checkpoint, text_fields
 from hf_speculate.errors import ConfigError
+from hf_speculate.options.heads.folder import HeadFolder
+from hf_speculate.options.heads.head import DraftHead
+from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint, text_fields
 
 
 def find_head(source: str, target: PreTrainedModel, is_mtp: bool) -> DraftHead | None:

@@ -12,12 +12,12 @@ from hf_speculate.caller import caller_level
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.draft.base import Drafter, DrafterSetup
-from hf_speculate.draft.heads.head import DraftHead
-from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.source import FactorySource, HistoryKey, hint_of
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models.layer_capture import FINAL_STATE
+from hf_speculate.options.heads.head import DraftHead
+from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.stats import SpeculationStats
 
 # Of first tokens; published heads reach 0.4.

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_speculate.draft.heads.mtp_checkpoint import SERVED_TARGETS
-from hf_speculate.draft.heads.recognise import is_mtp_checkpoint
+from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
+from hf_speculate.options.heads.recognise import is_mtp_checkpoint
 from hf_speculate.tools.checks.pair import (
     Finding,
     Memory,

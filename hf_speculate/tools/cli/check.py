@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from hf_speculate.draft.heads.load import HeadFit, check_head
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.options.heads.load import HeadFit, check_head
 from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.checks.sources import read_config
 from hf_speculate.tools.checks.target import TargetReport, check_target

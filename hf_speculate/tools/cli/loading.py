@@ -6,11 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.load import load_drafter
-from hf_speculate.draft.heads.recognise import is_head, is_mtp_checkpoint
 from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.generation.enable import enable
+from hf_speculate.options.heads.folder import HeadFolder
+from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint
 from hf_speculate.tools.cli.console import first_line, notes
 from hf_speculate.tools.cli.options import Models
 

@@ -58,6 +58,7 @@ def describe_machine(send: Connection, is_simulated: bool, compiles: bool) -> No
 def run_checks(send: Connection, is_simulated: bool, device: str, names: Sequence[str]) -> None:
     """Send the beginning and the end of each check; after an error the device may be lost, and none follows."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tiny models gain nothing from threads, and wait for one another on a busy machine
     site = Site(torch.device(device))
     if is_simulated:
         site = Site(torch.device(device), 97, 2, 32, 6, (3,), True)

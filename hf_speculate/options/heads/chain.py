@@ -1,0 +1,165 @@
+"""Drafts a chain of tokens with a network of pairs (token, state): EAGLE-3 and MTP layers.
+
+A pair joins token t_{i+1} with a state of the token before it, stands at position i, and predicts t_{i+2}. The first
+token of a draft comes from true pairs, whose states are the target's. Each later one comes from the pair of the token
+drafted before it with what the network made of the pair before. Such pairs are dropped when the round is over.
+
+A network may have several depths, as checkpoints with several MTP layers do. Depth d reads what depth d - 1 made of
+the pair before, so that its pair at position p joins t_{p+1} with a state of depth d - 1 at p - 1, and it has no pair
+at positions below d. Draft step k runs depth (k - 1) mod n, which first catches up on the tokens drafted before.
+"""
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
+from hf_speculate.models.compilation import Compilation
+from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
+from hf_speculate.models.inferencer import Chosen, joined
+from hf_speculate.options.heads.head import HeadSpec, shape_of
+from hf_speculate.options.heads.network import HeadNetwork, TargetParts
+from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.types import NoiseKeys
+
+_MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
+
+
+class Pairs(NamedTuple):
+    """Pairs of tokens and states that go through one depth of a network together."""
+
+    token_ids: Tensor  # [B, N] int64
+    states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
+    positions: Tensor  # [B or 1, N] int64
+    placed: Placed
+
+
+class ChainNetwork(HeadNetwork):
+    """A network that a chain is drafted with."""
+
+    num_depths: int = 1  # layers that take turns; each has pairs and caches of its own
+    is_traceable: bool = True  # whether its forwards can be compiled
+
+    @abstractmethod
+    def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
+        """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""
+
+    def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
+        """Logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
+        return self.logits(outputs, parts), outputs
+
+
+class ChainInputs(NamedTuple):
+    """Where a chain begins."""
+
+    outputs: Tensor  # [B, H] at each row's last true pair
+    ends: Tensor  # [B] int64, each row's first position without a true pair
+    seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
+    buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, which are written to
+
+
+def chain_steps(
+    network: ChainNetwork,
+    inputs: ChainInputs,
+    parts: TargetParts,
+    num_steps: int,
+    settings: DraftSettings,
+    keys: NoiseKeys | None,
+) -> Chosen:
+    """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
+    vocabulary, width = parts.vocabulary, inputs.seen.shape[0]
+    row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
+    buffers, drafted = dict(enumerate(inputs.buffers)), []
+    logits, states = network.read(inputs.outputs, parts)
+    for step in range(num_steps):
+        if keys is None:
+            greedy = choose_step(vocabulary.cut(logits), None, settings)
+            chosen = greedy._replace(token_ids=vocabulary.ids(greedy.token_ids))
+        else:
+            step_keys = keys._replace(positions=keys.positions + step)
+            chosen = choose_step(vocabulary.scattered(logits), step_keys, settings)
+        drafted.append(chosen)
+        if step + 1 < num_steps:
+            columns = (inputs.ends + step)[:, None]
+            placed = Placed(buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype)
+            pairs = Pairs(chosen.token_ids, states[:, None], columns, placed)
+            logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
+    return joined(drafted)
+
+
+class ChainDrafter(HeadDrafter[ChainNetwork]):
+    """Drafts one token after another with a `ChainNetwork`; the call may ask for compiled drafts."""
+
+    def __init__(self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup):
+        super().__init__(network, spec, setup)
+        self._compilation: Compilation | None = None
+        self._compiled_lens: tuple[int, ...] = ()
+        request = setup.compilation
+        # where the target is not compiled, rows leave the batch, and each number of rows would be compiled
+        is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
+        if request is not None and network.is_traceable and self.chooser.is_plain and not is_target_eager:
+            self._compilation = Compilation(network, request.settings, request.units, request.on_failure)
+            self._compiled_lens = tuple(num for num in request.lens if num <= _MAX_UNROLLED_STEPS)
+            self.is_compiled = self._compilation.is_working
+            self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)  # for the whole call
+
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
+        for chunk in new.chunks():
+            self._read(chunk)
+        compiled = self._draft_compiled(num_draft_tokens, draft.keys)
+        if compiled is not None:
+            draft.chosen.append(compiled)
+            return
+        num_depths = self.network.num_depths
+        outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
+        logits, feedback = self.network.read(outputs[0][0], self.parts)
+        drafted = [draft.choose(logits)]  # each [B]
+        num_own = [0] * num_depths  # columns behind the rows' ends that a depth has written
+        for step in range(1, num_draft_tokens):
+            if draft.are_enough():
+                break
+            depth = step % num_depths
+            if step < num_depths:  # the depth's first turn: it catches up
+                states = torch.stack(outputs[depth - 1][:step], dim=1)  # [B, step, H]
+                token_ids, first = torch.stack(drafted, dim=1), 0
+            else:
+                states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
+            num = token_ids.shape[1]
+            positions = self.cache.row_lens.positions(num, first)
+            pairs = Pairs(token_ids, states, positions, self.cache.place(num, num_own[depth]))
+            given = self.network.run(depth, pairs, self.parts)  # [B, N, H]
+            num_own[depth] += num
+            outputs[depth] += given.unbind(1)
+            logits, feedback = self.network.read(given[:, -1], self.parts)
+            drafted.append(draft.choose(logits))
+
+    def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
+        """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
+        num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
+        if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.layer_masks):
+            return None
+        width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
+        seen = torch.arange(width, device=self.device)
+        outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
+        inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), seen, buffers)
+        settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")  # chains do not end rows
+        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}"
+        return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
+
+    def _read(self, new: NewTokens) -> None:
+        states = new.states
+        if states is None or not new.width:
+            return
+        for depth in range(self.network.num_depths):
+            placed = self.cache.place(new.width)
+            outputs = self.network.run(depth, Pairs(new.token_ids, states, placed.columns, placed), self.parts)
+            before = self.newest_outputs.get(depth)
+            self.newest_outputs[depth] = last_of(outputs, new, before)
+            if depth + 1 < self.network.num_depths:
+                head = torch.zeros_like(outputs[:, 0]) if before is None else before
+                states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each of the pair before
+        self.cache.advance(new.counts, new.lens)

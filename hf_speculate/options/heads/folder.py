@@ -1,0 +1,83 @@
+"""The folder or the Hub repository of a draft head: its config and its weights."""
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, unserved
+from hf_speculate.options.heads.weight_files import PATTERNS, first_file, read_names, read_weights
+
+_QUANTISED = ("weight_scale", "weight_scale_inv", "input_scale", ".scales", "qweight", "weight_packed")
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+VOCABULARY_WEIGHTS = ("d2t", "t2d")  # which hold ids and marks
+
+
+class HeadFolder:
+    """A draft head in a folder or a Hub repository. Weights are downloaded only when they are needed.
+
+    Raises:
+        ConfigError: there is no config.json.
+    """
+
+    def __init__(self, source: str | Path):
+        self.source = str(source)
+        self.config: dict[str, Any] = {}
+        reason = None
+        try:
+            self.config, _ = PreTrainedConfig.get_config_dict(source)
+        except (OSError, TypeError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
+            reason = error
+        if not self.config or not isinstance(self.config, dict):
+            raise ConfigError(
+                f"a draft head must be a folder or a Hub repository with a config.json, got {self.source!r}; "
+                f"check the path or the id ({reason or 'the folder has none'})"
+            ) from reason
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's path or of the repository's id."""
+        return Path(self.source).resolve().name if Path(self.source).is_dir() else self.source.rpartition("/")[2]
+
+    @property
+    def weights_file(self) -> Path:
+        """The file of the weights, or their index."""
+        return first_file(self._folder)
+
+    def weights(self, is_wanted: Callable[[str], bool] = bool) -> dict[str, Tensor]:
+        """The weights whose names are wanted, on the CPU, by their names in the files.
+
+        Raises:
+            ConfigError: a file is damaged, or cannot be downloaded.
+            UnsupportedModelError: there are no weights, or they are quantised.
+        """
+        weights = read_weights(self._folder, is_wanted)
+        for name, weight in sorted(weights.items()):
+            is_plain = weight.dtype in _PLAIN or name.removeprefix("model.") in VOCABULARY_WEIGHTS
+            if name.endswith(_QUANTISED) or not is_plain:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise unserved(f"quantised weights ({name} in {dtype})", PLAIN_WEIGHTS)
+        return weights
+
+    def names(self) -> set[str]:
+        """Names of the weights, as they stand in the files."""
+        return read_names(self._folder)
+
+    @cached_property
+    def _folder(self) -> Path:
+        folder = Path(self.source)
+        if folder.is_dir():
+            return folder
+        try:
+            return Path(snapshot_download(self.source, allow_patterns=PATTERNS))
+        except (OSError, ValueError) as error:  # of the Hub or the network
+            raise ConfigError(
+                f"the weights of {self.source!r} must be in a folder or on the Hub, got none that can be downloaded; "
+                f"check the network ({error})"
+            ) from error

@@ -1,0 +1,279 @@
+"""A loaded draft head: what `load_drafter` returns and `generate(assistant_model=head)` takes."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.draft.vocab_mapping import MAX_PADDING
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.language_model import device_of, vocab_size_of
+from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
+from hf_speculate.models.runner import CompiledUnits
+from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.types import Kept, Stream
+
+_SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
+_FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
+_AT_ONCE = ("peagle", "dflash", "dspark", "pard")  # kinds that draft all tokens of a round in one step
+_MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
+_TABLE, _HEAD = SHARED_TABLES
+
+
+class TargetShape(NamedTuple):
+    """The numbers of a target that a head must fit."""
+
+    hidden_size: int  # Ht
+    num_layers: int  # L
+    vocab_size: int  # V
+    model_type: str
+    name: str  # last part of `name_or_path`; empty if it is a local folder
+
+
+def shape_of(config: PreTrainedConfig) -> TargetShape:
+    """The shape of a target, from its config alone."""
+    text = config.get_text_config(decoder=True)
+    name = known_name(str(config.name_or_path or ""))
+    return TargetShape(text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name)
+
+
+def known_name(source: str) -> str:
+    """The last part of a repository's id; empty for a local folder, which may have any name."""
+    return "" if Path(source).is_dir() else source.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Kind, sizes and requirements of a draft head, as its config gives them."""
+
+    kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
+    format: str  # "original", "speculators", "z-lab" or "transformers"
+    name: str  # of the folder or repository
+    hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
+    hidden_size: int  # H, the head's own width
+    target_hidden_size: int  # Ht, the width of the states that it reads
+    vocab_size: int  # V, the vocabulary that it was made for
+    draft_vocab_size: int  # Vd, how many of these ids it can propose
+    max_draft_tokens: int | None = None  # the most that it proposes in a round; None if there is no bound
+    default_draft_tokens: int | None = None  # K that its config recommends; None if it names none
+    max_position_embeddings: int | None = None  # tokens of a row that it was trained for; longer rows decode plainly
+    target_name: str = ""  # last part of the name of the target that it was trained for; empty if its config has none
+    num_target_layers: int | None = None  # L of that target; None if its config does not say
+    notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
+
+    def problems_with(self, target: TargetShape) -> list[str]:
+        """Why it cannot draft for a target of this shape, each a sentence; empty if it can."""
+        problems = []
+        if self.hidden_layers and self.target_hidden_size != target.hidden_size:
+            problems.append(
+                f"it reads states of width {self.target_hidden_size}, and the target's are {target.hidden_size}"
+            )
+        outside = [layer for layer in self.hidden_layers if not FINAL_STATE <= layer <= target.num_layers]
+        if outside:
+            problems.append(
+                f"it reads the states of layers {outside}, and the target has layers 0 to {target.num_layers}"
+            )
+        if self.num_target_layers not in (None, target.num_layers):
+            problems.append(f"it is for {self.num_target_layers} layers, and the target has {target.num_layers}")
+        if abs(self.vocab_size - target.vocab_size) > MAX_PADDING:
+            problems.append(
+                f"its vocabulary has {self.vocab_size} tokens, and the target's {target.vocab_size}, more than "
+                f"{MAX_PADDING:,} apart"
+            )
+        return problems
+
+
+class LayerCheck(NamedTuple):
+    """How often a head's first token was the target's own choice, by what it read."""
+
+    layers: tuple[int, ...]  # that it reads
+    accuracies: dict[int, float]  # by shift of all ids: 0, and +1 and -1 where there are such layers
+    num_tokens: int  # that were predicted with each
+
+    @property
+    def best_layers(self) -> tuple[int, ...]:
+        """The ids with the highest accuracy, pass them as `aux_layers`."""
+        best = max(self.accuracies, key=lambda shift: self.accuracies[shift])
+        return tuple(layer + best for layer in self.layers)
+
+
+HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
+
+
+class DraftHead:
+    """A draft head for one kind of target; pass it as `assistant_model`, to this target or another of its shape.
+
+    The head holds its own weights. Embeddings, a language modelling head and what else it shares are taken from the
+    target of each call, as it then is. The target may have got or lost up to 1,024 ids at the end of its vocabulary.
+
+    Attributes:
+        hidden_layers: ids of the target's states that it reads, see `Drafter.hidden_layers`.
+        default_draft_tokens: K that its config recommends; None if it names none.
+        num_parameters: numbers in its own weights.
+    """
+
+    draft_source = "a draft head"  # the variant of draft sources that it is
+
+    def __init__(self, spec: HeadSpec, network: HeadNetwork, config: PreTrainedConfig, factory: HeadDrafterFactory):
+        self.spec, self.shape = spec, shape_of(config)
+        self.config = config  # of the target, which transformers' pipelines compare
+        self.network = network.eval().requires_grad_(False)
+        self.description = f"{spec.kind} head {spec.name}"
+        self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
+        self.num_parameters = sum(weight.numel() for weight in self.network.parameters())
+        self._factory = factory
+        self._units = CompiledUnits()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+        return next(self.network.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of its weights."""
+        return next(self.network.parameters()).device
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether one step drafts all tokens of a round."""
+        return self.spec.kind in _AT_ONCE
+
+    def num_step_bytes(self, target: PreTrainedModel) -> int:
+        """Bytes of the weights that a step reads, those of the target's language modelling head among them if shared.
+
+        Tables of embeddings are not counted: a step reads one row of them for each token.
+        """
+        named = list(self.network.named_parameters(remove_duplicate=False))
+        heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
+        weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_TABLE)}
+        shared = None if heads else target.get_output_embeddings()
+        read = [*weights.values(), *(() if shared is None else shared.parameters())]
+        return sum(weight.numel() * weight.element_size() for weight in read)
+
+    def __call__(self, setup: DrafterSetup) -> Drafter:
+        """The drafter of one call."""
+        self.check_target(setup.target)
+        if setup.compilation is not None:
+            setup = replace(setup, compilation=setup.compilation._replace(units=self._units))
+        return self._factory(self.spec, setup)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise `UnsupportedModelError` if the head cannot draft for a target."""
+        shape, num = shape_of(target.config), self.network.least_vocab_size
+        problems = self.spec.problems_with(shape)
+        if self.hidden_layers and shape.num_layers != self.shape.num_layers:
+            problems.append(f"it was loaded for {self.shape.num_layers} layers, and the target has {shape.num_layers}")
+        if shape.vocab_size < num:
+            problems.append(f"it looks up token {num - 1}, and the target has {shape.vocab_size}")
+        if problems:
+            raise UnsupportedModelError(
+                f"a draft head must fit its target {type(target).__name__}, got {self.spec.name} ({self.spec.kind}): "
+                f"{'; '.join(problems)}; load the head that was trained for this target with load_drafter"
+            )
+
+    @torch.no_grad()
+    def check_layers(
+        self, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
+    ) -> LayerCheck:
+        """Measure whether the head reads the layers that it was trained on: an id that is off by one is silent.
+
+        The head predicts each next token of the prompts from the target's states, with its ids as they are and shifted
+        by one, and each prediction is compared with the target's own choice.
+
+        Args:
+            target: that it was loaded for.
+            prompts: [B, T] int64, or what a tokenizer returns: `input_ids`, and `attention_mask` for padding.
+            num_tokens: that are predicted, at most.
+
+        Returns:
+            The accuracies by shift; a warning is given if a shift is clearly better.
+
+        Raises:
+            ConfigError: the head reads no layers, or the prompts hold fewer than three tokens.
+        """
+        if not self.hidden_layers or FINAL_STATE in self.hidden_layers:
+            raise ConfigError(
+                "check_layers needs a head that reads the states of layers, got one that reads "
+                f"{self.hidden_layers or 'none'}; there is nothing to shift"
+            )
+        shifted = {shift: tuple(layer + shift for layer in self.hidden_layers) for shift in _SHIFTS}
+        shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= self.shape.num_layers}
+        batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts
+        masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        texts = [row[mask.bool()].to(device_of(target)) for row, mask in zip(batch["input_ids"], masks, strict=True)]
+        longest = _FEWEST_READ + -(-num_tokens // max(len(texts), 1))
+        texts = [text[:longest] for text in texts if len(text) > 2]
+        if not texts:
+            raise ConfigError("prompts must hold a text of at least three tokens, got none; pass some lines of text")
+        hits: dict[int, list[bool]] = {shift: [] for shift in shifted}
+        with LayerCapture(target, sorted({layer for ids in shifted.values() for layer in ids})) as capture:
+            for text in texts:
+                choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
+                for shift, ids in shifted.items():
+                    states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
+                    hits[shift] += _hits(self.with_layers(ids), target, text, states, choices)
+        accuracies = {shift: sum(found) / len(found) for shift, found in hits.items()}
+        check = LayerCheck(self.hidden_layers, accuracies, len(hits[0]))
+        if accuracies[0] + _MARGIN < max(accuracies.values()):
+            warnings.warn(
+                f"the head predicts {max(accuracies.values()):.0%} of {len(hits[0])} tokens from layers "
+                f"{check.best_layers}, and {accuracies[0]:.0%} from {self.hidden_layers}; load it with "
+                f"aux_layers={list(check.best_layers)}",
+                stacklevel=3,
+            )
+        return check
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DraftHead":
+        """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
+        return self
+
+    def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
+        """The same network reading as many other states of the target."""
+        spec = replace(self.spec, hidden_layers=hidden_layers)
+        return DraftHead(spec, self.network, self.config, self._factory)
+
+    def __repr__(self) -> str:
+        spec, last = self.spec, self.shape.num_layers
+        words = {FINAL_STATE: "after the final norm", last: f"{last} (before the final norm)"}
+        reads = ", ".join(words.get(layer, str(layer)) for layer in spec.hidden_layers) or "no hidden states"
+        share = "" if spec.draft_vocab_size == spec.vocab_size else f" of {spec.vocab_size:,}"
+        most = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
+        return (
+            f"DraftHead({spec.name}: {spec.kind}, {spec.format} format; reads layers {reads}; proposes "
+            f"{spec.draft_vocab_size:,}{share} tokens; {self.num_parameters:,} parameters in "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
+            f"default K {spec.default_draft_tokens or 'as the schedule says'}{most})"
+        )
+
+
+def _hits(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:
+    """Whether the first drafted token was the target's choice, token by token of a text."""
+    setup = DrafterSetup(
+        target=target,
+        batch_size=1,
+        num_pads=(0,),
+        max_length=len(text) + 1,
+        max_draft_tokens=1,
+        vocab_size=vocab_size_of(target),
+        eos_token_ids=frozenset(),
+        device=target.device,
+        processors=BlockLogitsProcessorList(),
+        stream=Stream.DRAFT,
+    )
+    drafter, ids, hits, told = head(setup), text[None], [], 1
+    states = drafter.project_states(states)
+    for num_read in range(min(_FEWEST_READ, len(text) // 2) + 1, len(text) + 1):
+        count = torch.tensor([num_read - told], dtype=torch.int32, device="cpu")
+        kept = Kept(ids[:, told:num_read], count, states[:, told - 1 : num_read - 1])
+        draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=kept))
+        hits.append(bool(draft.token_ids[0, 0] == choices[num_read - 1]))
+        told = num_read
+    return hits

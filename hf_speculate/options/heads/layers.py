@@ -1,0 +1,150 @@
+"""Decoder layers of draft heads, read from a config in any format; their modules have the checkpoints' names."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig, Qwen3Config
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
+
+from hf_speculate.models.context import context_len
+from hf_speculate.options.heads.row_cache import Placed
+
+_MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
+
+
+def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:
+    """The layers that a config describes; missing fields mean what they mean to the trainers of the format."""
+    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    num_layers, types = config.get("num_hidden_layers") or 1, list(config.get("layer_types") or ())
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
+    # a head has one rotary embedding, that of full attention if they are given by type of layer
+    rope = dict(nested.get("full_attention") or next(iter(nested.values()), None) or rope)
+    for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
+        rope.setdefault(name, config.get(name) or default)
+    return Qwen3Config(
+        hidden_size=hidden_size,
+        intermediate_size=config["intermediate_size"],
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        hidden_act=config.get("hidden_act") or "silu",
+        use_sliding_window=True,  # in layers whose type says so
+        sliding_window=config.get("sliding_window"),
+        layer_types=(types + ["full_attention"] * num_layers)[:num_layers],
+        max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
+        rope_parameters=rope,
+    )
+
+
+def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """By layer, how many tokens a query attends to, itself included; None if all; empty without `layer_types`."""
+    window = getattr(config, "sliding_window", None) or None  # some configs say 0 for none
+    types = getattr(config, "layer_types", None) or ()
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of a rotary embedding."""
+
+    cos: Tensor  # [B, 1, N, R], R leading numbers of a head
+    sin: Tensor  # [B, 1, N, R]
+
+    def turn(self, states: Tensor) -> Tensor:
+        """Rotate the first R numbers of [B, heads, N, D] and leave the others."""
+        width = self.cos.shape[-1]
+        turned, rest = states[..., :width], states[..., width:]
+        turned = turned * self.cos + rotate_half(turned) * self.sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+class Rotary:
+    """The rotary embedding of a head, from transformers, scaled variants included; its frequencies stay in float32."""
+
+    def __init__(self, config: Qwen3Config, device: torch.device):
+        with torch.device(device):
+            self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]  # reads common fields alone
+        is_dynamic = (config.rope_parameters or {}).get("rope_type") == "dynamic"
+        # frequencies that change past the context would change for the rows within it too
+        self._last_position = (context_len(config) or 0) - 1 if is_dynamic else None
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation of tokens at positions [B, N] int64."""
+        if self._last_position is not None:
+            positions = positions.clamp_max(self._last_position)
+        example = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = self._embedding(example, positions)
+        return Rotation(cos[:, None], sin[:, None])
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a `RowCache`; with `has_norms`, queries and keys are normalised head by head."""
+
+    def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int):
+        super().__init__()
+        self.head_dim, eps = config.head_dim, config.rms_norm_eps
+        query_width, num_kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads or 1
+        self.q_proj = nn.Linear(in_width, query_width, bias=False)
+        self.k_proj = nn.Linear(in_width, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_width, num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps) if has_norms else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps) if has_norms else None
+
+    def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
+        """[B, num_heads, N, D] of states [B, N, in_width]."""
+        return self._turned(self.q_proj(states), self.q_norm, rotation)
+
+    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, num_kv_heads, N, D] of states [B, N, in_width]."""
+        values = self._heads(self.v_proj(states)).transpose(1, 2)
+        return self._turned(self.k_proj(states), self.k_norm, rotation), values
+
+    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
+        """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
+        keys, values = placed.write(layer, *self.keys_values(states, rotation))
+        attended = attend(self.queries(states, rotation), keys, values, placed.mask(layer))
+        return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _turned(self, states: Tensor, norm: nn.RMSNorm | None, rotation: Rotation) -> Tensor:
+        heads = self._heads(states)
+        return rotation.turn((heads if norm is None else norm(heads)).transpose(1, 2))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.view(*states.shape[:2], -1, self.head_dim)  # [B, N, heads, D]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """[B, g * H, N, D] of queries [B, g * H, N, D] and keys and values [B, H, T, D]; the mask [B, 1, N, T] is added."""
+    groups, num_query = queries.shape[1] // keys.shape[1], queries.shape[2]
+    if groups == 1 or num_query * groups > _MOST_FOLDED_ROWS:
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=groups > 1)
+    folded = queries.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H, g * N, D]
+    if mask is not None and num_query > 1:
+        mask = mask.repeat(1, 1, groups, 1)  # [B, 1, g * N, T]
+    output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return output.view(*output.shape[:2], groups, num_query, -1).flatten(1, 2)
+
+
+class DecoderLayer(nn.Module):
+    """An ordinary pre-norm layer of Llama or Qwen 3, whose attention may read more than its residual stream."""
+
+    def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int | None = None):
+        super().__init__()
+        self.self_attn = Attention(config, has_norms, in_width or config.hidden_size)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
+        return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, placed, layer))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """[B, N, H] of the residual stream [B, N, H] and what attention adds to it."""
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]

@@ -1,0 +1,195 @@
+"""What the loaders of all kinds of draft heads share: the config, the request, and a network with its weights."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError, shown
+from hf_speculate.models.context import context_len
+from hf_speculate.options.heads.folder import VOCABULARY_WEIGHTS, HeadFolder
+from hf_speculate.options.heads.head import HeadSpec, TargetShape
+from hf_speculate.options.heads.layers import read_layer_config
+from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
+from hf_speculate.options.heads.recognise import HeadKind
+from hf_speculate.options.heads.target_ids import target_ids
+from hf_speculate.options.heads.unserved import check_weight_names
+
+# Names of the same weight in other trainers' files.
+_RENAMED = (
+    ("midlayer.", "layers.0."),
+    ("mtp_layers.", "layers."),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+)
+_IGNORED = ("verifier_lm_head.", "verifier_norm.")
+
+
+class ConfigSource(NamedTuple):
+    """The config of a draft head, and what it is read for."""
+
+    config: dict[str, Any]  # content of `config.json`
+    found: HeadKind
+    name: str  # of the folder or repository
+    shape: TargetShape
+    hidden_layers: tuple[int, ...] | None = None  # given by the caller; None for those of the config
+
+    @property
+    def layer_fields(self) -> dict[str, Any]:
+        """The part of the config that describes the layers."""
+        return self.config.get("transformer_layer_config") or self.config
+
+    def check_no_layers(self, head: str) -> None:
+        """Refuse layers that the caller gave, for a head that reads none."""
+        if self.hidden_layers is not None:
+            raise ConfigError(f"aux_layers must be left out for {head}, got {list(self.hidden_layers)}; leave it out")
+
+    def spec(self, fields: dict[str, Any], hidden_layers: tuple[int, ...], **others: Any) -> HeadSpec:
+        """The spec of a head whose sizes are in `fields`; `others` are what only its kind has."""
+        config, hidden_size = self.config, int(fields["hidden_size"])
+        speculators: dict[str, Any] = config.get("speculators_config") or {}
+        num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
+        target = str((speculators.get("verifier") or {}).get("name_or_path") or "")
+        # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
+        vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
+        draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
+        if fields.get("max_position_embeddings") and "max_position_embeddings" not in others:
+            others["max_position_embeddings"] = context_len(read_layer_config(fields))
+        sizes: dict[str, Any] = {
+            "kind": self.found.kind,
+            "format": self.found.format,
+            "name": self.name,
+            "hidden_size": hidden_size,
+            "target_hidden_size": int(config.get("target_hidden_size") or hidden_size),
+            "vocab_size": vocab_size,
+            "draft_vocab_size": int(draft_vocab_size or vocab_size),
+            "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
+            "target_name": target.rstrip("/").rpartition("/")[2],
+        }
+        return HeadSpec(hidden_layers=hidden_layers, **(sizes | others))
+
+
+class LoadRequest(NamedTuple):
+    """A head that is to be loaded."""
+
+    folder: HeadFolder
+    spec: HeadSpec
+    options: Any  # of a network that `load_network` makes
+    target: PreTrainedModel
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_network(
+    make: Callable[[NetworkPlan], HeadNetwork], request: LoadRequest, ignored: Collection[str] = ()
+) -> HeadNetwork:
+    """A network with the weights of a folder, but for those `ignored`."""
+    spec, options, file = request.spec, request.options, request.folder.weights_file
+    renamed = ((own_name(name), weight) for name, weight in request.folder.weights().items())
+    weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
+    check_weight_names(weights)
+    d2t, t2d = (weights.pop(name, None) for name in VOCABULARY_WEIGHTS)
+    ids = None if d2t is None else target_ids(d2t, t2d, spec.vocab_size, file).to(request.device)
+    vocabulary = DraftVocabulary(spec.vocab_size, ids)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    with naming(file, "the weights of the network that config.json describes"):
+        _check_shapes(request, shapes, vocabulary, file)
+        with torch.device("meta"):
+            network = make(NetworkPlan(options, shapes, spec.target_hidden_size, vocabulary, request.device))
+    load_into(network, weights, request)
+    return network
+
+
+def _check_shapes(
+    request: LoadRequest, shapes: Mapping[str, tuple[int, ...]], vocabulary: DraftVocabulary, file: Path
+) -> None:
+    """Refuse a head whose config names other states than its weights join, or whose target cannot lend it a table."""
+    spec, options = request.spec, request.options
+    num = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else None
+    if num is not None and num != options.num_states:
+        raise ConfigError(
+            f"{spec.name} must read as many target states as fc.weight joins, {num:g} of width "
+            f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)} for the weights of {file}; pass "
+            "aux_layers="
+        )
+    table, head = SHARED_TABLES
+    missing = [name for name in SHARED_TABLES if name not in shapes]
+    if missing and spec.hidden_size != spec.target_hidden_size:
+        raise UnsupportedModelError(
+            f"{file} must hold {' and '.join(missing)} of {spec.name}, for its width is {spec.hidden_size} and the "
+            f"target's {spec.target_hidden_size}, got neither; save the head with them"
+        )
+    num_ids = spec.vocab_size if vocabulary.target_ids is None else len(vocabulary.target_ids)
+    num_columns = shapes[head][0] if head in shapes else spec.vocab_size
+    if num_columns != num_ids:
+        raise UnsupportedModelError(
+            f"lm_head.weight in {file} must have a row for each of the {num_ids} tokens that {spec.name} proposes, got "
+            f"{num_columns}; save the head with its lm_head and d2t"
+        )
+    if table in shapes and shapes[table][0] < spec.vocab_size:
+        raise ConfigError(
+            f"embed_tokens.weight in {file} must have a row for each of {spec.vocab_size} tokens, got "
+            f"{shapes[table][0]}; check that config.json belongs to these weights"
+        )
+    mask_id, num_rows = getattr(options, "mask_token_id", None), shapes[table][0] if table in shapes else None
+    if mask_id is not None and (mask_id < 0 or (num_rows is not None and mask_id >= num_rows)):
+        raise ConfigError(
+            f"mask_token_id of {spec.name} must be an id with an embedding, got {mask_id}; check that config.json "
+            f"belongs to the weights of {file}"
+        )
+
+
+def own_name(name: str) -> str | None:
+    """The name of a stored weight in our networks; None for what no network needs."""
+    name = name.removeprefix("model.")
+    for old, new in _RENAMED:
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    return None if name.startswith(_IGNORED) or name.endswith("rotary_emb.inv_freq") else name
+
+
+def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRequest) -> None:
+    """Give a network on the meta device its weights; linear layers get a bias if there are weights for one."""
+    modules = dict(network.named_modules())
+    for name, weight in weights.items():
+        owner = modules.get(name.removesuffix(".bias")) if name.endswith(".bias") else None
+        if isinstance(owner, nn.Linear) and owner.bias is None:
+            owner.bias = nn.Parameter(torch.empty(weight.shape, device="meta"))
+    check_weights(network.state_dict(), weights, request.folder.weights_file)
+    on_device = {name: weight.to(request.device, request.dtype) for name, weight in weights.items()}
+    network.load_state_dict(on_device, assign=True)
+
+
+def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: Path) -> None:
+    """Refuse weights of a file that are missing, left over, or of another shape."""
+    shapes = {name: (list(expected[name].shape), list(weights[name].shape)) for name in expected if name in weights}
+    faults = {
+        "none of": sorted(expected.keys() - weights.keys()),
+        "left over": sorted(weights.keys() - expected.keys()),
+        "of another shape": [f"{name} {got} for {want}" for name, (want, got) in shapes.items() if want != got],
+    }
+    if any(faults.values()):
+        got = "; ".join(f"{text} {shown(names)}" for text, names in faults.items() if names)
+        raise ConfigError(
+            f"{file} must hold the weights of the network that config.json describes, got {got}; check that both "
+            "belong together, and download or save them again"
+        )
+
+
+@contextmanager
+def naming(file: str | Path, content: str) -> Iterator[None]:
+    """Raise what reading damaged content raises as an error that names the file."""
+    try:
+        yield
+    except (SpeculateError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any type, by what is wrong with the content
+        raise ConfigError(
+            f"{file} must hold {content}, got a fault in it ({type(error).__name__}: {' '.join(str(error).split())}); "
+            "download or save it again"
+        ) from error

@@ -1,0 +1,154 @@
+"""MTP layers in a target's checkpoint, run by transformers' own modules.
+
+Some families store them behind the target's layers, as `model.layers.{L + i}`. Those under `mtp.` are attention layers
+of the target's own class, which share the input projection and all norms; transformers ignores them.
+"""
+
+import copy
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import MtpLayer
+
+from hf_speculate.compat import CACHE_NAME, attention_name, set_attention_name
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.options.heads.chain import ChainNetwork, Pairs
+from hf_speculate.options.heads.layers import windows_of
+from hf_speculate.options.heads.load_network import LoadRequest, load_into, naming
+from hf_speculate.options.heads.network import TargetParts
+from hf_speculate.options.heads.recognise import num_mtp_layers
+from hf_speculate.options.heads.row_cache import LayerMask, PlacedCache
+
+_NUMBERED_TARGETS = ("deepseek_v3", "glm4_moe")
+_PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+SERVED_TARGETS = (*_NUMBERED_TARGETS, *_PREFIXED_TARGETS)
+_MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
+_PREFIX = "mtp."
+# Name in the checkpoint -> in transformers' layers: of weights that all layers share, and of a numbered layer's own.
+_SHARED = {
+    "fc.weight": "eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "norm.weight": "post_norm.weight",
+}
+_OWN = {name: name for name in ("eh_proj.weight", "enorm.weight", "hnorm.weight")}
+_OWN["shared_head.norm.weight"] = "post_norm.weight"
+_OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")  # copies in a numbered layer
+_NUMBERED = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class CheckpointMtpNetwork(ChainNetwork):
+    """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
+
+    is_traceable = False
+
+    def __init__(self, layers: nn.ModuleList, config: PreTrainedConfig, vocab_size: int):
+        self.num_depths = len(layers)
+        windows = windows_of(config) or (None,) * self.num_depths
+        super().__init__(DraftVocabulary(vocab_size), windows)
+        self.layer_masks = [LayerMask(windows[depth], first=depth) for depth in range(self.num_depths)]
+        self.layers = layers
+
+    def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
+        embeddings = parts.embedded(pairs.token_ids)
+        return self.layers[depth](  # type: ignore[no-any-return]
+            embeddings,
+            pairs.states,
+            position_embeddings=parts.rotation(embeddings, pairs.positions),
+            attention_mask=pairs.placed.mask(depth),
+            position_ids=pairs.positions,
+            **{CACHE_NAME: PlacedCache(pairs.placed)},
+        )
+
+
+def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
+    """The MTP layers of the checkpoint in a folder."""
+    file, num_layers = request.folder.weights_file, num_mtp_layers(request.folder.config)
+    is_prefixed = request.folder.config.get("model_type") in _PREFIXED_TARGETS
+    with naming(file, "the weights of the target's MTP layers"):
+        stored = _fused(_prefixed_weights(request) if is_prefixed else _numbered_weights(request))
+        found = sorted({int(name.partition(".")[0]) for name in stored})
+    if not stored:
+        raise UnsupportedModelError(
+            f"{file} must hold the weights of the target's MTP layers, got none; use another head, or the checkpoint "
+            "as it was published"
+        )
+    if found != list(range(num_layers)):
+        raise ConfigError(
+            f"{file} must hold the {num_layers} MTP layers that config.json names, got the layers {found}; check that "
+            "both belong together, and download or save them again"
+        )
+    config = _layer_config(request, num_layers, is_prefixed)
+    decoder = request.target.get_decoder()
+    kinds = type(decoder.layers[-1]), type(decoder.norm)
+    with torch.device("meta"):
+        layers = nn.ModuleList([MtpLayer(config, *kinds, depth) for depth in range(num_layers)])
+    load_into(layers, stored, request)
+    return CheckpointMtpNetwork(layers, config, request.spec.vocab_size)
+
+
+def _layer_config(request: LoadRequest, num_layers: int, is_prefixed: bool) -> PreTrainedConfig:
+    """A copy of the target's config that describes its MTP layers."""
+    config: Any = copy.deepcopy(request.target.config.get_text_config(decoder=True))
+    if is_prefixed:
+        config.layer_types, config.num_hidden_layers = ["full_attention"] * num_layers, num_layers
+    else:
+        config.num_mtp_layers = num_layers
+        config = config.get_mtp_config()
+    if attention_name(config) not in _MASKED_ATTENTIONS:
+        set_attention_name(config, "sdpa")
+    return config  # type: ignore[no-any-return]
+
+
+def _numbered_weights(request: LoadRequest) -> dict[str, Tensor]:
+    """By depth and name in transformers' layers, of layers behind the target's."""
+    num_before = request.spec.num_target_layers or 0
+    weights = {}
+    for name, weight in request.folder.weights(lambda name: _number(name) >= num_before).items():
+        own = name.split(".", 3)[3]
+        if own not in _OF_TARGET:
+            weights[f"{_number(name) - num_before}.{_OWN.get(own, f'mtp_block.{own}')}"] = weight
+    return weights
+
+
+def _number(name: str) -> int:
+    """The number of the layer that a weight belongs to; -1 if to none."""
+    match = _NUMBERED.fullmatch(name)
+    return -1 if match is None else int(match[1])
+
+
+def _prefixed_weights(request: LoadRequest) -> dict[str, Tensor]:
+    """By depth and name in transformers' layers; every layer has the shared weights."""
+    stored = request.folder.weights(lambda name: name.startswith(_PREFIX)).items()
+    weights, shared = {}, {}
+    for name, weight in ((name.removeprefix(_PREFIX), weight) for name, weight in stored):
+        if name in _SHARED:
+            shared[_SHARED[name]] = weight
+        else:
+            _, depth, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+            weights[f"{depth}.mtp_block.{rest}"] = weight
+    depths = {name.partition(".")[0] for name in weights}
+    return weights | {f"{depth}.{name}": weight for depth in depths for name, weight in shared.items()}
+
+
+def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of single experts stacked as in transformers' modules; others as they are."""
+    experts: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
+    fused = {}
+    for name, weight in weights.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None:
+            fused[name] = weight
+        else:
+            experts[match[1], match[3]][int(match[2])] = weight
+    stacked = {key: torch.stack([parts[number] for number in sorted(parts)]) for key, parts in experts.items()}
+    for name in {name for name, _ in stacked}:
+        fused[f"{name}.gate_up_proj"] = torch.cat([stacked[name, "gate"], stacked[name, "up"]], dim=1)
+        fused[f"{name}.down_proj"] = stacked[name, "down"]
+    return fused

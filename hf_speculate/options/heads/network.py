@@ -1,0 +1,125 @@
+"""Base classes of the networks of draft heads, whose modules have the checkpoints' names."""
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.options.heads.layers import Rotary, windows_of
+from hf_speculate.options.heads.row_cache import LayerMask
+
+SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class TargetParts:
+    """What a head shares with the target of one call: modules, read on the head's device and in its dtype, and ids.
+
+    The target may be another one in every call, and have got other modules since the head was loaded. So a network
+    keeps none of them, and a drafter looks them up when it is made.
+    """
+
+    def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
+        self._embeddings: Any = target.get_input_embeddings()
+        self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
+        self._scale, norm = (_found(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
+        self._is_normed = norm is not None
+        self._head: Any = target.get_output_embeddings()
+        self._rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
+        self._vocab_size = vocab_size_of(target)
+        self.vocabulary = vocabulary.resized(self._vocab_size)  # of the head, in the target's ids
+        self.device, self.dtype = device, dtype
+
+    def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
+        """Ids of the target for a table of so many rows, whose last one stands for ids that it lacks."""
+        return token_ids if num_rows >= self._vocab_size else token_ids.clamp_max(num_rows - 1)
+
+    def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
+        """[..., Ht] embeddings of ids [...] int64, without a norm, and with a scale of the family if `is_scaled`."""
+        weight = self._embeddings.weight
+        token_ids = self.known(token_ids, len(weight)).to(weight.device)
+        needs_unscaled = not is_scaled and self._scale is not None
+        is_bare = self._is_normed or (needs_unscaled and not self._is_wrapped)
+        rows: Tensor = embedding(token_ids, weight) if is_bare else self._embeddings(token_ids)
+        if needs_unscaled and not is_bare:
+            rows = rows / self._scale
+        return rows.to(self.device, self.dtype)
+
+    def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [B, N, R] at positions [B, N] in the dtype of states; None without rotary embedding."""
+        if self._rotary is None:
+            return None
+        if hasattr(self._rotary, "mrope_section"):  # older versions of transformers want one for each axis
+            positions = positions.expand(3, -1, -1)
+        cos, sin = self._rotary(states, position_ids=positions, **options)
+        return cos.to(self.device), sin.to(self.device)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., Ht] after a final norm."""
+        weight = self._head.weight
+        logits: Tensor = self._head(states.to(weight.device, weight.dtype))
+        return logits.to(self.device, self.dtype)
+
+
+def _found(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or of what it wraps; None if there is none."""
+    return next((getattr(part, name) for part in module.modules() if hasattr(part, name)), None)
+
+
+class HeadNetwork(nn.Module, ABC):
+    """What a `HeadDrafter` drafts with."""
+
+    def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.layer_masks = [LayerMask(window) for window in windows]  # by layer that writes to the cache
+
+    def project(self, states: Tensor) -> Tensor:
+        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
+        return states
+
+    @property
+    def least_vocab_size(self) -> int:
+        """V that a target must have at least, because the network looks up tokens of its own in the target's table."""
+        return 0
+
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        """[..., Vd] of states [..., H] after the final norm."""
+        return parts.logits(normed)
+
+
+class NetworkPlan(NamedTuple):
+    """What a network is built from."""
+
+    options: Any  # of the kind of head
+    shapes: Mapping[str, Sequence[int]]  # of the checkpoint's weights by name, which say what it has of its own
+    target_hidden_size: int  # Ht
+    vocabulary: DraftVocabulary
+    device: torch.device
+
+    @property
+    def has_head_norms(self) -> bool:
+        return "layers.0.self_attn.q_norm.weight" in self.shapes
+
+
+class FusingNetwork(HeadNetwork):
+    """A network that fuses several states of the target; tables that its checkpoint lacks are the target's."""
+
+    def __init__(self, plan: NetworkPlan):
+        layers, shapes = plan.options.layers, plan.shapes
+        width = layers.hidden_size
+        super().__init__(plan.vocabulary, windows_of(layers))
+        self.rotary = Rotary(layers, plan.device)
+        self.norm = nn.RMSNorm(width, layers.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(shapes[_TABLE][0], width) if _TABLE in shapes else None
+        self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
+        self.logit_scale: float = plan.options.logit_scale
+
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        logits: Tensor = parts.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale

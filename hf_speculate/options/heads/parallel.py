@@ -1,0 +1,63 @@
+"""Drafts all tokens of a round in one forward, over slots that hold a mask token: P-EAGLE and PARD.
+
+The slots follow each row's newest tokens; the last of these gives the first draft, slot k gives draft k + 1. A draft
+depends on none of the others, so sampling them one by one is sampling from the product of their distributions.
+
+Source:
+    PARD: An et al. (arXiv:2504.18583).
+"""
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.draft.token_choice import RoundDraft
+from hf_speculate.options.heads.network import HeadNetwork, TargetParts
+from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.options.heads.row_cache import Placed
+
+
+class SlotInputs(NamedTuple):
+    """Tokens of each row, then slots."""
+
+    token_ids: Tensor  # [B, N] int64; in slots anything
+    states: Tensor | None  # [B, N, H], the target's after `project`; in slots anything
+    is_slot: Tensor  # [B, N] bool, true in slots and after them
+    placed: Placed  # columns are positions
+
+
+class SlotNetwork(HeadNetwork):
+    """A network that fills slots."""
+
+    @abstractmethod
+    def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
+        """[B, N, H], what the network makes of tokens and slots, after its final norm."""
+
+
+class ParallelDrafter(HeadDrafter[SlotNetwork]):
+    """Drafts with one forward of a `SlotNetwork` a round; prompts take one for each chunk."""
+
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
+        *before, last = new.chunks()
+        for chunk in before:
+            self.newest_outputs[0] = last_of(self._fill(chunk, 0), chunk, self.newest_outputs.get(0))
+        outputs = self._fill(last, num_draft_tokens - 1)
+        first = self.newest_outputs.get(0, torch.zeros_like(outputs[:, 0]))
+        joined = torch.cat([first[:, None], outputs], dim=1)  # [B, 1 + N, H]
+        index = last.lens[:, None] + torch.arange(num_draft_tokens, device=self.device)  # [B, K]
+        chosen = joined.gather(1, index[:, :, None].expand(-1, -1, joined.shape[2]))  # [B, K, H]
+        self.newest_outputs[0] = chosen[:, 0]
+        draft.choose_all(self.network.logits(chosen, self.parts))
+
+    def _fill(self, new: NewTokens, num_slots: int) -> Tensor:
+        """[B, N, H] of new tokens with slots behind each row's own; the tokens stay in the cache."""
+        width = new.width + num_slots
+        is_slot = torch.arange(width, device=self.device) >= new.lens[:, None]  # [B, N]
+        token_ids = torch.nn.functional.pad(new.token_ids, (0, num_slots))
+        states = None if new.states is None else torch.nn.functional.pad(new.states, (0, 0, 0, num_slots))
+        placed = self.cache.place(width)
+        outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, placed), self.parts)
+        self.cache.advance(new.counts, new.lens)
+        return outputs

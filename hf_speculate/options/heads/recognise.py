@@ -1,0 +1,85 @@
+"""Recognises the kind of a draft head by its config, then by the names of its weights."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from hf_speculate.field_checks import is_int
+from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, check_config, unserved, unserved_kind
+
+SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer that their configs do not name
+_HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
+_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # of DFlash heads that have them at the top level
+
+
+class HeadKind(NamedTuple):
+    """Kind and format of the head in a folder."""
+
+    kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
+    format: str  # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
+
+
+def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]], target_type: str | None) -> HeadKind:
+    """The kind of head in a folder, which may be a checkpoint of `target_type`.
+
+    Raises:
+        UnsupportedModelError: the kind is not served, or not recognised.
+    """
+    check_config(config)
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        if kind not in SPECULATORS_KINDS:
+            raise unserved(f"the speculators model type {kind!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
+        return HeadKind(kind, "speculators")
+    architectures = _architectures(config)
+    if "dflash_config" in config or "DFlash" in architectures or config.keys() >= _BLOCK_FIELDS:
+        return HeadKind("dflash", "z-lab")
+    if "pard_token" in config:
+        return HeadKind("pard", "original")
+    if "draft_vocab_size" in config or "Eagle3" in architectures:
+        return HeadKind("eagle3", "original")
+    if is_mtp_checkpoint(config, target_type):
+        if config.get("quantization_config"):
+            raise unserved("MTP layers of a quantised checkpoint (quantization_config)", PLAIN_WEIGHTS)
+        return HeadKind("mtp", "transformers")
+    names = {name.removeprefix("model.") for name in weight_names()}
+    if "fc.weight" in names and ("d2t" in names or any(name.startswith("midlayer.") for name in names)):
+        return HeadKind("eagle3", "original")
+    if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names and "lm_head.weight" not in names:
+        raise unserved("an EAGLE-1 or EAGLE-2 head", "EAGLE-3's three target states")
+    found = f"model_type {config.get('model_type')!r} with architectures {config.get('architectures')}"
+    raise unserved(found, "a config that names the kind")
+
+
+def is_head(config: dict[str, Any]) -> bool:
+    """Whether a config is that of a draft head, of a served kind or not, rather than of an ordinary model."""
+    # MTP layers have no config of their own, and a few early heads have that of an ordinary model.
+    fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size"}
+    has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS
+    return has_fields or any(name in _architectures(config) for name in _HEAD_NAMES) or bool(unserved_kind(config))
+
+
+def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
+    """Whether the config is that of a target with layers for multi-token prediction in its checkpoint."""
+    if target_type is None or target_type not in (config.get("model_type"), text_fields(config).get("model_type")):
+        return False
+    return bool(num_mtp_layers(config))
+
+
+def num_mtp_layers(config: dict[str, Any]) -> int:
+    """How many MTP layers a checkpoint with this config has; 0 if none."""
+    text = text_fields(config)
+    counts = [text[name] for name in _MTP_COUNTS if is_int(text.get(name)) and text[name] > 0]
+    return counts[0] if counts else int(text.get("model_type") in _UNCOUNTED_MTP)
+
+
+def text_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a `config.json` that describes the text decoder."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _architectures(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    return " ".join(map(str, names)) if isinstance(names, list) else ""

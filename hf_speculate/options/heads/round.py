@@ -1,0 +1,124 @@
+"""One round of a draft head: reads the emitted tokens, and proposes tokens chosen from the network's logits."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChooser
+from hf_speculate.errors import ShapeError
+from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.network import HeadNetwork, TargetParts
+from hf_speculate.options.heads.row_cache import RowCache
+from hf_speculate.per_row import PerRow
+from hf_speculate.types import DraftOut, Kept
+
+_CHUNK_SIZE = 512  # tokens of each row per forward of a head, so that the mask of a long prompt stays small
+
+
+class NewTokens(NamedTuple):
+    """Tokens that the rows gained since the last round, left-aligned."""
+
+    token_ids: Tensor  # [B, N] int64; behind a row's own anything in the vocabulary
+    states: Tensor | None  # [B, N, D], each the state that its token was chosen from; 0 behind a row's own
+    counts: list[int]  # [B] tokens of each row
+    lens: Tensor  # [B] int64, the counts on the head's device
+    newest_ids: Tensor  # [B] int64, the newest token of each row
+
+    @property
+    def width(self) -> int:
+        return self.token_ids.shape[1]
+
+    def chunks(self) -> Iterator["NewTokens"]:
+        """The same in pieces of at most `_CHUNK_SIZE` columns, at least one piece."""
+        for start in range(0, max(self.width, 1), _CHUNK_SIZE):
+            columns = slice(start, start + _CHUNK_SIZE)
+            states = None if self.states is None else self.states[:, columns]
+            counts = [min(max(count - start, 0), _CHUNK_SIZE) for count in self.counts]
+            lens = (self.lens - start).clamp(0, _CHUNK_SIZE)
+            yield NewTokens(self.token_ids[:, columns], states, counts, lens, self.newest_ids)
+
+
+NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
+
+
+class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
+    """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
+
+    drafts_fewer = True
+    BY_ROW = ("_num_pads",)
+    TENSORS = ("newest_outputs",)
+    PARTS = ("cache", "chooser")
+
+    def __init__(self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup):
+        weight = next(network.parameters())
+        self.device, self.dtype = device, dtype = weight.device, weight.dtype
+        self.network = network
+        self.hidden_layers = spec.hidden_layers or None
+        self.max_draft_tokens = spec.max_draft_tokens
+        longest = spec.max_position_embeddings
+        self.context_len = longest if longest is not None and longest < setup.max_length else None
+        self.parts = TargetParts(setup.target, network.vocabulary, device, dtype)
+        eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
+        settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
+        self.chooser = TokenChooser(setup.processors, settings, device, self.parts.vocabulary)
+        self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
+        self._tokens_device = setup.device
+        self._num_pads = list(setup.num_pads)
+        self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
+
+    def is_callers(self, error: Exception) -> bool:
+        return error is self.chooser.processor_error
+
+    def has_numbers(self) -> Tensor | None:
+        return self.chooser.has_numbers()
+
+    def project_states(self, states: Tensor) -> Tensor:
+        """Projects the target's concatenated states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
+        return self.network.project(states.to(self.device, self.dtype))
+
+    @abstractmethod
+    def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
+        """Read the new tokens and add up to K tokens of every row; [B] int bounds of those that count, or None."""
+
+    @torch.no_grad()
+    def draft(self, request: DraftRequest) -> DraftOut:
+        request.check()
+        query, kept = request.query_token_ids, request.kept
+        if self.hidden_layers and (kept is None or kept.hidden_states is None):
+            raise ShapeError(
+                "kept must hold hidden states for a draft head, got none; pass the emitted tokens with them"
+            )
+        num = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
+        self.chooser.read(query, kept)
+        draft = self.chooser.start(num, request.sample_strategy, request.keys)
+        most = self.propose(self._new_tokens(query, kept), num, draft)
+        return draft.finish(self._tokens_device, most)
+
+    def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
+        newest = query[:, -1].to(self.device)
+        if kept is None:  # the first round of a head that reads no states: the whole sequences
+            counts = [query.shape[1] - num for num in self._num_pads]
+            lens = torch.tensor(counts, device=self.device)
+            columns = torch.arange(max(counts), device=self.device) + (query.shape[1] - lens)[:, None]
+            ids = query.to(self.device).gather(1, columns.clamp_max(query.shape[1] - 1))  # [B, N]
+            return NewTokens(ids, None, counts, lens, newest)
+        ids, counts = kept.token_ids.clamp_min(0).to(self.device), kept.num_emitted.tolist()
+        lens = kept.num_emitted.to(self.device, torch.int64)
+        states = None if kept.hidden_states is None else kept.hidden_states.to(self.device, self.dtype)
+        if states is not None and min(counts) < ids.shape[1]:
+            is_behind = torch.arange(ids.shape[1], device=self.device) >= lens[:, None]  # [B, N]
+            states = states.masked_fill(is_behind[:, :, None], 0)  # what is there may be NaN
+        return NewTokens(ids, states, counts, lens, newest)
+
+
+def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Tensor:
+    """[B, H], each row's output at its last new token, of outputs [B, N, H]; rows without new tokens get `before`."""
+    if min(new.counts) == max(new.counts) > 0:
+        return outputs[:, new.counts[0] - 1]
+    index = (new.lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])
+    last = outputs.gather(1, index)[:, 0]
+    return torch.where((new.lens > 0)[:, None], last, last.new_zeros(()) if before is None else before)

@@ -1,0 +1,204 @@
+"""Draft heads without caches in float64: every draft step runs over the whole text from scratch.
+
+Written from the formats' descriptions alone; shares no code with the package. One row at a time.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from transformers import PreTrainedModel
+
+from tests.options.heads.designs import Design, make_weights, write_speculators
+from tests.options.heads.rounds import states_of
+
+EPS = 1e-5
+
+
+class Reference:
+    """A head's distributions, recomputed from the whole text."""
+
+    def __init__(self, design: Design, weights: dict[str, Tensor], table: Tensor, head: Tensor):
+        self.design, self.options = design, design.options
+        named = {name.replace("mtp_layers.", "layers."): weight for name, weight in weights.items()}
+        self.weights = {name: weight.double() for name, weight in named.items() if weight.is_floating_point()}
+        self.table, self.head = table.double(), head.double()
+
+    def logits(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
+        """[num, Vd], what draft step k scores, given the tokens drafted before it."""
+        match self.design.kind:
+            case "eagle3":
+                return self._chain(text, self._fused(states), drafted, num, self._eagle)
+            case "mtp":
+                return self._chain(text, states, drafted, num, self._mtp)
+            case "peagle":
+                slots = self.weights["mask_hidden"][0].expand(num - 1, -1)
+                ids = text[1:] + [self.options["mask_token_id"]] * (num - 1)
+                return self._eagle(ids, self._fused(torch.cat([states, slots])))[0][-num:]
+            case _:
+                first = 0 if self.options.get("sample_from_anchor") else 1
+                hidden = self._block(text, states)[first : first + num]
+                scores = self._scored(hidden)
+                if not self.options.get("markov_rank"):
+                    return scores
+                bias = self._markov_bias(hidden, [text[-1], *drafted[: num - 1]])
+                num_known = min(scores.shape[1], bias.shape[1])
+                return scores[:, :num_known] + bias[:, :num_known]
+
+    def _chain(
+        self, text: list[int], states: Tensor, drafted: list[int], num: int, network: Callable[..., tuple]
+    ) -> Tensor:
+        own, scores = [], []
+        for step in range(num):
+            logits, fed_back = network(text[1:] + drafted[:step], torch.cat([states, *own]))
+            scores.append(logits[-1])
+            own.append(fed_back[-1:])
+        return torch.stack(scores)
+
+    def _eagle(self, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        normed, positions = self._normed(states, "layers.0.hidden_norm"), torch.arange(len(states))
+        joined = torch.cat([self._normed(self._embedded(ids), "layers.0.input_layernorm"), normed], -1)
+        residual = normed if self.options.get("norm_before_residual") else states
+        hidden = self._finished(residual, joined, joined, positions, 0)
+        for index in range(1, self.design.num_layers):
+            hidden = self._ordinary(hidden, hidden[:0], positions, index)
+        normed = self._normed(hidden, "norm")
+        return self._scored(normed), normed if self.options.get("norm_output") else hidden
+
+    def _mtp(self, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        embeddings = self._normed(self._embedded(ids), "layers.0.token_layernorm")
+        joined = torch.cat([embeddings, self._normed(states, "layers.0.hidden_layernorm")], -1)
+        joined = self._linear(joined, "layers.0.input_proj")
+        hidden = self._ordinary(joined, states[:0], torch.arange(len(states)), 0)
+        normed = self._normed(hidden, "layers.0.final_layernorm")
+        return self._scored(normed), normed
+
+    def confidences(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
+        """[num], DSpark's estimates that the target keeps each drafted token."""
+        features = self._block(text, states)[:num]
+        if self.options["confidence_head_with_markov"]:
+            previous = torch.tensor([text[-1], *drafted[: num - 1]])
+            features = torch.cat([features, self.weights["markov_head.markov_w1.weight"][previous]], -1)
+        return self._linear(features, "confidence_head.proj")[:, 0].sigmoid()
+
+    def _block(self, text: list[int], states: Tensor) -> Tensor:
+        """[b, H] after the final norm."""
+        context = self._normed(self._linear(states, "fc"), "hidden_norm")
+        ids = [text[-1]] + [self.options["mask_token_id"]] * (self.design.block_size - 1)
+        hidden, positions = self._embedded(ids), torch.arange(len(states) + len(ids))
+        for index in range(self.design.num_layers):
+            hidden = self._ordinary(hidden, context, positions, index)
+        return self._normed(hidden, "norm")
+
+    def _markov_bias(self, hidden: Tensor, previous: list[int]) -> Tensor:
+        rows, memory = [], torch.zeros(self.options["markov_rank"], dtype=torch.float64)
+        for state, token in zip(hidden, previous, strict=True):
+            latent = self.weights["markov_head.markov_w1.weight"][min(token, self.design.vocab_size - 1)]
+            match self.options.get("markov_head_type"):
+                case "gated":
+                    gate = self._linear(torch.cat([state, latent]), "markov_head.gate_proj")
+                    latent = latent * gate.sigmoid()
+                case "rnn":
+                    joint = self._linear(torch.cat([memory, latent, state]), "markov_head.joint_proj")
+                    gate, candidate, output = joint.chunk(3)
+                    memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * candidate.tanh()
+                    latent = output.tanh()
+            rows.append(self._linear(latent, "markov_head.markov_w2"))
+        return torch.stack(rows)
+
+    def _fused(self, states: Tensor) -> Tensor:
+        if self.options.get("norm_before_fc"):
+            states = self._normed(states, "input_norm")
+        if self.options.get("fc_norm"):
+            parts = states.split(self.design.target_hidden_size, -1)
+            states = torch.cat([self._normed(part, f"fc_norm.{index}") for index, part in enumerate(parts)], -1)
+        return self._linear(states, "fc") if "fc.weight" in self.weights else states
+
+    def _embedded(self, ids: list[int]) -> Tensor:
+        table = self.weights.get("embed_tokens.weight", self.table)
+        return table[torch.tensor(ids).clamp_max(len(table) - 1)]
+
+    def _scored(self, normed: Tensor) -> Tensor:
+        logits = normed @ self.weights.get("lm_head.weight", self.head).T
+        return logits * self.options.get("logit_scale", 1.0)
+
+    def _ordinary(self, hidden: Tensor, context: Tensor, positions: Tensor, index: int) -> Tensor:
+        """A pre-norm layer; keys and values of the context come first and are not normed."""
+        normed = self._normed(hidden, f"layers.{index}.input_layernorm")
+        return self._finished(hidden, normed, torch.cat([context, normed]), positions, index)
+
+    def _finished(self, residual: Tensor, asking: Tensor, read: Tensor, positions: Tensor, index: int) -> Tensor:
+        """The residual stream after attention of the last positions to all, and after the MLP."""
+        design, name = self.design, f"layers.{index}"
+        at = positions[len(read) - len(asking) :]
+        queries, keys, values = (
+            self._linear(source, f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, design.head_dim))
+            for part, source in (("q", asking), ("k", read), ("v", read))
+        )
+        if design.has_head_norms:
+            queries, keys = (
+                self._normed(heads, f"{name}.self_attn.{part}_norm") for part, heads in (("q", queries), ("k", keys))
+            )
+        queries, keys = self._turned(queries, at), self._turned(keys, positions)
+        queries, keys, values = (heads.transpose(0, 1) for heads in (queries, keys, values))
+        visible = self._visible(at, positions, index)
+        mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=True)
+        hidden = residual + self._linear(mixed.transpose(0, 1).flatten(1), f"{name}.self_attn.o_proj")
+        normed = self._normed(hidden, f"{name}.post_attention_layernorm")
+        gate, up = (self._linear(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+        return hidden + self._linear(silu(gate) * up, f"{name}.mlp.down_proj")
+
+    def _visible(self, at: Tensor, of: Tensor, index: int) -> Tensor:
+        design, ahead, window = self.design, of - at[:, None], None
+        if design.layer_types is not None and design.layer_types[index] == "sliding_attention":
+            window = design.sliding_window
+        is_block = design.kind in ("dflash", "dspark")
+        is_causal = not is_block or (window is not None and not self.options.get("sliding_window_non_causal"))
+        visible = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
+        return visible if window is None else visible & (ahead.abs() < window)
+
+    def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding; angles in float32, as every implementation computes them."""
+        design = self.design
+        width = int(design.head_dim * design.rope.get("partial_rotary_factor", 1.0))
+        frequencies = 1.0 / (design.rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+        angles = positions[:, None].float() * frequencies
+        cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
+        first, second = heads[..., : width // 2], heads[..., width // 2 : width]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, heads[..., width:]], -1)
+
+    def _normed(self, states: Tensor, name: str) -> Tensor:
+        return rms_norm(states, states.shape[-1:], self.weights[f"{name}.weight"], EPS)
+
+    def _linear(self, states: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.linear(states, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+
+RIDGE = 1e-4
+
+
+@torch.no_grad()
+def write_fitted(
+    folder: Path, design: Design, target: PreTrainedModel, inputs: dict[str, Tensor], num_new: int, num_steps: int = 3
+) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of a head that knows the target's greedy texts by heart, but for some tokens; and these texts.
+
+    Its `lm_head` is the ridge regression of the target's logits along the texts.
+    """
+    texts = target.generate(**inputs, max_new_tokens=num_new)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, num_new), value=1)
+    weights, features, wanted = make_weights(design), [], []
+    reference = Reference(design, weights, target.get_input_embeddings().weight, target.get_output_embeddings().weight)
+    reference.weights["lm_head.weight"] = torch.eye(design.hidden_size, dtype=torch.float64)
+    for text in (ids[own.argmax() :].tolist() for ids, own in zip(texts, mask, strict=True)):
+        logits = target(torch.tensor([text])).logits[0].double()
+        states = states_of(target, text, design.aux_layers)
+        for num in range(2, len(text) - num_steps):
+            features.append(reference.logits(text[:num], states[: num - 1], text[num:], num_steps))
+            wanted.append(logits[num - 1 : num - 1 + num_steps])
+    x, y = torch.cat(features), torch.cat(wanted)[:, list(design.draft_ids or range(design.vocab_size))]
+    penalty = RIDGE * len(x) * torch.eye(x.shape[1], dtype=torch.float64)
+    weights["lm_head.weight"] = torch.linalg.solve(x.T @ x + penalty, x.T @ y).T.float()
+    return write_speculators(folder, design, weights), {"input_ids": texts, "attention_mask": mask}

@@ -1,0 +1,176 @@
+"""Heads of all kinds but PARD and checkpoint MTP against the cacheless float64 reference, and in every format."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.types import SampleStrategy
+from tests.options.heads.designs import (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    MTP,
+    NUM_TARGET_LAYERS,
+    PEAGLE,
+    Design,
+    make_weights,
+    write_original,
+    write_speculators,
+    write_z_lab,
+)
+from tests.options.heads.reference import Reference
+from tests.options.heads.rounds import Rounds, random_texts, target_of
+
+TOLERANCE = 1e-9  # float64; sums over all pairs and over new ones round differently
+K = 4
+MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
+VARIANTS: dict[str, Design] = {
+    "EAGLE-3": EAGLE3,
+    "own embeddings, biases": replace(EAGLE3, has_embeddings=True, has_bias=True),
+    "whole vocabulary, head norms": replace(EAGLE3, draft_ids=None, has_head_norms=True),
+    "norm_before_fc": EAGLE3.with_options(norm_before_fc=True, norm_before_residual=True),
+    "EAGLE-3.1": EAGLE3.with_options(fc_norm=True, norm_output=True),
+    "two layers, window": replace(EAGLE3, num_layers=2, **MIXED),
+    "another width": replace(EAGLE3, hidden_size=16),
+    "two states, last layer": replace(EAGLE3, aux_layers=(0, NUM_TARGET_LAYERS)),
+    "the last state alone": replace(EAGLE3, aux_layers=(-1,)).with_options(
+        use_aux_hidden_state=False, eagle_config={"use_aux_hidden_state": False}
+    ),
+    "partial rotary, scaled": replace(
+        EAGLE3, rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5}, options={"logit_scale": 0.5}
+    ),
+    "P-EAGLE": PEAGLE.with_options(fc_norm=True, norm_before_residual=True),
+    "DFlash": DFLASH,
+    "DFlash, windows": replace(DFLASH, **MIXED),
+    "DFlash, windows that see ahead": replace(DFLASH, **MIXED).with_options(sliding_window_non_causal=True),
+    "DFlash, own tables, from the anchor": replace(
+        DFLASH, draft_ids=EAGLE3.draft_ids, has_embeddings=True
+    ).with_options(sample_from_anchor=True),
+    "DSpark, some ids": replace(DSPARK, draft_ids=EAGLE3.draft_ids),
+    "DSpark, gated": DSPARK.with_options(markov_head_type="gated"),
+    "DSpark, rnn": DSPARK.with_options(markov_head_type="rnn", sample_from_anchor=False),
+    "MTP": MTP,
+    "MTP of Llama": replace(MTP, has_head_norms=False),
+}
+
+
+def reference_of(design, weights, target):
+    tables = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    return Reference(design, weights, *tables)
+
+
+def assert_drafts_are_the_references(rounds, reference, draft):
+    """The proposed distributions are the reference's, -inf outside of the draft vocabulary."""
+    vocab_size, draft_ids = reference.design.vocab_size, reference.design.draft_ids
+    for row, text in enumerate(rounds.texts):
+        drafted, num = draft.token_ids[row].tolist(), draft.token_ids.shape[1]
+        logits = reference.logits(text, rounds.states(row), drafted, num)
+        ids = list(range(vocab_size)) if draft_ids is None else list(draft_ids)
+        expected = torch.full((num, vocab_size), -torch.inf, dtype=torch.float64)
+        expected[:, ids] = logits
+        torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+        assert set(drafted) <= set(ids)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
+    design, target = VARIANTS[name], target_of()
+    weights = make_weights(design)
+    head = load_drafter(write_speculators(tmp_path, design, weights), target)
+    assert (head.spec.kind, head.spec.format, head.default_draft_tokens) == (design.kind, "speculators", K)
+    assert head.hidden_layers == ((-1,) if design.kind == "mtp" else design.aux_layers)
+    reference = reference_of(design, weights, target)
+    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1))
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None), (1, 4, None)]):
+        draft = rounds.draft(K, SampleStrategy.RANDOM)
+        assert_drafts_are_the_references(rounds, reference, draft)
+        rounds.accept(draft, accepted, seed=number)
+        if number == 1:
+            rounds.texts = [[*text, 3, 7] for text in rounds.texts]  # plain steps, which the next round tells of
+    rounds.rows([2, 0])
+    draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
+    assert_drafts_are_the_references(rounds, reference, draft)
+
+
+Z_LAB = {  # options of the folder, and the logits that it gives for those of the speculators format
+    "z-lab": ({}, lambda logits: logits),
+    "softcap": (
+        {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "input_embedding_scale": 1.0},
+        lambda logits: 3 * torch.tanh(logits * 0.5 / 3),
+    ),
+    "names of an encoder": ({}, lambda logits: logits),
+    "mask embedding": ({"mask_token_id": 7}, lambda logits: logits),
+}
+
+
+@pytest.mark.parametrize("name", Z_LAB)
+def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
+    target, weights = target_of(), make_weights(DFLASH)
+    texts, (options, expected) = random_texts([6, 4], seed=3), Z_LAB[name]
+    given = dict(weights)
+    if name == "names of an encoder":
+        given["encoder.fc.weight"], given["encoder.output_norm_enc.weight"] = (
+            given.pop(old) for old in ("fc.weight", "hidden_norm.weight")
+        )
+    elif name == "mask embedding":  # takes the place of another token's
+        given["mask_embedding"] = target.get_input_embeddings().weight[DFLASH.options["mask_token_id"]].float()
+    folders = [
+        write_speculators(tmp_path / "speculators", DFLASH, weights),
+        write_z_lab(tmp_path / "z-lab", DFLASH.with_options(**options), given),
+    ]
+    heads = [load_drafter(folder, target) for folder in folders]
+    assert [head.hidden_layers for head in heads] == [DFLASH.aux_layers] * 2
+    plain, ours = (Rounds(head, target, texts).draft(16, SampleStrategy.RANDOM).token_logits for head in heads)
+    assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens  # a block bounds the draft
+    torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)  # the table rounded to float32
+
+
+@pytest.mark.parametrize("reads_markov", [True, False])
+def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads_markov, tmp_path):
+    design = DSPARK.with_options(enable_confidence_head=True, confidence_head_with_markov=reads_markov)
+    target, weights = target_of(), make_weights(design, seed=5)
+    head = load_drafter(write_speculators(tmp_path, design, weights), target)
+    reference = reference_of(design, weights, target)
+    threshold, texts = 0.2, random_texts([7, 3, 5, 9], seed=1)
+    assert head.spec.max_draft_tokens == DSPARK.block_size
+    rounds = Rounds(head, target, texts, confidence_threshold=threshold)
+    whole = Rounds(head, target, texts).draft(K)
+    draft = rounds.draft(K)
+    lens = []
+    for row, text in enumerate(rounds.texts):
+        estimates = reference.confidences(text, rounds.states(row), whole.token_ids[row].tolist(), K)
+        lens.append(int((estimates.cumprod(0) >= threshold).sum()))
+    assert len(set(lens)) > 1
+    assert draft.lens.tolist() == lens
+    assert draft.token_ids.shape[1] == max(lens)
+    assert torch.equal(draft.token_ids, whole.token_ids[:, : max(lens)])
+
+
+def nested(ids):
+    name = "eagle_aux_hidden_state_layer_ids"
+    return {name: None, "eagle_config": {name: ids}}
+
+
+FORMATS = {  # what is added to the names of weights, how these are saved, fields, and the layers that are then read
+    "bin": ("", {"safe_serialization": False}, {}, EAGLE3.aux_layers),
+    "sharded": ("", {"max_shard_size": 4096}, {}, EAGLE3.aux_layers),
+    "model. in names": ("model.", {}, {}, EAGLE3.aux_layers),
+    "ids of inputs nested": ("", {}, nested([3, 5, 6]), (3, 5, 6)),
+    "ids of outputs nested": ("", {}, nested([1, 3, 5]), (2, 4, 6)),
+    "no ids": ("", {}, nested(None), (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_equal_weights_draft_the_same_in_every_format(name, tmp_path):
+    target, weights, (prefix, saving, fields, layers) = target_of(), make_weights(EAGLE3), FORMATS[name]
+    folder = write_speculators(tmp_path / "speculators", replace(EAGLE3, aux_layers=layers), weights)
+    renamed = {prefix + own: weight for own, weight in weights.items()}
+    original = write_original(tmp_path / "original", EAGLE3, renamed, saving, **fields)
+    expected, found = load_drafter(folder, target), load_drafter(original, target)
+    assert found.hidden_layers == layers
+    texts = random_texts([6, 4], seed=3)
+    drafts = [Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)]
+    assert torch.equal(drafts[0].token_logits, drafts[1].token_logits)

@@ -1,0 +1,234 @@
+"""What is recognised in a folder, what is refused by name, what its config means, and whether a head fits a target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.options.heads.layers import Rotary, read_layer_config, windows_of
+from hf_speculate.options.heads.load import check_head, load_drafter
+from hf_speculate.options.heads.recognise import is_head, recognise
+from hf_speculate.options.heads.target_ids import target_ids
+from tests.options.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
+from tests.options.heads.rounds import target_of
+from tests.tiny import make_config
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "kind"),
+    [
+        ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, [], "dflash"),
+        ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, [], "eagle3"),
+        ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "midlayer.hidden_norm.weight", "d2t"], "eagle3"),
+    ],
+)
+def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind):
+    assert recognise(config, lambda: set(names), "deepseek_v3").kind == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "got"),
+    [
+        ({"speculators_model_type": "eagle"}, set(), "the speculators model type 'eagle'"),
+        ({"draft_vocab_size": 8, "kv_lora_rank": 4}, set(), "latent attention"),
+        ({"draft_vocab_size": 8, "num_experts": 4}, set(), "a draft with experts"),
+        ({"draft_vocab_size": 8, "quantization_config": {"bits": 4}}, set(), "a quantised head"),
+        ({"dflash_config": {"projector_type": "new"}}, set(), "projector_type 'new'"),
+        ({"dflash_config": {"draft_ffn_type": "moe"}}, set(), "a draft with experts"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, set(), "a draft with latent attention"),
+        ({"dflash_config": {"projector_type": "domino"}}, set(), "a Domino head (domino)"),
+        ({"dflash_config": {"fusion_mode": "flare"}}, set(), "a DFlare head (flare)"),
+        ({"dflash_config": {}, "selector_rank": 4}, set(), "a DFlash 2 head (selector_rank)"),
+        ({"dflash_config": {}, "architectures": ["LiLiCorrDraftModel"]}, set(), "a LiLiCorr head (LiLiCorrDraftModel)"),
+        ({"speculators_model_type": "xpress"}, set(), "an XPress head (xpress)"),
+        ({"speculators_model_type": "mlp_speculator"}, set(), "an MLP speculator"),
+        ({"model_type": "gemma4_assistant"}, set(), "a Gemma 4 assistant (gemma4_assistant)"),
+        ({"architectures": ["Qwen3DSparkModel"]}, set(), "a DSpark head outside the speculators format"),
+        ({"model_type": "llama"}, {"fc.weight", "layers.0.self_attn.q_proj.weight"}, "an EAGLE-1 or EAGLE-2 head"),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, set(), "model_type 'deepseek_v3'"),
+    ],
+)
+def test_what_is_not_served_is_named_with_what_is(config, names, got):
+    with pytest.raises(UnsupportedModelError, match=r"must be of a served kind .*EAGLE-3.*PARD") as caught:
+        recognise(config, lambda: names, "deepseek_v3")
+    assert got in str(caught.value)
+    assert is_head(config) or config.get("model_type") in ("llama", "deepseek_v3")  # not taken for a draft model
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"hidden_size": 32}, "it reads states of width 24, and the target's are 32"),
+        ({"vocab_size": 1057}, "its vocabulary has 32 tokens, and the target's 1057, more than 1,024 apart"),
+        ({"num_hidden_layers": 4}, "it reads the states of layers [5], and the target has layers 0 to 4"),
+        (
+            {"max_position_embeddings": 600},
+            "its context is 512 tokens, and the target's is 600: longer rows decode plainly",
+        ),
+    ],
+)
+def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
+    folder = write_speculators(tmp_path / "head", EAGLE3, make_weights(EAGLE3))
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "target").mkdir()
+    fields = {"vocab_size": EAGLE3.vocab_size, "hidden_size": 24, "num_hidden_layers": 6, **changes}
+    make_config("llama", **fields).save_pretrained(tmp_path / "target")
+    fit = check_head(folder, tmp_path / "target")
+    assert fit.problems == (() if problem is None or "context" in problem else (problem,))
+    assert fit.notes == ((problem,) if "context" in (problem or "") else ())
+    assert (fit.spec.kind, fit.spec.hidden_layers) == ("eagle3", EAGLE3.aux_layers)
+
+
+def test_guessed_layers_are_noted(tmp_path):
+    folder = write_z_lab(tmp_path, DFLASH, {}, dflash_config={"mask_token_id": 3})
+    assert (
+        "names no target_layer_ids, so it is taken to read layers [2, 4]"
+        in check_head(folder, target_of().config).notes[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "fields", "message"),
+    [
+        ({"fc.weight_scale": torch.ones(1)}, {}, r"quantised weights \(fc\.weight_scale in float32\)"),
+        ({"fc.weight": torch.ones(24, 72, dtype=torch.int8)}, {}, r"quantised weights \(fc\.weight in int8\)"),
+        ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, {}, "d2t in .*model.safetensors must hold offsets"),
+        ({"t2d": torch.ones(32, dtype=torch.bool)}, {}, "t2d in .*model.safetensors must mark the 12 ids"),
+        ({"candidate_selector.successor_codebook": torch.ones(1)}, {}, r"a DFlash 2 head \(candidate_selector\."),
+        ({"lilicorr.logit_scale": torch.ones(1)}, {}, r"a LiLiCorr head \(lilicorr\.logit_scale\)"),
+        ({"xpress_head.weight": torch.ones(1)}, {}, r"an XPress head \(xpress_head\.weight\)"),
+        ({"prefix_gru.weight_hh_l0": torch.ones(1)}, {}, r"a Domino head \(prefix_gru\.weight_hh_l0\)"),
+        ({"lm_head.weight": None}, {}, r"lm_head\.weight in .* must have a row for each of the 12 tokens"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 3]}, "must read as many target states as fc.weight joins, 3 of"),
+        ({}, {"target_hidden_size": 48}, r"must fit its target, got .*it reads states of width 48"),
+    ],
+)
+def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message, tmp_path):
+    weights = {name: one for name, one in (make_weights(EAGLE3) | weights).items() if one is not None}
+    folder = write_speculators(tmp_path, EAGLE3, weights, **fields)
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        load_drafter(folder, target_of())
+
+
+IDS = torch.tensor(EAGLE3.draft_ids)
+OPEN = torch.tensor([0, 2, 3, 5, 7, 8, 9, 11, 12, 13, 14, 15])  # offsets of 0, 3, 5, 8 ... or ids
+
+
+def marks(ids):
+    return torch.zeros(EAGLE3.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "t2d", "expected"),
+    [
+        (IDS - torch.arange(12), None, IDS),
+        (IDS, None, IDS),  # as offsets they would lead out of the vocabulary
+        (IDS, marks(IDS), IDS),
+        (torch.arange(12), None, torch.arange(12)),
+        (torch.zeros(12, dtype=torch.int64), None, torch.arange(12)),
+        (torch.arange(12), marks(torch.arange(12) * 2), torch.arange(12) * 2),
+        (OPEN, marks(OPEN), OPEN),
+        (OPEN, marks(OPEN + torch.arange(12)), OPEN + torch.arange(12)),
+        (OPEN, None, r"d2t in .*model\.safetensors must come with t2d if it rises at every one of 12 columns"),
+        (
+            IDS.flip(0),
+            None,
+            r"d2t in .*model\.safetensors must hold offsets that give increasing ids below 32, or these",
+        ),
+        (IDS[:0], None, r"d2t in .*model\.safetensors must hold offsets"),
+    ],
+)
+def test_d2t_may_hold_offsets_or_ids(d2t, t2d, expected, tmp_path):
+    weights = {name: one for name, one in make_weights(EAGLE3).items() if name not in ("d2t", "t2d")}
+    weights |= {"d2t": d2t.clone()} | ({} if t2d is None else {"t2d": t2d})
+    folder = write_speculators(tmp_path, EAGLE3, weights)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            load_drafter(folder, target_of())
+    else:
+        assert load_drafter(folder, target_of()).network.vocabulary.target_ids.tolist() == expected.tolist()
+
+
+def test_a_long_d2t_without_neighbours_holds_ids():
+    ids = torch.randperm(500, generator=torch.Generator().manual_seed(0))[:200].sort().values
+    assert target_ids(ids, None, 1000, Path("weights")).tolist() == ids.tolist()
+
+
+def test_folders_without_config_or_weights_are_named(tmp_path):
+    for source, content in ((tmp_path, None), ("nobody/nothing-here", None), (tmp_path, "[1, 2]"), (tmp_path, "{")):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"must be a folder or a Hub repository with a config\.json, got"):
+            load_drafter(source, target_of())
+    write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"):
+        load_drafter(tmp_path, target_of())
+
+
+def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_path):
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
+    config = json.loads((folder / "config.json").read_text())
+    for layer_fields, num_tokens in (({}, 512), (scaled, 1024), ({"max_position_embeddings": None}, None)):
+        changed = {**config, "transformer_layer_config": {**config["transformer_layer_config"], **layer_fields}}
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert load_drafter(folder, target_of()).spec.max_position_embeddings == num_tokens
+    assert load_drafter(folder, target_of(), context_len=96).spec.max_position_embeddings == 96
+    with pytest.raises(ConfigError, match="context_len must be an int of at least 1, got 0"):
+        load_drafter(folder, target_of(), context_len=0)
+
+
+def test_a_head_says_what_it_is(tmp_path):
+    folder = write_speculators(tmp_path / "my-head", EAGLE3, make_weights(EAGLE3))
+    head = load_drafter(folder, target_of(), dtype=torch.bfloat16, aux_layers=[2, 4, 6])
+    parts = ("my-head: eagle3", "layers 2, 4, 6 (before the final norm)", "12 of 32 tokens", "bfloat16 on cpu", "K 4")
+    assert all(part in repr(head) for part in parts)
+
+
+def test_a_pickled_file_cannot_run_code(tmp_path):
+    folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), saving={"safe_serialization": False})
+    torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        load_drafter(folder, target_of())
+
+
+FIELDS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+def test_windows_are_those_of_the_layers_types():
+    types = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+    assert windows_of(read_layer_config({**FIELDS, **types, "num_hidden_layers": 2})) == (7, None)
+    config = read_layer_config({**FIELDS, "sliding_window": 7})
+    assert (windows_of(config), config.num_key_value_heads, config.head_dim) == ((None,), 4, 8)
+
+
+BY_LAYER = {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 9.0}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 500.0, "rope_scaling": LLAMA3}, {**LLAMA3, "rope_theta": 500.0}),
+        ({"rope_theta": 500.0, "rope_parameters": LLAMA3}, {**LLAMA3, "rope_theta": 500.0}),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_parameters": BY_LAYER}, {"rope_type": "default", "rope_theta": 500.0}),
+    ],
+    ids=["scaling", "parameters without theta", "none", "parameters by layer"],
+)
+def test_rotary_embeddings_are_those_of_transformers(fields, rope):
+    config = read_layer_config({**FIELDS, "max_position_embeddings": 512, **fields})
+    positions = torch.arange(200)[None]
+    expected = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope)
+    )(torch.empty(0), positions)
+    found = Rotary(config, torch.device("cpu"))(positions, torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:, 0], theirs, rtol=0, atol=0)

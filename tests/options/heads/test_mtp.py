@@ -1,0 +1,173 @@
+"""MTP layers of a target's checkpoint, against a model without cache and plain text."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import rms_norm
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.modeling_layers import MtpModel
+
+import hf_speculate
+from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.types import SampleStrategy
+from tests.cases import assert_decodes_as_plain
+from tests.options.heads.rounds import Rounds, random_texts
+from tests.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
+
+NUM_NEW = 24
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose checkpoints hold the layer under `mtp.`
+TOLERANCE = 1e-4  # the target's states round at 1e-5, by where its delta rule cuts a text; swapped weights differ by 1
+
+
+def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_mtp_layers": num_mtp_layers}
+    sizes |= {"vocab_size": vocab_size}
+    if kind == "deepseek_v3":
+        return make_model("deepseek_v3", **sizes)
+    sizes |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(**sizes, tie_word_embeddings=False)
+    model = Glm4MoeForCausalLM._from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
+    clamp_masks(model)
+    return model.requires_grad_(False)
+
+
+def make_checkpoint(folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64):
+    """A target and its folder; MTP layers nearly repeat its layer, or are random with a seed.
+
+    The folder holds the MTP layers' weights alone: the target is in memory already.
+    """
+    target = make_target(kind, num_mtp_layers, vocab_size)
+    drafts = MtpModel(target, num_mtp_layers).to(torch.float64).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed or 0)
+    for layer in drafts.layers:
+        if seed is None:
+            layer.mtp_block.load_state_dict(target.model.layers[0].state_dict())
+            layer.post_norm.load_state_dict(target.model.norm.state_dict())
+            layer.enorm.weight.fill_(INITIALIZER_RANGE)
+            layer.eh_proj.weight.copy_(torch.eye(*layer.eh_proj.weight.shape, dtype=torch.float64))
+        else:
+            for weight in layer.parameters():
+                weight.normal_(0, INITIALIZER_RANGE, generator=generator)
+    weights = {}
+    for name, weight in drafts.state_dict().items():
+        if name.startswith("layers."):
+            _, depth, rest = name.split(".", 2)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm.weight", "shared_head.norm.weight")
+            weights[f"model.layers.{1 + int(depth)}.{rest}"] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors")
+    target.config.save_pretrained(folder)
+    target.config.name_or_path = str(folder)
+    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]  # the real ones name layers 61 and on
+    target._weight_conversions = []  # as from_pretrained leaves it where names are those of the modules
+    return hf_speculate.enable(target)
+
+
+def test_use_mtp_drafts_for_batches(tmp_path):
+    target = make_checkpoint(tmp_path, "deepseek_v3", 2)
+    inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, use_mtp=True)
+    assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
+    with pytest.raises(UnsupportedGenerationError, match="got prompt_lookup_num_tokens and use_mtp; omit one"):
+        target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
+
+
+def test_the_target_stays_as_it_is_and_shares_no_module(tmp_path):
+    target = make_checkpoint(tmp_path, "deepseek_v3", 1)
+    before = target.config.to_dict()
+    head = load_drafter(str(tmp_path), target, dtype=torch.float32)
+    assert target.config.to_dict() == before
+    assert not set(head.network.modules()) & set(target.modules())
+    assert head.dtype == torch.float32
+
+
+def by_expert(name, weight):
+    """The weights of the experts one by one, as checkpoints of Qwen3-Next hold them."""
+    head, own = name.rpartition(".")[0], ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+    for number, part in enumerate(weight):
+        for one, values in zip(own, part.chunk(len(own)), strict=True):
+            yield f"{head}.{number}.{one}.weight", values
+
+
+def make_hybrid(folder, kind: str):
+    """A target, the folder of its layer of random weights, and these, by the names of transformers' modules."""
+    generator = torch.Generator().manual_seed(5)
+    target = hf_speculate.enable(make_model(kind, **{} if kind == "qwen3_next" else {"mtp_num_hidden_layers": 1}))
+    width = target.config.hidden_size
+    shapes = {f"layers.0.{name}": weight.shape for name, weight in target.model.layers[1].named_parameters()}
+    shapes |= {f"{name}.weight": (width,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes["fc.weight"] = (width, 2 * width)
+    weights = {
+        name: torch.empty(shape, dtype=torch.float64).normal_(0, INITIALIZER_RANGE, generator=generator)
+        for name, shape in shapes.items()
+    }
+    stored = {f"mtp.{name}": weight for name, weight in weights.items()}
+    if kind == "qwen3_next":
+        fused = {name: stored.pop(name) for name in list(stored) if ".experts." in name}
+        stored |= {name: part.clone() for both in fused.items() for name, part in by_expert(*both)}
+    save_file(stored, folder / "model.safetensors")
+    target.config.save_pretrained(folder)
+    target.config.name_or_path = str(folder)
+    return target, folder, weights
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request, tmp_path_factory):
+    """A target, its head, and the weights."""
+    target, folder, weights = make_hybrid(tmp_path_factory.mktemp("mtp"), request.param)
+    return target, load_drafter(folder, target), weights
+
+
+@torch.no_grad()
+def reference(target, weights, text, states, drafted):
+    """[K, V] of the layer applied to its own outputs, over the whole text in every step."""
+    kind = target.config.model_type.removesuffix("_text")
+    block = make_model(kind, num_hidden_layers=1, layer_types=["full_attention"]).model
+    of_layer = {name.removeprefix("layers.0."): one for name, one in weights.items() if name.startswith("layers.")}
+    block.layers[0].load_state_dict(of_layer)
+    block.norm.weight.copy_(weights["norm.weight"])
+
+    def normed(values, name):
+        weight = 1 + weights[f"pre_fc_norm_{name}.weight"]
+        return rms_norm(values, values.shape[-1:], weight, target.config.rms_norm_eps)
+
+    scores, own = [], []
+    for step in range(len(drafted)):
+        embeddings = target.get_input_embeddings()(torch.tensor(text[1:] + drafted[:step]))
+        joined = torch.cat([normed(embeddings, "embedding"), normed(torch.cat([states, *own]), "hidden")], dim=-1)
+        outputs = block(inputs_embeds=(joined @ weights["fc.weight"].T)[None], use_cache=False).last_hidden_state
+        scores.append(target.get_output_embeddings()(outputs[0, -1]))
+        own.append(outputs[0, -1:])
+    return torch.stack(scores)
+
+
+def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
+    target, head, weights = hybrid
+    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, None)]):
+        draft = rounds.draft(4, SampleStrategy.RANDOM, seeds=range(len(rounds.texts)))
+        for row, text in enumerate(rounds.texts):
+            expected = reference(target, weights, text, rounds.states(row), draft.token_ids[row].tolist())
+            torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+        rounds.accept(draft, accepted, seed=number)
+        if number == 1:
+            rounds.rows([2, 0])
+
+
+def test_greedy_text_is_plain_and_use_mtp_loads_the_layers_from_the_targets_checkpoint(hybrid):
+    target, head, weights = hybrid
+    inputs, before = ragged_prompts(3, seed=3), target.config.to_dict()
+    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "use_mtp": True}
+    stats = assert_decodes_as_plain(target, None, inputs, **options, max_new_tokens=NUM_NEW)
+    assert stats.cache == "hybrid"
+    assert len(stats.verified_per_position) == 3
+    assert target.config.to_dict() == before
+    assert head.num_parameters == sum(weight.numel() for weight in weights.values())
