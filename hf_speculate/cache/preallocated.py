@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import KVCache, checked_drops, gathered, leading
-from hf_speculate.cache.buffer_pool import BufferPool, BufferShape, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
+from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.per_row import RowIndices
@@ -52,7 +52,7 @@ class PreallocatedKVCache(KVCache):
         max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
         kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
-        pool: BufferPool | None = None,  # where such buffers come from, and go to with `release`
+        pool: Pool | None = None,  # where such buffers come from, and go to with `release`
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)

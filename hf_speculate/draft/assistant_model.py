@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from hf_speculate.caller import caller_level
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.draft.draft_plan import DraftPlan
-from hf_speculate.draft.model import CompiledDrafter, ModelDrafter, TranslatedDrafter
+from hf_speculate.draft.model import ModelDrafter, TranslatedDrafter
 from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
@@ -83,9 +83,9 @@ class AssistantModel(DraftSource):
             stream=setup.stream,
             backend=setup.backend,
         )
-        compiled = plan.make_compiled(max_position)
+        compiled = plan.make_compiled(max_position, chunk_size, settings, context)
         if compiled is not None:
-            return CompiledDrafter(Inferencer(compiled, chunk_size), plan.processors, settings, context)
+            return compiled
         arguments = model, max_position, plan.is_distributed, plan.inputs
         rest = chunk_size, not plan.is_distributed, plan.meet
         if self.vocabulary is None:

@@ -10,7 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.token_choice import DraftSettings
+from hf_speculate.models.context import Context
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.processors import BlockLogitsProcessorList
 
@@ -24,4 +27,6 @@ class DraftPlan:
     row_processors: Any  # the same, in groups if rows leave the batch one by one
     is_distributed: bool  # whether several processes decode the call
     meet: Callable[[], None] | None  # called before each forward, by synced ranks; None without them
-    make_compiled: Callable[[int], Any]  # the compiled model for positions up to so many; None if forwards are eager
+    # makes the drafter of compiled forwards from its largest position, prompt tokens per forward, settings and context;
+    # None if forwards are eager
+    make_compiled: Callable[[int, int | None, DraftSettings, Context | None], ModelDrafter | None]

@@ -16,7 +16,6 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import make_compiled_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
@@ -36,7 +35,6 @@ from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification, find_spans
-from hf_speculate.models.cache_kinds import Buffers
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel, device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
@@ -92,7 +90,7 @@ def build_decoder(
     target_cache = _make_cache(plan.target, plan)
     capture = _make_capture(plan)
     keeps_states = call.is_cache_kept or call.ranks.is_distributed
-    compiled = make_compiled_model(plan.target, plan.compile, call.max_position, forget_compiled, capture)
+    compiled = plan.runners.language_model(plan.target, call.max_position, forget_compiled, capture)
     language_model = compiled or LanguageModel(
         call.target, call.max_position, keeps_states, call.target_inputs, capture=capture
     )
@@ -118,7 +116,7 @@ def build_decoder(
     stopping = find_row_lists(call.rows_leave).criteria(criteria, call.batch_size, call.max_length)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(stopping, call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
-    max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
+    max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.runners.max_query or MAX_PADDING_QUERY)
     padding = EndPadding(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
     wanted = {
         "output_hidden_states": (hidden_states is not None and hidden_states.wanted) or call.recorded.hidden_states,
@@ -161,7 +159,7 @@ def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
     stats.verifier = plan.call.config.verifier or ""
     stats.cache = plan.target.cache.kind
-    stats.compiled, stats.graphed = plan.compiled, list(plan.compile.graphed)
+    stats.compiled, stats.graphed = plan.compiled, list(plan.runners.graphed)
     stats.lock_step = plan.is_lock_step
     for reason in plan.fallbacks:
         stats.add_fallback(reason)
@@ -172,8 +170,7 @@ def _make_cache(one: ModelPlan, plan: Plan) -> KVCache:
     call = plan.call
     mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
-    buffers = Buffers(plan.compile.capacity(one.cache.max_columns or 0, one.device), plan.compile.pool(one))
-    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, buffers)
+    return one.cache.make(one.model, cache, call.batch_size, mask, one.device, plan.runners.buffers(one))
 
 
 def _make_batch(plan: Plan) -> Batch:
@@ -189,7 +186,7 @@ def _make_batch(plan: Plan) -> Batch:
 def _make_capture(plan: Plan) -> LayerCapture | None:
     """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
     layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
-    is_eager = "target" not in (*plan.compile.settings, *plan.compile.graphed)
+    is_eager = "target" not in plan.runners.parts
     is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
     return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
@@ -215,7 +212,7 @@ def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | Non
         hidden_states,
         call.ranks,
     )
-    is_fixed = plan.is_lock_step or "draft" in (*plan.compile.settings, *plan.compile.graphed)
+    is_fixed = plan.is_lock_step or "draft" in plan.runners.parts
     rows_may_leave = not is_fixed and reuse is None and not call.ranks.is_synced
     return DraftGuard(session, faults, call.num_pads, rows_may_leave, call.ranks)
 
@@ -230,7 +227,7 @@ def _make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     key = call.source.history_key()
     kind = (
         *(key.name, target.device, target.dtype, torch.get_num_threads()),
-        *(config.verifier, plan.target.cache.kind, *plan.compile.settings, plan.compile.graphed),
+        *(config.verifier, plan.target.cache.kind, *plan.runners.settings, plan.runners.graphed),
         *(plan.is_lock_step, config.max_draft_tokens),
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )

@@ -11,9 +11,9 @@ from hf_speculate.cache.layers import num_held
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.vocab_mapping import VocabMapping
-from hf_speculate.engine.compile_plan import CompilePlan
 from hf_speculate.engine.outputs import Recorded
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.engine.runners import RunnerRequest
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -40,7 +40,7 @@ class Call:
     prefill_chunk_size: int | None  # prompt tokens per forward; None for all at once
     recorded: Recorded  # the outputs that the call asked for
     streamer: Any  # is handed every new token of the row; or None
-    static: CompilePlan = field(default_factory=CompilePlan)  # the fixed buffers and compiled forwards asked for
+    static: RunnerRequest = field(default_factory=RunnerRequest)  # the fixed buffers and compiled forwards asked for
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
     self_test: str = ""  # how the target compares with plain decoding; empty if its type is known to agree

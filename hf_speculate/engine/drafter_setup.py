@@ -3,16 +3,18 @@
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from hf_speculate.draft.base import DraftCompilation, DrafterSetup
 from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import draft_lens, make_compiled_model
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.row_lists import find_row_lists
-from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.engine.runners import draft_lens
+from hf_speculate.models.context import Context
 from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.verify.base import traits_of
@@ -55,8 +57,13 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
             importlib.import_module(_FUSED_WARPERS).fuse_warpers(processors, setup.backend)
         )
 
-    def make_compiled(max_position: int) -> Any:
-        return None if draft is None else make_compiled_model(draft, plan.compile, max_position, on_failure)
+    def make_compiled(
+        max_position: int, chunk_size: int | None, settings: DraftSettings, context: Context | None
+    ) -> ModelDrafter | None:
+        if draft is None:
+            return None
+        rest = chunk_size, processors, settings, context
+        return plan.runners.model_drafter(draft, max_position, on_failure, *rest)
 
     return DraftPlan(
         setup=setup,

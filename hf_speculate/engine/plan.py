@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicCache
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.draft_prior import cost_ratio
 from hf_speculate.engine.model_plan import ModelPlan
+from hf_speculate.engine.runners import Runners, draft_lens, find_runners
 from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
@@ -34,7 +34,7 @@ class Plan:
     target: ModelPlan
     draft: ModelPlan | None  # the model that drafts; None if none does
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
-    compile: CompilePlan  # the forwards that run compiled or from device graphs
+    runners: Runners  # how forwards run: compiled, from device graphs, or eagerly
     compiles_itself: bool  # whether the drafter is a custom one that compiles its own forwards
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
     hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
@@ -52,7 +52,7 @@ class Plan:
     @property
     def compiled(self) -> list[str]:
         """The models whose forwards are compiled, "target" and "draft"."""
-        return [*self.compile.settings, *(["draft"] if self.compiles_itself else [])]
+        return [*self.runners.settings, *(["draft"] if self.compiles_itself else [])]
 
     @property
     def steps_have_all_rows(self) -> bool:
@@ -74,8 +74,8 @@ class Plan:
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
             "target cache": str(self.target.cache),
             "draft cache": "" if self.draft is None else str(self.draft.cache),
-            "compiled": ", ".join(self.compile.settings),
-            "from graphs": ", ".join(self.compile.graphed) or self.compile.graphs.off,
+            "compiled": ", ".join(self.runners.settings),
+            "from graphs": ", ".join(self.runners.graphed) or self.runners.graphs_off,
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
@@ -101,21 +101,21 @@ def make_plan(call: Call) -> Plan:
     target = _plan_target(call, hidden_layers)
     draft = None if call.draft is None else _plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
-    compile_plan = make_compile_plan(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
-    fallbacks += [*_cache_fallbacks(models), *compile_plan.reasons]
+    runners = find_runners(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
+    fallbacks += [*_cache_fallbacks(models), *runners.reasons]
     reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         call=call,
         target=target,
         draft=draft,
         draft_strategy=strategy,
-        compile=compile_plan,
+        runners=runners,
         compiles_itself=source.is_compiled,
         reads_keys=source.reads_keys or samples_drafts or traits_of(call.config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
-        keeps_rows=bool(lock_step or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache)
+        keeps_rows=bool(lock_step or call.is_cache_kept or runners.parts or reuses_draft_cache)
         or (call.batch_size > 1 and adapters_by_row(call.target)),
         fallbacks=tuple(fallbacks),
     )

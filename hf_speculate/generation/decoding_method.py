@@ -18,9 +18,9 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import static_request
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
 from hf_speculate.engine.ranks import find_ranks
+from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_encoder import try_draft_inputs

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.cache.layers import holding, is_recurrent, text_cache, window_of
+from hf_speculate.cache.pooled_buffers import Pool
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
@@ -45,7 +45,7 @@ class Buffers(NamedTuple):
     """What preallocated buffers are made of."""
 
     capacity: int | None = None  # columns of buffers that never grow; None if buffers grow
-    pool: BufferPool | None = None  # where such buffers are between calls of the same shapes
+    pool: Pool | None = None  # where such buffers are between calls of the same shapes
 
 
 GROWING = Buffers()

@@ -7,14 +7,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_speculate.cache.buffer_pool import BufferPool, BufferShape, PooledBuffers, max_pooled_bytes
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.options.compiled.buffer_pool import BufferPool, max_pooled_bytes
 from hf_speculate.types import KVState
 from tests.cases import each_value
 from tests.random_calls import Case

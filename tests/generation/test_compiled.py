@@ -10,9 +10,10 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import hf_speculate
-from hf_speculate.cache.buffer_pool import BufferPool
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.models.compilation import Compilation, CompiledUnits
+from hf_speculate.models.compilation import Compilation
+from hf_speculate.models.runner import CompiledUnits
+from hf_speculate.options.compiled.buffer_pool import BufferPool
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts

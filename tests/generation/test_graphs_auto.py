@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.engine import graph_plan
 from hf_speculate.models.graphs import MIN_FREE_SHARE, CudaGraphs
+from hf_speculate.options.compiled import graph_plan
 from hf_speculate.tools.doctor.verdict_file import write_verdict
 from hf_speculate.verdicts import CODE, device_key, verdict_path
 from tests.cases import assert_equal_ids, new_pair

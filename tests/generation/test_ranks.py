@@ -28,8 +28,8 @@ from tests.draft.test_custom import Repeats
 from tests.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches
 from tests.generation.test_caches import FLOAT32_TOLERANCE, STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_compiled import compile_config
-from tests.generation.test_self_test import Own
 from tests.nan_drafts import drafts_of_nan, embedding_is_nan, without_nan
+from tests.options.self_test.test_compare import Own
 from tests.reliability.faults import Fault, Mistake, RowWiseProcessor, hook
 from tests.tiny import make_model, noisy_copy, ragged_prompts, with_context
 

@@ -113,9 +113,24 @@ class _Reading:
 class SteppedMixer:
     """Hooks on a mixer, which act in forwards of one cache that may be rolled back.
 
-    The mixer itself reads the first token, while its input projections read all of them. At the output projection a
-    shallow copy of the mixer reads the other tokens one by one, with the outputs of the input projections; the output
-    projection then reads all tokens, and the mixer returns the output of all of them.
+    Weights are read once for all tokens; what lies between the projections runs token by token, so that the states
+    after each token are known::
+
+        hidden [B, Q, D]
+            | _enter            the mixer is called with token 0 alone, and a cache layer of its own
+            v
+        input projections       _widen: each reads all Q tokens;  _narrow: it returns its output for token 0
+            |
+            +-- token 0 ------> the mixer itself ----------------------------> states after token 0
+            +-- tokens 1..Q-1 > its copy, one by one (_read_rest -> _rest) --> states after each of them
+            v
+        output projection       _read_rest: reads all Q tokens
+            | _leave            the states are recorded; without an output projection, outputs are joined here
+            v
+        output [B, Q, D]
+
+    The copy is a shallow one. Its input projections return what the mixer's gave for a token, its output projection
+    returns its input.
     """
 
     def __init__(self, mixer: Mixer, protocol: StepProtocol, states: RecurrentStates):

@@ -3,42 +3,17 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.model_state import model_state
-from hf_speculate.types import KVState
 
 # Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
 # half precision, and at least as much as for 8,192 of them.
 MIN_POOLED_BYTES = 1 << 30
 POOLED_SHARE = 4
-
-
-class PooledBuffers(NamedTuple):
-    """The buffers of all layers, with what goes with them."""
-
-    layers: list[KVState]  # each [B, H, capacity, D]
-    graphs: dict[Hashable, Any]  # captured over these buffers, so that they are of no use without them
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [part for layer in self.layers for part in layer]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
-
-
-class BufferShape(NamedTuple):
-    """What interchangeable buffers of a model have in common."""
-
-    batch_size: int  # B
-    capacity: int | None  # columns of each buffer
-    dtype: torch.dtype
-    device: torch.device
 
 
 class BufferPool:

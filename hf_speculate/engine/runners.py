@@ -1,0 +1,137 @@
+"""Runners: how the forwards of a call's models run. By themselves they run eagerly, which is the null object."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+
+from hf_speculate.compat import compile_config_of
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.token_choice import DraftSettings
+from hf_speculate.engine.model_plan import ModelPlan
+from hf_speculate.engine.ranks import tensor_parallel_size
+from hf_speculate.models.cache_kinds import GROWING, Buffers
+from hf_speculate.models.context import Context
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.models.runner import GRAPH_BACKENDS
+from hf_speculate.processors.of_rows import RowProcessors
+
+_OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may run compiled, or from device graphs
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """The fixed buffers and compiled forwards that a call asks for."""
+
+    is_static: bool = False  # whether buffers never grow
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # of the models, "target" and "draft"
+    min_columns: int = 0  # columns that buffers have at least
+    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
+
+
+@dataclass(frozen=True)
+class Runners:
+    """How the forwards of a call run: eagerly, over buffers that grow."""
+
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
+    graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
+    reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
+    graphs_off: str = ""  # why "auto" uses no graphs on the device
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The models whose forwards do not run eagerly; rows must stay where they are in their buffers."""
+        return (*self.settings, *self.graphed)
+
+    @property
+    def max_query(self) -> int | None:
+        """Tokens of each row that a forward may write after the longest row; None for any number."""
+        return None
+
+    def buffers(self, one: ModelPlan) -> Buffers:
+        """What the preallocated KV cache of a model is made of."""
+        return GROWING
+
+    def language_model(
+        self,
+        one: ModelPlan,
+        max_position: int | None,
+        on_failure: Callable[[str, str], None],  # called with the part and the reason if it cannot run so
+        capture: Any = None,  # see `LanguageModel`
+    ) -> LanguageModel | None:
+        """A model whose forwards do not run eagerly; None if they do."""
+        return None
+
+    def model_drafter(
+        self,
+        one: ModelPlan,
+        max_position: int | None,
+        on_failure: Callable[[str, str], None],
+        chunk_size: int | None,
+        processors: RowProcessors,
+        settings: DraftSettings,
+        context: Context | None,
+    ) -> ModelDrafter | None:
+        """The drafter over a draft model whose forwards do not run eagerly; None if they do."""
+        return None
+
+
+EAGER = Runners()
+
+
+def find_runners(
+    request: RunnerRequest,
+    lens: tuple[int, ...],  # draft lengths K, ascending
+    models: Sequence[ModelPlan],
+    graphs: str,  # `speculation_graphs`
+    batch_size: int,
+) -> Runners:
+    """What runs compiled or from graphs, of what a call asks for."""
+    has_graphs = any(one.model.device.type in GRAPH_BACKENDS for one in models)
+    if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
+        return EAGER
+    runners: Runners = importlib.import_module(_OPTION).make_runners(request, lens, models, graphs, batch_size)
+    return runners
+
+
+def static_request(
+    model: PreTrainedModel,
+    assistant: PreTrainedModel | None,
+    config: GenerationConfig,
+    is_static: bool,
+    eager_draft: str,  # why the assistant is not compiled; empty if it may be
+) -> RunnerRequest:
+    """The fixed buffers and compiled forwards that a call asks for: no more than plain `generate` would compile."""
+    if not is_static and config.compile_config is None:
+        return RunnerRequest()
+    models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
+    found = {part: compile_config_of(one, config) for part, one in models.items()}
+    settings = {part: one for part, one in found.items() if one is not None}
+    reason = ""
+    if config.compile_config is not None and "target" not in settings:
+        reason = f"eager forwards: plain generate() would not compile with this compile_config on {model.device}"
+    if config.output_hidden_states or config.output_attentions:
+        if "target" in settings or reason:
+            reason = "eager forwards, because hidden states or attentions are returned"
+        settings = {}
+    for part in [part for part in settings if tensor_parallel_size(models[part]) > 1]:
+        del settings[part]
+        reason = f"eager forwards of the {part}, which is split over processes"
+    if eager_draft and settings.pop("draft", None) is not None:
+        reason = f"eager forwards of the draft: {eager_draft}"
+    min_columns = getattr(config, "max_cache_len", None) or 0
+    return RunnerRequest(True, settings, min_columns, (reason,) if reason else ())
+
+
+def draft_lens(config: SpeculationConfig, varies: bool) -> tuple[int, ...]:
+    """The draft lengths K of compiled forwards, ascending; other lengths are rounded up to these.
+
+    `varies` says that rounds may have any number of tokens with a constant draft length too.
+    """
+    num = config.max_draft_tokens
+    if config.schedule == "constant" and not varies:
+        return (num,)
+    return (*(1 << power for power in range(1, 8) if 1 << power < num), num)  # at most half of a draft is unused

@@ -1,0 +1,156 @@
+"""Compiled runners: which forwards of a call run compiled or from graphs, and why the others do not."""
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import CompileConfig
+
+from hf_speculate.cache.ragged_layer import even_capacity
+from hf_speculate.draft.token_choice import DraftSettings
+from hf_speculate.engine.model_plan import ModelPlan
+from hf_speculate.engine.runners import RunnerRequest, Runners
+from hf_speculate.models.cache_kinds import Buffers
+from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
+from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
+from hf_speculate.models.context import Context
+from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
+from hf_speculate.options.compiled.buffer_pool import BufferPool
+from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
+from hf_speculate.processors.of_rows import RowProcessors
+
+# Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
+CAPACITY_UNIT = 128
+# Imported where a call may run from graphs.
+_PLAN_GRAPHS, _GRAPHING = "hf_speculate.options.compiled.graph_plan:plan_graphs", "hf_speculate.models.graphs:Graphing"
+_warn_once = cache(LOGGER.warning)
+
+
+class GraphPlan(NamedTuple):
+    """The models of a call that may run from device graphs."""
+
+    reasons: dict[str, str]  # part -> why it does not run from graphs, empty if it does
+    off: str = ""  # why "auto" uses none on the device
+    is_tried: bool = False  # whether graphs are compared with eager forwards first, and used only where faster
+
+
+NO_GRAPHS = GraphPlan({})
+
+
+@dataclass(frozen=True)
+class CompiledRunners(Runners):
+    """The forwards of a call that run compiled or from device graphs, and their fixed buffers."""
+
+    is_static: bool = False  # whether buffers never grow
+    # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
+    lens: tuple[int, ...] = ()
+    min_columns: int = 0  # columns that buffers have at least
+    is_tried: bool = False  # see `GraphPlan`
+
+    @property
+    def max_query(self) -> int | None:
+        return max(self.lens, default=0) + 1 if self.is_static else None
+
+    def buffers(self, one: ModelPlan) -> Buffers:
+        # eager forwards make inference tensors, which no later call could write to
+        pool = BufferPool.of(one.model) if one.part in self.parts else None
+        return Buffers(self._capacity(one.cache.max_columns or 0, one.device), pool)
+
+    def language_model(
+        self,
+        one: ModelPlan,
+        max_position: int | None,
+        on_failure: Callable[[str, str], None],
+        capture: Any = None,
+    ) -> CompiledLanguageModel | None:
+        units, fail = CompiledUnits.of(one.model), partial(on_failure, one.part)
+        if one.part in self.settings:
+            runner: Runner = Compilation(one.model, self.settings[one.part], units, fail)
+        elif one.part in self.graphed:
+            runner = pkgutil.resolve_name(_GRAPHING)(one.model, units, fail, self.is_tried)
+        else:
+            return None
+        varies = runner.varies and one.model.device.type != "cuda"
+        query_lens = (STEP_QUERY_LEN,) if one.part == "draft" else _query_lens(self.lens, varies)
+        return CompiledLanguageModel(one.model, max_position, runner, query_lens, one.inputs, capture)
+
+    def model_drafter(
+        self,
+        one: ModelPlan,
+        max_position: int | None,
+        on_failure: Callable[[str, str], None],
+        chunk_size: int | None,
+        processors: RowProcessors,
+        settings: DraftSettings,
+        context: Context | None,
+    ) -> CompiledDrafter | None:
+        compiled = self.language_model(one, max_position, on_failure)
+        return (
+            None
+            if compiled is None
+            else CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
+        )
+
+    def _capacity(self, max_columns: int, device: torch.device) -> int | None:
+        """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
+        if not self.is_static:
+            return None
+        num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
+        if device.type == "cuda":
+            return even_capacity(num_columns)
+        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
+
+
+def make_runners(
+    request: RunnerRequest, lens: tuple[int, ...], models: Sequence[ModelPlan], graphs: str, batch_size: int
+) -> CompiledRunners:
+    """What can run compiled or from graphs; see `find_runners`."""
+    wanted = [one for one in models if one.part in request.settings]
+    uncompiled = {one.part: _eager_reason(one, request.settings[one.part]) for one in wanted}
+    settings = {part: request.settings[part] for part, reason in uncompiled.items() if not reason}
+    plan = NO_GRAPHS
+    if graphs == "on" or (graphs == "auto" and any(one.model.device.type in GRAPH_BACKENDS for one in models)):
+        plan = pkgutil.resolve_name(_PLAN_GRAPHS)(models, graphs, settings, batch_size, lens)
+    ungraphed = plan.reasons
+    graphed = tuple(part for part, reason in ungraphed.items() if not reason)
+    reasons = tuple(filter(None, (*request.reasons, *uncompiled.values(), *ungraphed.values())))
+    for reason in reasons:
+        if graphs == "on" or reason not in ungraphed.values():  # nobody asked for what "auto" cannot do
+            _warn_once(reason)
+    is_static = request.is_static or bool(graphed)
+    return CompiledRunners(
+        settings=settings,
+        graphed=graphed,
+        reasons=reasons,
+        graphs_off=plan.off,
+        is_static=is_static,
+        lens=lens if is_static else (),
+        min_columns=request.min_columns,
+        is_tried=plan.is_tried,
+    )
+
+
+def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
+    """The lengths Q of the target's queries, to which others are rounded up; CUDA graphs are recorded for each."""
+    if not lens:
+        return (1,)
+    if varies:  # one compilation serves every Q from 2 on; a single token would be compiled anew
+        return tuple(range(2, max(lens) + 2))
+    # If K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
+    return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
+
+
+def _eager_reason(one: ModelPlan, config: CompileConfig) -> str:
+    reason = one.eager_reason
+    if one.cache.kind != "preallocated":
+        reason = "whose states are not preallocated"
+    elif not one.inputs.is_empty:
+        reason = "which reads more than its text"
+    if reason:
+        return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
+    failure = CompiledUnits.of(one.model).failures.get(settings_key(config))
+    return "" if failure is None else f"{one.part}: {failure}"
