@@ -17,9 +17,7 @@ GRAPHS, KERNELS = "graphs: forwards, one row, float32", "kernels: greedy, ordina
 OTHER_KERNELS = "kernels: point mass, hostile rows"
 RIGHT = [
     "attention: bfloat16",
-    "graphs: forwards, four ragged rows, bfloat16",
     "graphs: texts, float32",
-    "texts: sampled, float32",
     KERNELS,
     OTHER_KERNELS,
 ]
