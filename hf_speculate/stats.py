@@ -36,7 +36,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
 
     verifier: str = ""  #: name of the verifier that ran
     plan: str = ""  #: what the call decided (drafter, KV caches, schedule, compiled parts), in one line
-    cache: str = ""  #: KV cache of the target: "dynamic", "preallocated" or "hybrid"
+    cache: str = ""  #: KV cache of the target, "dynamic", "preallocated" or "hybrid"
     compiled: list[str] = field(default_factory=list)  #: models that ran compiled in all rounds, "target" and "draft"
     graphed: list[str] = field(default_factory=list)  #: models that ran from device graphs in all rounds
     num_rounds: int = 0  #: rounds summed over the rows that were live in them

@@ -17,7 +17,7 @@ import hf_speculate
 from tests.pages import EXAMPLES, ROOT, blocks, extras_named_in
 
 PAIR = ROOT / "examples" / "pair"
-FROM_NOTHING = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
+FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
 # Models on the Hub that pages name, each with the bundled model that stands in for it here.
 STAND_INS = {
     "Qwen/Qwen3-8B": "target",
