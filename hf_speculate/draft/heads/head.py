@@ -18,6 +18,7 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.language_model import device_of, vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
+from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Kept, Stream
@@ -158,7 +159,7 @@ class DraftHead:
         weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_TABLE)}
         shared = None if heads else target.get_output_embeddings()
         read = [*weights.values(), *(() if shared is None else shared.parameters())]
-        return sum(weight.numel() * weight.element_size() for weight in read)
+        return sum(map(weight_bytes, read))
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""
