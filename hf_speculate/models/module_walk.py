@@ -27,6 +27,17 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
     return list({id(one): one for one in held if one is not None}.values())
 
 
+def weight_bytes(weight: Tensor) -> int:
+    """Bytes that a weight is stored in.
+
+    A packed class of quantised weights has the shape and dtype of what it stands for. A split weight counts as a whole.
+    """
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    if flatten is None or hasattr(weight, "device_mesh"):
+        return weight.numel() * weight.element_size()
+    return sum(weight_bytes(getattr(weight, name)) for name in flatten()[0])
+
+
 def adapters_by_row(model: nn.Module) -> bool:
     """Whether PEFT hooks in the model give each row of the batch its own adapter."""
     hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]

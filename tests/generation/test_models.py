@@ -3,12 +3,20 @@
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, MoshiConfig, MoshiForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DynamicCache,
+    GenerationConfig,
+    MoshiConfig,
+    MoshiForCausalLM,
+)
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
+from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
@@ -97,16 +105,63 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     assert not hf_speculate.is_enabled(models["target"])
 
 
-@pytest.mark.torchao
-@each_value(parts=["target", "draft", "both"], batch_size=[1, 3])
-def test_weights_may_be_integers(parts, batch_size):
+def int8(model, folder):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    target = make_model("llama", dtype=torch.float32)
-    draft = noisy_copy(target)
-    for name, model in (("target", target), ("draft", draft)):
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def int4(model, folder):
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import quantize_
+
+    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))  # the only int4 weights that run on a CPU
+    return model
+
+
+def nf4(model, folder):
+    return load_quantised(model, folder, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def int8_activations(model, folder):
+    """Rounds what a layer reads, too, so that a last bit decides between two texts."""
+    return load_quantised(model, folder, load_in_8bit=True)
+
+
+def load_quantised(model, folder, **fields):
+    """The model with weights of bitsandbytes, which quantises while it loads."""
+    model.save_pretrained(folder)
+    config = BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32).eval()
+
+
+@pytest.mark.torchao
+@pytest.mark.bitsandbytes
+@pytest.mark.parametrize(
+    ("quantise", "parts", "batch_size", "cache"),
+    [
+        (int8, "target", 3, "preallocated"),
+        (int8, "both", 1, "dynamic"),
+        (int4, "target", 1, "preallocated"),
+        (int4, "draft", 3, "dynamic"),
+        (nf4, "target", 3, "dynamic"),
+        (nf4, "both", 1, "preallocated"),
+        (int8_activations, "draft", 3, "preallocated"),
+    ],
+)
+def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
+    widths = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    models = {"target": make_model("llama", dtype=torch.float32, **widths)}
+    models["draft"] = noisy_copy(models["target"])
+    for name, model in models.items():
         if parts in (name, "both"):
-            quantize_(model, Int8WeightOnlyConfig())
-    hf_speculate.enable(target)
-    stats = assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), max_new_tokens=FEW_NEW)
+            num_bytes = step_weights(model).num_bytes
+            models[name] = quantise(model, tmp_path / name)
+            weights = step_weights(models[name])
+            assert weights.is_quantised
+            assert weights.num_bytes < num_bytes / 2  # what is stored, not the float32 that it stands for
+    hf_speculate.enable(models["target"])
+    inputs = ragged_prompts(batch_size, seed=4)
+    stats = assert_decodes_as_plain(*models.values(), inputs, max_new_tokens=FEW_NEW, speculation_cache=cache)
     assert stats.num_accepted > 0

@@ -15,6 +15,7 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import device_of, vocab_size_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
+from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -156,7 +157,7 @@ class DraftHead:
         weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_TABLE)}
         shared = None if heads else target.get_output_embeddings()
         read = [*weights.values(), *(() if shared is None else shared.parameters())]
-        return sum(weight.numel() * weight.element_size() for weight in read)
+        return sum(map(weight_bytes, read))
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""

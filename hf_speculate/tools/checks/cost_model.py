@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.config import DEFAULT_MAX_ASSISTANT_TOKENS
 from hf_speculate.models.kv_size import kv_values_per_token
+from hf_speculate.models.module_walk import weight_bytes
 
 ACCEPTANCE_PROBABILITIES = (0.6, 0.7, 0.8, 0.9)
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -45,7 +46,7 @@ def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_
     config, lookup = model.config.get_text_config(decoder=True), _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
-        size = parameter.numel() * (parameter.element_size() if bytes_per_param is None else bytes_per_param)
+        size = weight_bytes(parameter) if bytes_per_param is None else parameter.numel() * bytes_per_param
         num_params += parameter.numel()
         num_bytes += size
         num_lookup_bytes += size * (parameter is lookup)

@@ -18,6 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.compat import CACHE_NAME
+from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.generation.mixin import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
@@ -83,7 +84,7 @@ class DifferenceCheck:
         if model.dtype == torch.float64:
             return model
         num_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
-        is_plain = getattr(model.config, "quantization_config", None) is None and not hasattr(model, "hf_device_map")
+        is_plain = not step_weights(model).is_quantised and not hasattr(model, "hf_device_map")
         if num_bytes > _EXACT_BYTES or not is_plain or model.device.type not in ("cpu", "cuda"):
             return None
         return copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type,no-any-return]
