@@ -42,7 +42,7 @@ IMPORTS = {
 }
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 89, "lines run": 11_549, "modules loaded": 115, "lines loaded": 12_946}
+MOST = {"files run": 89, "lines run": 11_565, "modules loaded": 115, "lines loaded": 12_962}
 
 
 def option_of(path: str) -> str | None:

@@ -35,8 +35,9 @@ class DraftPrior:
 
         Of quantised weights only measured seconds tell: their products may take longer than those of more bytes.
         """
-        is_known = self.step_ratio is not None and self.is_verification_known
-        return is_known and self.step_ratio >= 1 and not self.is_parallel
+        if self.step_ratio is None or not self.is_verification_known or self.is_parallel:
+            return False
+        return self.step_ratio >= 1
 
     def draft_steps(self, num_draft_tokens: int) -> float:
         """Plain steps that a draft of K tokens takes, without reading what came before it."""
