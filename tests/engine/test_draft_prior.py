@@ -79,7 +79,9 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
     assert step_weights(quantised).is_quantised
     assert not step_weights(target).is_quantised
     for models in ((quantised, draft), (target, quantised)):
-        assert not draft_prior(*models, config).is_verification_known
+        prior = draft_prior(*models, config)
+        assert (prior.is_verification_known, prior.never_pays) == (False, False)
+    assert DraftPrior(1.0).never_pays
 
 
 @pytest.fixture
