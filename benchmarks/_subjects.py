@@ -217,10 +217,17 @@ def read_prompts() -> dict[str, list[str]]:
 
 
 def encode(
-    prompts: list[str], batch_size: int, prompt_len: int | None = None, device: torch.device | str = "cpu"
+    prompts: list[str],
+    batch_size: int,
+    prompt_len: int | None = None,
+    device: torch.device | str = "cpu",
+    folder: Path = PAIR / "target",
 ) -> list[Batch]:
-    """Left-padded batches of texts; with `prompt_len`, each is extended by the next texts to exactly that length."""
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", truncation_side="right")
+    """Left-padded batches of texts; with `prompt_len`, each is extended by the next texts to exactly that length.
+
+    The tokenizer is that of the model in `folder`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="right")
     how: dict[str, Any] = {}
     if prompt_len is not None:
         num_texts = prompt_len // MIN_PROMPT_TOKENS + 1

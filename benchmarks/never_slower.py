@@ -3,22 +3,26 @@
     python benchmarks/never_slower.py
     python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 256 --repeats 6 --add
     python benchmarks/never_slower.py --drafts bundled --batch-sizes 1 8 --max-new-tokens 64 --repeats 16 --add
+    python benchmarks/never_slower.py --targets smollm2 gemma3 --max-new-tokens 128 --repeats 1 --add
 
-The last two take ten minutes each.
+The second and the third take ten minutes each. The last one fetches SmolLM2-135M-Instruct and Gemma 3 270M, see
+`real_models.py`, which have no bundled draft.
 
-A cell is a number of new tokens, a draft, a number of rows, a category of prompts and a mode. Sampled cells take the
-prompts of all categories: how many drafts are accepted is chance, by 5 % in a few calls, and the categories do not
-differ. Drafts: the bundled one; a random one of its shape, of which nothing is accepted; and a copy of the target, all
-accepted at a target's price. With the last two, constant K that lose against plain decoding in a short probe are not
-timed further. The default is held to the best constant K, by the seconds of all batches: in each batch to the one that
-was fastest in the other batches, or luck would choose it.
+A cell is a target, a number of new tokens, a draft, a number of rows, a category of prompts and a mode. Sampled cells
+take the prompts of all categories: how many drafts are accepted is chance, by 5 % in a few calls, and the categories do
+not differ. Drafts: the bundled one; a random one of its shape, of which nothing is accepted; and a copy of the target,
+all accepted at a target's price. With the last two, constant K that lose against plain decoding in a short probe are
+not timed further. The default is held to the best constant K, by the seconds of all batches: in each batch to the one
+that was fastest in the other batches, or luck would choose it.
 """
 
 import argparse
+import copy
 from itertools import chain, cycle, islice, product
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from _costs import measure_costs
 from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
 from _harness import (
@@ -32,12 +36,17 @@ from _harness import (
 )
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
-from _subjects import DTYPES, Subject, encode, load_pair, read_prompts
+from _real_models import WHEELS
+from _real_models import load as load_real
+from _subjects import DTYPES, Subject, encode, load_pair, random_model, read_prompts
 
 from hf_speculate.tools.bench.decoding import Batch
 from hf_speculate.tools.bench.methods import Method
+from models import model_folder
 
 NAME = "never_slower"
+BUNDLED = "pair"  # the target that has a bundled draft
+TARGETS = (BUNDLED, *WHEELS)
 DRAFTS = ("bundled", "random", "large")
 MODES = ("greedy", "sampling")
 ALL = "all"  # prompts of every category, in turn
@@ -54,10 +63,31 @@ class Cell(NamedTuple):
     batch_size: int
     category: str
     mode: str
+    target: str = BUNDLED
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the target has such a draft, and the mode takes the prompts of that category."""
+        return (self.draft != "bundled" or self.target == BUNDLED) and (self.category == ALL) == (self.mode != "greedy")
 
 
 def cell_of(row: Row) -> Cell:
-    return Cell(row.get("max_new_tokens", 256), *(row[name] for name in Cell._fields[1:]))
+    named = (row[name] for name in Cell._fields[1:-1])
+    return Cell(row.get("max_new_tokens", 256), *named, row.get("target", BUNDLED))
+
+
+def load_subject(target: str, draft: str, dtype: str, device: torch.device) -> Subject:
+    """A target with the draft of that name; a random one has half the layers of a target that has no bundled draft."""
+    if target == BUNDLED:
+        return load_pair(dtype, device, draft)
+    model = load_real(target, dtype).model.to(device)
+    if draft == "large":
+        return Subject(target, dtype, model, copy.deepcopy(model))
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers //= 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return Subject(target, dtype, model, random_model(config, dtype, device))
 
 
 def prompts_of(category: str) -> list[str]:
@@ -81,11 +111,12 @@ def constants_of(cell: Cell, runner: Runner, batch: Batch, args: argparse.Namesp
 
 def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]:
     """One cell: a row for the default and one for each constant K that was timed."""
-    num_new, _, batch_size, category, mode = cell
+    num_new, _, batch_size, category, mode, target = cell
     runner = Runner(subject, mode, num_new, args.cache)
     num_batches = args.repeats * (len(args.categories) if category == ALL else 1)
     prompts = list(islice(cycle(prompts_of(category)), num_batches * batch_size))
-    batches = encode(prompts, batch_size, args.prompt_len, args.device)
+    folder = {} if target == BUNDLED else {"folder": model_folder(WHEELS[target])}
+    batches = encode(prompts, batch_size, args.prompt_len, args.device, **folder)
     checked = check(runner, [DEFAULT], batches[0], max_new_tokens=args.probe_tokens)
     methods = [PLAIN_METHOD, DEFAULT, *constants_of(cell, runner, batches[0], args)]
     timings = Timings()
@@ -127,6 +158,7 @@ def share_of_best(row: Row) -> float | None:
 
 
 COLUMNS = {
+    "target": lambda row: cell_of(row).target,
     "new tokens": lambda row: cell_of(row).max_new_tokens,
     "rows": lambda row: row["batch_size"],
     "draft": lambda row: row["draft"],
@@ -157,7 +189,8 @@ def table(content: dict[str, Any]) -> str:
     worst = min(rows, key=lambda row: row["over_plain"]["median"], default=None)
     if worst is None:
         return "no cell was measured"
-    where = f"{worst['batch_size']} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
+    target, rows_of_it = cell_of(worst).target, worst["batch_size"]
+    where = f"{target}, {rows_of_it} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
     line = f"Worst cell: {worst['over_plain']['median']:.2f} times plain ({where})."
     least = min(filter(None, map(share_of_best, rows)), default=None)
     if least is not None:
@@ -167,15 +200,16 @@ def table(content: dict[str, Any]) -> str:
 
 def picture(rows: list[Row], path: Any) -> None:
     panels = []
-    for draft in dict.fromkeys(row["draft"] for row in rows):
-        cells = [row for row in rows if row["draft"] == draft]
+    for target, draft in dict.fromkeys((cell_of(row).target, row["draft"]) for row in rows):
+        cells = [row for row in rows if (cell_of(row).target, row["draft"]) == (target, draft)]
         names = [f"{row['category']}, {row['mode']}, {row['batch_size']}" for row in cells]
         best = [(name, row["best_constant_over_plain"]) for name, row in zip(names, cells, strict=True)]
         series = {
             f"default ({DEFAULT_SCHEDULE})": list(zip(names, [row["over_plain"] for row in cells], strict=True)),
             "best constant K": [(name, value) for name, value in best if value],
         }
-        panels.append(Panel(f"{draft} draft", "times plain generate()", series, 1.0))
+        title = f"{draft} draft" if target == BUNDLED else f"{draft} draft of {target}"
+        panels.append(Panel(title, "times plain generate()", series, 1.0))
     draw(path.with_suffix(".png"), panels)
 
 
@@ -183,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_arguments(parser, repeats=3, limit_s=1500.0)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1])
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[BUNDLED])
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     parser.add_argument("--categories", nargs="+", choices=list(read_prompts()), default=list(read_prompts()))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
@@ -195,12 +230,15 @@ def main() -> None:
     add_argument_of_adding(parser)
     args = parse_common(parser)
     args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
-    axes = (args.max_new_tokens, args.drafts, args.batch_sizes, [*args.categories, ALL], args.modes)
-    cells = [cell for cell in map(Cell._make, product(*axes)) if (cell.category == ALL) == (cell.mode == "sampling")]
-    subjects = {draft: load_pair(args.dtype, args.device, draft) for draft in args.drafts}
+    axes = (args.max_new_tokens, args.drafts, args.batch_sizes, [*args.categories, ALL], args.modes, args.targets)
+    cells = [cell for cell in map(Cell._make, product(*axes)) if cell.is_there]
+    subjects = {
+        (target, draft): load_subject(target, draft, args.dtype, args.device)
+        for target, draft in dict.fromkeys((cell.target, cell.draft) for cell in cells)
+    }
     walk, results = Cells(cells, args.limit_s, "cells"), Results(NAME, args, cell_of)
     for cell in walk:
-        results.add(measure(subjects[cell.draft], cell, args))
+        results.add(measure(subjects[cell.target, cell.draft], cell, args))
     args.left_out = walk.left_out
     path = results.write()
     print(table({"rows": results.rows}))

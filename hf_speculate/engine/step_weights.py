@@ -25,28 +25,17 @@ class StepWeights(NamedTuple):
 
 
 def step_weights(model: PreTrainedModel) -> StepWeights:
-    """The weights of a step.
-
-    An encoder is not counted, nor a table of embeddings that is not the language modelling head too: a step reads one
-    row of it for each token.
-    """
+    """The weights of a step: no encoder's, and no table of embeddings, of which it reads rows, unless it is the head."""
     decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder else model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     parts = [decoder] if head is None else [decoder, head]
     weights: dict[int, Tensor] = {id(weight): weight for part in parts for weight in part.parameters()}
-    is_quantised = getattr(model.config, "quantization_config", None) is not None or any(
-        map(_is_packed, weights.values())
-    )
+    # libraries mark quantised weights by a class of their own; those of a split model have one, too
+    is_packed = any(type(one) is not nn.Parameter and not hasattr(one, "device_mesh") for one in weights.values())
+    is_quantised = is_packed or getattr(model.config, "quantization_config", None) is not None
     if is_quantised:  # some libraries keep them in buffers
         weights |= {id(buffer): buffer for buffer in chain(*(part.buffers() for part in parts))}
-    shared = set() if head is None else {id(weight) for weight in head.parameters()}
-    for weight in table.parameters():
-        if id(weight) not in shared:
-            weights.pop(id(weight), None)
-    num_bytes = sum(map(weight_bytes, weights.values()))
+    shared = set() if head is None else set(map(id, head.parameters()))
+    unread = set(map(id, table.parameters())) - shared
+    num_bytes = sum(weight_bytes(weight) for key, weight in weights.items() if key not in unread)
     return StepWeights(num_bytes // tensor_parallel_size(model), is_quantised)
-
-
-def _is_packed(weight: Tensor) -> bool:
-    """Whether a parameter is of another class, as libraries mark quantised ones; a split model's are of one, too."""
-    return type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh")

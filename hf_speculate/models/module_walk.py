@@ -28,14 +28,10 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
 
 
 def weight_bytes(weight: Tensor) -> int:
-    """Bytes that a weight is stored in.
-
-    A packed class of quantised weights has the shape and dtype of what it stands for. A split weight counts as a whole.
-    """
-    flatten = getattr(weight, "__tensor_flatten__", None)
-    if flatten is None or hasattr(weight, "device_mesh"):
+    """Bytes that a weight is stored in; a packed one has the shape and dtype of what it stands for."""
+    if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "device_mesh"):
         return weight.numel() * weight.element_size()
-    return sum(weight_bytes(getattr(weight, name)) for name in flatten()[0])
+    return sum(weight_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
 
 
 def adapters_by_row(model: nn.Module) -> bool:

@@ -31,13 +31,8 @@ class DraftPrior:
 
     @property
     def never_pays(self) -> bool:
-        """Whether K drafts and a verification take longer than the K + 1 plain steps that they replace at best.
-
-        Of quantised weights only measured seconds tell: their products may take longer than those of more bytes.
-        """
-        if self.step_ratio is None or not self.is_verification_known or self.is_parallel:
-            return False
-        return self.step_ratio >= 1
+        """Whether K drafts and a verification take longer than K + 1 plain steps; only seconds tell if quantised."""
+        return self.is_verification_known and (self.step_ratio or 0.0) >= 1 and not self.is_parallel
 
     def draft_steps(self, num_draft_tokens: int) -> float:
         """Plain steps that a draft of K tokens takes, without reading what came before it."""

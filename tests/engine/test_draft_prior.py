@@ -81,7 +81,9 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
     assert step_weights(quantised).is_quantised
     assert not step_weights(target).is_quantised
     for model, assistant in ((quantised, draft), (target, quantised)):
-        assert not draft_prior(model, AssistantModel(assistant)).is_verification_known
+        prior = draft_prior(model, AssistantModel(assistant))
+        assert (prior.is_verification_known, prior.never_pays) == (False, False)
+    assert DraftPrior(1.0).never_pays
 
 
 @pytest.fixture

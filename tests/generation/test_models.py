@@ -1,5 +1,7 @@
 """Kinds of decoder-only models, and models that other libraries have wrapped: greedy text equals plain `generate`."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -16,6 +18,7 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.tools.checks.near_ties import DifferenceCheck, logits_after_text
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
@@ -151,7 +154,13 @@ def load_quantised(model, folder, **fields):
     ],
 )
 def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
-    widths = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    widths = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     models = {"target": make_model("llama", dtype=torch.float32, **widths)}
     models["draft"] = noisy_copy(models["target"])
     for name, model in models.items():
@@ -161,6 +170,8 @@ def test_weights_may_be_quantised(quantise, parts, batch_size, cache, tmp_path):
             weights = step_weights(models[name])
             assert weights.is_quantised
             assert weights.num_bytes < num_bytes / 2  # what is stored, not the float32 that it stands for
+            logits_of = partial(logits_after_text, token_ids=torch.tensor([3, 4, 5]), block_len=2, num_rows=2)
+            assert DifferenceCheck(models[name])((6, 7), 0.0, 0, logits_of).verdict == "tie"  # runs no float64
     hf_speculate.enable(models["target"])
     inputs = ragged_prompts(batch_size, seed=4)
     stats = assert_decodes_as_plain(*models.values(), inputs, max_new_tokens=FEW_NEW, speculation_cache=cache)
