@@ -25,7 +25,7 @@ class StepWeights(NamedTuple):
 
 
 def step_weights(model: PreTrainedModel) -> StepWeights:
-    """The weights of a step: no encoder's, and no table of embeddings, of which it reads rows, unless it is the head."""
+    """The weights of a step: no encoder's, and no table of embeddings (a step reads rows) unless it is the head."""
     decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder else model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     parts = [decoder] if head is None else [decoder, head]
