@@ -9,9 +9,9 @@ import argparse
 import configparser
 import hashlib
 import json
-import re
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,20 +38,11 @@ def metadata(variant: Path) -> dict[str, object]:
     return {
         "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
         "name": NAME,
-        "version": major_version(),
+        "version": int(version("hf-speculate").split(".")[0]),
         "license": setup["metadata"]["license"],
         "python-depends": [],
         "backend": {"type": "cuda"},  # required, but not compared with the device
     }
-
-
-def major_version() -> int:
-    """The library's, read from its source."""
-    source = (ROOT / "hf_speculate" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "(\d+)\.', source, re.M)
-    if found is None:
-        raise SystemExit(f"hf_speculate/__init__.py must set __version__ to a version in {ROOT}, got none; set it")
-    return int(found[1])
 
 
 def digest(variant: Path) -> str:
