@@ -25,7 +25,7 @@ CODE = (
     "models/compiled.py",
     "models/graphs.py",
     "models/folded_attention.py",
-    "models/attention_backends.py",
+    "options/cuda/attention_backends.py",
     "draft/model.py",
     "draft/token_choice.py",
 )

@@ -21,9 +21,8 @@ from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_prior import draft_prior
-from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.engine.draft_session import DraftSession, TargetStates
 from hf_speculate.engine.drafter_setup import draft_plan, drafter_setup
-from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.observers import BadLogitsObserver, CallbackObserver, Observer, StatsObserver, StreamObserver
 from hf_speculate.engine.outputs import OutputRecorder
@@ -37,7 +36,6 @@ from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, Ta
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification, find_spans
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel, device_of
-from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import (
@@ -54,6 +52,7 @@ from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import depends_on_draft, make_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
+_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
 _REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
 _WITHOUT_FAILED_KERNELS = "hf_speculate.engine.kernel_choice:without_failed_kernels"  # imported on CUDA devices
 
@@ -88,7 +87,8 @@ def build_decoder(
     _report_plan(plan, stats)
     batch = _make_batch(plan)
     target_cache = _make_cache(plan.target, plan)
-    capture = _make_capture(plan)
+    states = None if plan.hidden_layers is None else importlib.import_module(_STATES)
+    capture = None if states is None else states.make_capture(plan)
     keeps_states = call.is_cache_kept or call.ranks.is_distributed
     compiled = plan.runners.language_model(plan.target, call.max_position, forget_compiled, capture)
     language_model = compiled or LanguageModel(
@@ -98,9 +98,9 @@ def build_decoder(
     told = draft_plan(plan, forget_compiled, partial(faults.meet, is_last=False))
     drafter = call.source.make_drafter(told)
     faults.is_callers = drafter.is_callers
-    hidden_states = None
-    if plan.hidden_layers is not None:
-        hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
+    hidden_states: TargetStates | None = None
+    if states is not None:
+        hidden_states = states.HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     schedule = _make_schedule(plan, drafter)
     reads_clock = call.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
     draft_length = DraftLength(
@@ -183,20 +183,12 @@ def _make_batch(plan: Plan) -> Batch:
     )
 
 
-def _make_capture(plan: Plan) -> LayerCapture | None:
-    """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
-    layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
-    is_eager = "target" not in plan.runners.parts
-    is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
-    return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
-
-
 def _make_faults(plan: Plan, stats: SpeculationStats) -> DraftFaults:
     call, device = plan.call, (plan.target if plan.draft is None else plan.draft).device
     return DraftFaults(stats, f"the drafter ({call.source.description})", device, lambda error: True, call.ranks)
 
 
-def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: HiddenStates | None, faults: DraftFaults) -> DraftGuard:
+def _make_drafts(plan: Plan, drafter: Drafter, hidden_states: TargetStates | None, faults: DraftFaults) -> DraftGuard:
     call, kv_cache, reuse = plan.call, None, None
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan)

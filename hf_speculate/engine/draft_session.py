@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
@@ -33,6 +33,25 @@ class DraftReuse(Protocol):
         """Keep the states of the rows' tokens."""
 
 
+class TargetStates(Protocol):
+    """The hidden states of the target that the drafter has not read, row by row."""
+
+    wanted: bool | list[int]  # the value of `output_hidden_states` in the target's forward
+
+    @property
+    def counts(self) -> list[int]:
+        """[B] number of states of each row; empty if there are none."""
+
+    def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
+        """Append states of the prompt, `num_ahead` columns before its end on, of the last `num_tokens` [B] tokens."""
+
+    def add(self, output: Scored, counts: Sequence[int]) -> None:
+        """Append the states of a round in which each row emitted `counts` [B] tokens."""
+
+    def take(self, device: torch.device) -> Tensor:
+        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count, N at most."""
+
+
 @dataclass
 class DraftSession(PerRow):
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
@@ -47,7 +66,7 @@ class DraftSession(PerRow):
     reuse: DraftReuse | None = None
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
     placeless_id: int | None = None
-    hidden_states: HiddenStates | None = None
+    hidden_states: TargetStates | None = None
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen

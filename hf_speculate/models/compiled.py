@@ -15,8 +15,7 @@ from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.compilation import Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.models.layer_capture import LayerCapture
+from hf_speculate.models.language_model import LanguageModel, StateCapture
 from hf_speculate.types import Scored
 
 # Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
@@ -176,7 +175,7 @@ class CompiledLanguageModel(LanguageModel):
         runner: Runner,
         query_lens: Sequence[int],
         extra_inputs: ExtraInputs | None = None,
-        capture: LayerCapture | None = None,
+        capture: StateCapture | None = None,
     ):
         # One mode for all forwards, or everything compiles twice.
         super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture)

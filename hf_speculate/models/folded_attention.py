@@ -7,14 +7,14 @@ head, and keys and values are read where they lie:
     query [B, g*H, Q, D] -> [B, H, g*Q, D],    mask [B, 1, Q, T] -> [B, 1, g*Q, T]
 
 Every row's softmax is over the same numbers as before, so the result differs by round-off at most. The mask is folded
-once a forward. On CUDA devices in half precision the backend is chosen here too, also where nothing is folded: see
-`attention_backends`.
+once a forward. On some devices the backend is chosen here too, also where nothing is folded: see `_BACKENDS`.
 """
 
 import contextvars
+import importlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,20 +28,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.compat import attention_name, set_attention_name
-from hf_speculate.models.attention_backends import (
-    additive_mask,
-    attend_all,
-    attend_masked,
-    chooses_backend,
-    find_devices,
-    is_chosen,
-    repeated,
-)
 from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to
+
+# Type of device -> the module that chooses a backend of attention there, imported when a model lies on one.
+_BACKENDS = {"cuda": "hf_speculate.options.cuda.attention_backends"}
+_loaded: dict[str, Any] = {}  # those imported, before anything is traced, which cannot import
 
 # On other devices transformers asks SDPA for grouped heads itself, or changes the mask.
 _DEVICES = ("cpu", "cuda")
@@ -124,31 +119,33 @@ def _attend(
 ) -> Tensor | None:
     """[B, Q, g*H, D'] contiguous; None where that is left to the function that ours stands for."""
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    num_query, is_ours = query.shape[2], chooses_backend(query, value)
+    backends: Any = _loaded.get(query.device.type)
+    num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
     if mask is None and num_query > 1:  # a prompt, causal without a mask
         if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
-        return attend_all(query, key, value, is_causal, scaling).transpose(1, 2).contiguous()
+        prompt: Tensor = backends.attend_all(query, key, value, is_causal, scaling)
+        return prompt.transpose(1, 2).contiguous()
     if mask is not None and not _covers(mask, query, key):
         return None
     folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
     if not is_ours and not folds:
         return None
     if not folds:
-        key, value, groups = repeated(key, groups), repeated(value, groups), 1
+        key, value, groups = backends.repeated(key, groups), backends.repeated(value, groups), 1
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
     if mask is not None:
-        make = partial(additive_mask, dtype=query.dtype) if is_ours else _repeat_rows
+        make = partial(backends.additive_mask, dtype=query.dtype) if is_ours else _repeat_rows
         num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
         mask = _made_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
     if not is_ours:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     elif mask is None:
-        output = attend_all(folded, key, value, False, scaling)
+        output = backends.attend_all(folded, key, value, False, scaling)
     else:
-        output = attend_masked(folded, key, value, mask, scaling)
+        output = backends.attend_masked(folded, key, value, mask, scaling)
     if num_query == 1:
         return output.reshape(output.shape[0], 1, -1, value.shape[3])
     output = output.unflatten(2, (groups, num_query)).permute(0, 3, 1, 2, 4)  # [B, Q, H, g, D']
@@ -158,7 +155,6 @@ def _attend(
 
 def register_folded_attention() -> None:
     """Make `FOLDED` known to transformers, with the masks of what it stands for; again is harmless."""
-    find_devices()
     if FOLDED not in ALL_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(FOLDED, _make_mask)
         AttentionInterface.register(FOLDED, folded_attention)
@@ -253,6 +249,15 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     owners = [module for module in modules if isinstance(module, PreTrainedModel)]
     classes = {type(module) for module in (*layers, *owners)}
     return [] if any(may_compare_attention(one) for one in classes) else served
+
+
+def is_chosen(devices: Iterable[torch.device]) -> bool:
+    """Whether the backend of attention on any of the devices is chosen here; imports what chooses it."""
+    served = [device for device in devices if device.type in _BACKENDS]
+    for device in served:
+        if device.type not in _loaded:
+            _loaded[device.type] = importlib.import_module(_BACKENDS[device.type])
+    return any(_loaded[device.type].is_chosen([device]) for device in served)
 
 
 def _num_groups(module: nn.Module) -> int:

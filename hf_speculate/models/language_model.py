@@ -1,8 +1,8 @@
 """A causal language model as a function from tokens to logits, with the cache as its memory."""
 
 import inspect
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,19 @@ from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
-from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.text_decoder import text_decoder
 from hf_speculate.per_row import PerRow
 from hf_speculate.types import Scored
+
+
+class StateCapture(AbstractContextManager["StateCapture", None], Protocol):
+    """A context in which the hidden states of chosen layers are kept, forward by forward."""
+
+    layers: tuple[int, ...]  # i is the input of decoder layer i, -1 the state after the final norm
+
+    def concatenated(self) -> Tensor:
+        """[B, Q, A * D], the states of all layers in the last forward, in the order of the ids."""
 
 
 class LanguageModel(PerRow):
@@ -35,7 +43,7 @@ class LanguageModel(PerRow):
         max_position: int | None = None,  # upper bound of position ids, for tokens drafted past the end of the text
         keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
-        capture: LayerCapture | None = None,  # of hidden states that forwards return in `Scored.captured`
+        capture: StateCapture | None = None,  # of hidden states that forwards return in `Scored.captured`
     ):
         self.model = model
         self.capture = capture

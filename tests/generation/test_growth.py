@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models import attention_backends
+from hf_speculate.options.cuda import attention_backends
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.models.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.chain import ChainNetwork, Pairs
 from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.layers import DecoderLayer, Rotation, read_layer_config
 from hf_speculate.options.heads.load_network import ConfigSource
 from hf_speculate.options.heads.network import FusingNetwork, NetworkPlan, TargetParts

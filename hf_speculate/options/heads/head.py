@@ -14,9 +14,9 @@ from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import device_of, vocab_size_of
-from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.models.runner import CompiledUnits
+from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import Kept, Stream

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from hf_speculate.models.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.chain import ChainNetwork, Pairs
 from hf_speculate.options.heads.head import HeadSpec
+from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
 from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, load_network
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS, load_checkpoint_mtp

@@ -15,8 +15,8 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.source import FactorySource, HistoryKey, hint_of
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.models.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.head import DraftHead
+from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.stats import SpeculationStats
 

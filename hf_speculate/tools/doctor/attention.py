@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_speculate.models.attention_backends import chooses_backend, find_devices
-from hf_speculate.models.folded_attention import folded_attention, folding, register_folded_attention
+from hf_speculate.models.folded_attention import folded_attention, folding, is_chosen, register_folded_attention
+from hf_speculate.options.cuda.attention_backends import chooses_backend
 from hf_speculate.tools.doctor.site import Check, Site, require
 from hf_speculate.tools.doctor.texts import name_of
 
@@ -37,7 +37,7 @@ def attention_checks(dtypes: tuple[torch.dtype, ...]) -> dict[str, Check]:
 def compare(site: Site, dtype: torch.dtype, batch_size: int, num_query: int) -> Compared:
     """Folded attention under a causal mask against math attention in float32."""
     register_folded_attention()
-    find_devices()
+    is_chosen([site.device])
     module, groups = nn.Module(), NUM_HEADS // NUM_KV_HEADS
     module.num_key_value_groups = groups  # type: ignore[assignment]
     is_gpu = site.device.type == "cuda" and not site.is_simulated

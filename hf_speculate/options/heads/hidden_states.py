@@ -5,10 +5,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
+
+
+def make_capture(plan: Plan) -> LayerCapture | None:
+    """What keeps the states that the drafter of a plan reads; None if the output of the target's forward holds them."""
+    layers = plan.hidden_layers or ()  # numbered for candidate generators as `output_hidden_states` numbers them
+    is_eager = "target" not in plan.runners.parts
+    is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
+    return None if is_returned else LayerCapture(plan.target.model, layers)
 
 
 class HiddenStates(PerRow):
