@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hf_speculate.models.graphs import Graph, HostReads
+from hf_speculate.options.compiled.graphs import Graph, HostReads
 
 _HOST_METHODS = (Tensor.tolist, Tensor.numpy)
 

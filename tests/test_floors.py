@@ -33,7 +33,6 @@ FLOORS = {
     "hf_speculate.errors": 0,
     "hf_speculate.caller": 0,
     "hf_speculate.model_state": 0,
-    "hf_speculate.verdicts": 0,
     "hf_speculate.transfers": 0,
     "hf_speculate.triton_kernels": -1,
 }

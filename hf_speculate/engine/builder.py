@@ -54,7 +54,9 @@ from hf_speculate.verify.base import depends_on_draft, make_verifier
 LOGGER = logging.getLogger("hf_speculate")
 _STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
 _REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
-_WITHOUT_FAILED_KERNELS = "hf_speculate.engine.kernel_choice:without_failed_kernels"  # imported on CUDA devices
+_WITHOUT_FAILED_KERNELS = (
+    "hf_speculate.options.verdicts.kernel_choice:without_failed_kernels"  # imported on CUDA devices
+)
 
 
 class Prepared(NamedTuple):

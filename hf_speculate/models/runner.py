@@ -9,7 +9,7 @@ from torch import nn
 from hf_speculate.model_state import model_state
 
 # Type of device -> the class that captures graphs on it.
-GRAPH_BACKENDS = {"cuda": "hf_speculate.models.graphs:CudaGraphs"}
+GRAPH_BACKENDS = {"cuda": "hf_speculate.options.compiled.graphs:CudaGraphs"}
 
 
 class CompiledUnits:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_speculate.models.runner import GRAPH_BACKENDS
+from hf_speculate.options.verdicts.verdict import device_key
 from hf_speculate.tools.doctor.verdict_file import write_verdict
-from hf_speculate.verdicts import device_key
 from tests.recorded_graphs import RecordedGraphs
 
 

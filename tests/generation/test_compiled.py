@@ -11,9 +11,9 @@ from transformers import CompileConfig
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.options.compiled.buffer_pool import BufferPool
+from hf_speculate.options.compiled.compilation import Compilation
 from tests.cases import assert_equal_ids, new_pair, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models.graphs import CudaGraphs
+from hf_speculate.options.compiled.graphs import CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
 from tests.fake_cuda import FakeCuda
 from tests.options.heads.kinds import KINDS

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.models.graphs import MIN_FREE_SHARE, CudaGraphs
 from hf_speculate.options.compiled import graph_plan
+from hf_speculate.options.compiled.graphs import MIN_FREE_SHARE, CudaGraphs
+from hf_speculate.options.verdicts.verdict import CODE, device_key, verdict_path
 from hf_speculate.tools.doctor.verdict_file import write_verdict
-from hf_speculate.verdicts import CODE, device_key, verdict_path
 from tests.cases import assert_equal_ids, new_pair
 from tests.fake_cuda import DEVICE, FakeCuda
 from tests.recorded_graphs import RecordedGraphs

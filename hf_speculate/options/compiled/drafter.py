@@ -10,9 +10,9 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Chosen
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.types import NoiseKeys
 
 # A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the

@@ -6,15 +6,15 @@ import torch
 
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
-from hf_speculate.models.graphs import FAILURE_KEY
 from hf_speculate.models.kv_size import kv_values_per_token
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.memory import memory_bytes
 from hf_speculate.models.module_walk import has_hooks_of_others, modules_of, parameters_of
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
+from hf_speculate.options.compiled.graphs import FAILURE_KEY
 from hf_speculate.options.compiled.plan import GraphPlan
-from hf_speculate.verdicts import COMMAND, CRASHED, GRAPHS, RIGHT, package_version, read_verdict
+from hf_speculate.options.verdicts.verdict import COMMAND, CRASHED, GRAPHS, RIGHT, package_version, read_verdict
 
 # Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
 # asked for, or a call that allows many more tokens than it generates would run out of memory.

@@ -14,19 +14,22 @@ from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.runners import RunnerRequest, Runners
 from hf_speculate.models.cache_kinds import Buffers
-from hf_speculate.models.compilation import LOGGER, Compilation, Runner, settings_key
-from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.context import Context
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.buffer_pool import BufferPool
+from hf_speculate.options.compiled.compilation import LOGGER, Compilation, Runner, settings_key
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
+from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.processors.of_rows import RowProcessors
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
 # Imported where a call may run from graphs.
-_PLAN_GRAPHS, _GRAPHING = "hf_speculate.options.compiled.graph_plan:plan_graphs", "hf_speculate.models.graphs:Graphing"
+_PLAN_GRAPHS, _GRAPHING = (
+    "hf_speculate.options.compiled.graph_plan:plan_graphs",
+    "hf_speculate.options.compiled.graphs:Graphing",
+)
 _warn_once = cache(LOGGER.warning)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.compilation import Compilation
-from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.models.inferencer import Chosen, joined
+from hf_speculate.options.compiled.compilation import Compilation
+from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
 from hf_speculate.options.heads.head import HeadSpec, shape_of
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
 from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of

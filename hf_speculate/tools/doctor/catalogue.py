@@ -2,13 +2,13 @@
 
 import torch
 
+from hf_speculate.options.verdicts.verdict import GRAPHS, KERNELS
 from hf_speculate.tools.doctor.attention import attention_checks
 from hf_speculate.tools.doctor.compiled import compiled_checks
 from hf_speculate.tools.doctor.graphs import graph_checks
 from hf_speculate.tools.doctor.kernels import kernel_checks
 from hf_speculate.tools.doctor.site import Check
 from hf_speculate.tools.doctor.texts import text_checks
-from hf_speculate.verdicts import GRAPHS, KERNELS
 
 ATTENTION, TEXTS, COMPILED = "attention", "texts", "compiled"
 _ALL = (torch.float32, torch.bfloat16, torch.float16)

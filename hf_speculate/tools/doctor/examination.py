@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from hf_speculate.options.verdicts.verdict import RIGHT
 from hf_speculate.tools.doctor.catalogue import COMPILED
 from hf_speculate.tools.doctor.isolation import Ended, Limits, describe_machine, run_checks
 from hf_speculate.tools.doctor.machine import DeviceDescription
@@ -9,7 +10,6 @@ from hf_speculate.tools.doctor.report import DeviceReport, DoctorReport
 from hf_speculate.tools.doctor.site import NOT_RUN
 from hf_speculate.tools.doctor.verdict_file import write_verdict
 from hf_speculate.tools.doctor.worker import Seen
-from hf_speculate.verdicts import RIGHT
 
 Say = Callable[[str], None]
 LIMITS = Limits()

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.models.compiled import MIN_WIDTH, UNREAD_COLUMNS, Rows, States, forward_rows
 from hf_speculate.models.folded_attention import folding
-from hf_speculate.models.graph_trial import GraphTrial
-from hf_speculate.models.graphs import Graphing
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, Carry, draft_step
+from hf_speculate.options.compiled.graph_trial import GraphTrial
+from hf_speculate.options.compiled.graphs import Graphing
+from hf_speculate.options.compiled.language_model import MIN_WIDTH, UNREAD_COLUMNS, Rows, States, forward_rows
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.doctor.pair import VOCAB_SIZE, Pair, make_pair, make_prompts
 from hf_speculate.tools.doctor.site import Check, NotHere, Site, require

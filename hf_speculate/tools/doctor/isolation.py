@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_speculate.options.verdicts.verdict import CRASHED
 from hf_speculate.tools.doctor import worker
 from hf_speculate.tools.doctor.machine import DeviceDescription, Machine
 from hf_speculate.tools.doctor.site import NOT_RUN
 from hf_speculate.tools.doctor.worker import BEGUN, Seen
-from hf_speculate.verdicts import CRASHED
 
 _END_S = 5.0  # in which a process that was killed must be gone
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from hf_speculate.options.verdicts.verdict import CRASHED, GRAPHS, KERNELS, RIGHT, WRONG
 from hf_speculate.tools.doctor.catalogue import ATTENTION, COMPILED, TEXTS
 from hf_speculate.tools.doctor.machine import DeviceDescription
 from hf_speculate.tools.doctor.site import NOT_RUN
 from hf_speculate.tools.doctor.worker import Seen
-from hf_speculate.verdicts import CRASHED, GRAPHS, KERNELS, RIGHT, WRONG
 
 # What to set where a kind of check fails.
 SETTINGS = {

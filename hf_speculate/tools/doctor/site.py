@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-NOT_RUN = "not run"  # beside what `hf_speculate.verdicts` names
+NOT_RUN = "not run"  # beside what `hf_speculate.options.verdicts.verdict` names
 
 
 class Site(NamedTuple):

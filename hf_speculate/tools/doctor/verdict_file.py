@@ -1,11 +1,11 @@
-"""Writes the verdict file of a device, which `hf_speculate.verdicts` reads."""
+"""Writes the verdict file of a device, which `hf_speculate.options.verdicts.verdict` reads."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_speculate.options.verdicts.verdict import verdict_path
 from hf_speculate.tools.atomic_file import replace_file
-from hf_speculate.verdicts import verdict_path
 
 OWNER_ONLY_FOLDER, OWNER_ONLY = 0o700, 0o600
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_speculate.options.verdicts.verdict import CRASHED, RIGHT, WRONG
 from hf_speculate.tools.doctor.catalogue import CHECKS
 from hf_speculate.tools.doctor.machine import describe
 from hf_speculate.tools.doctor.site import NOT_RUN, NotHere, Site, WrongResult
-from hf_speculate.verdicts import CRASHED, RIGHT, WRONG
 
 READY, BEGUN, DONE = "ready", "begun", "done"  # messages
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import hf_speculate
+from hf_speculate.options.verdicts.verdict import device_key, read_verdict, verdict_path
 from hf_speculate.tools.cli import doctor
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.doctor.examination import examine, results_of
 from hf_speculate.tools.doctor.isolation import Limits
 from hf_speculate.tools.doctor.verdict_file import write_verdict
 from hf_speculate.tools.doctor.worker import Seen
-from hf_speculate.verdicts import device_key, read_verdict, verdict_path
 from tests import simulated_doctor
 from tests.cases import assert_equal_ids, new_pair
 from tests.fake_cuda import DEVICE, FakeCuda

@@ -13,9 +13,9 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.columns import additive, hidden
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.models.compilation import Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel, StateCapture
+from hf_speculate.options.compiled.compilation import Runner
 from hf_speculate.types import Scored
 
 # Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths

@@ -22,10 +22,10 @@ COMMAND = "`hf-speculate doctor`"
 CODE = (
     "triton_kernels",
     "cache",
-    "models/compiled.py",
-    "models/graphs.py",
     "models/folded_attention.py",
+    "options/compiled",
     "options/cuda/attention_backends.py",
+    "options/heads/layer_capture.py",
     "draft/model.py",
     "draft/token_choice.py",
 )
@@ -107,7 +107,7 @@ def _driver() -> str:
 @cache
 def _software() -> dict[str, str]:
     names = ("torch", "triton", "transformers")
-    return {**{name: package_version(name) for name in names}, "code": code_hash(Path(__file__).parent)}
+    return {**{name: package_version(name) for name in names}, "code": code_hash(Path(__file__).parents[2])}
 
 
 def package_version(name: str) -> str:

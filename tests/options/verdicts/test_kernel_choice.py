@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import hf_speculate
-from hf_speculate.engine.kernel_choice import _warn_once
+from hf_speculate.options.verdicts.kernel_choice import _warn_once
+from hf_speculate.options.verdicts.verdict import device_key
 from hf_speculate.tools.doctor.verdict_file import write_verdict
-from hf_speculate.verdicts import device_key
 from tests.cases import new_pair
 from tests.fake_cuda import DEVICE, FakeCuda
 from tests.gpu_rounds import on_gpu

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_speculate.models.compilation import Runner, copies
-from hf_speculate.models.compiled import States
 from hf_speculate.models.folded_attention import folding
-from hf_speculate.models.graph_trial import GraphTrial
 from hf_speculate.models.module_walk import forward_hook_ids, parameters_of
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
+from hf_speculate.options.compiled.compilation import Runner, copies
+from hf_speculate.options.compiled.graph_trial import GraphTrial
+from hf_speculate.options.compiled.language_model import States
 
 FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"  # entries beside the graphs of a set of buffers

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_speculate.models.compiled import States
+from hf_speculate.options.compiled.language_model import States
 
 NUM_TIMED = 3  # replays, and as many eager forwards in turn with them
 # How far apart a replay and an eager forward may be, relative to the largest number. Both run the same kernels, which

@@ -6,8 +6,8 @@ from functools import cache
 
 from hf_speculate.engine.call import Call
 from hf_speculate.models.language_model import device_of
+from hf_speculate.options.verdicts.verdict import COMMAND, CRASHED, KERNELS, RIGHT, read_verdict
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.verdicts import COMMAND, CRASHED, KERNELS, RIGHT, read_verdict
 
 _warn_once = cache(logging.getLogger("hf_speculate").warning)
 
