@@ -61,17 +61,19 @@ class _Buffers:
         buffers = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2 * config.num_hidden_layers)]
         self.states = States(tuple(buffers[::2]), tuple(buffers[1::2]))
         self.kinds = LayerKinds((None,) * config.num_hidden_layers, {"full_attention": None}, model.dtype)
-        pads = torch.arange(batch_size) % 3
+        rows = torch.arange(batch_size, device=device)
         last = torch.tensor([config.max_position_embeddings - 1], device=device)
-        self.rows = Rows(pads.to(device), torch.arange(MIN_WIDTH, device=device), last)
-        self.ends = (_PROMPT_LEN - 2 * torch.arange(batch_size)).to(device)
+        self.rows = Rows(rows % 3, torch.arange(MIN_WIDTH, device=device), last)
+        self.ends = _PROMPT_LEN - 2 * rows
         self._model = model
         self.forward(self.ids(_PROMPT_LEN, 0), torch.zeros_like(self.ends))
 
     def ids(self, num: int, seed: int) -> Tensor:
         """Token ids [B, num]."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(3, VOCAB_SIZE, (len(self.ends), num), generator=generator).to(self.ends.device)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(3, VOCAB_SIZE, (len(self.ends), num), generator=generator, device="cpu").to(
+            self.ends.device
+        )
 
     def forward(self, query: Tensor, ends: Tensor) -> Any:
         """The eager forward, as a graph has it."""

@@ -88,11 +88,13 @@ def make_round(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Target [B, K+1, V], ids [B, K] of which most are likely, and a draft near the target [B, K, V]."""
     generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator) * 2
-    draft = target[:, :-1] + 0.3 * torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
+    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator, device="cpu") * 2
+    draft = target[:, :-1] + 0.3 * torch.randn(
+        num_rows, num_draft_tokens, vocab_size, generator=generator, device="cpu"
+    )
     ids = target[:, :-1].argmax(-1)
-    strays = torch.randint(0, vocab_size, ids.shape, generator=generator)
-    return target, torch.where(torch.rand(ids.shape, generator=generator) < 0.2, strays, ids), draft
+    strays = torch.randint(0, vocab_size, ids.shape, generator=generator, device="cpu")
+    return target, torch.where(torch.rand(ids.shape, generator=generator, device="cpu") < 0.2, strays, ids), draft
 
 
 def spoil(rows: Tensor, value: float) -> None:
@@ -118,7 +120,7 @@ def make_faulty_round(name: str, rows_per_fault: int, num_draft_tokens: int, voc
     faults = [(*place, position) for place in places for position in range(num_draft_tokens)]
     target, ids, draft = make_round(rows_per_fault * len(faults), num_draft_tokens, vocab_size)
     target, draft = 4 * target, 4 * draft  # half of the tokens are kept
-    bad_ids = torch.tensor([-1, vocab_size, 2**31 - 1, -(2**31), 2**40, -(2**63)]).repeat(
+    bad_ids = torch.tensor([-1, vocab_size, 2**31 - 1, -(2**31), 2**40, -(2**63)], device="cpu").repeat(
         rows_per_fault + num_draft_tokens
     )
     for index, (place, value, position) in enumerate(faults):
@@ -128,7 +130,7 @@ def make_faulty_round(name: str, rows_per_fault: int, num_draft_tokens: int, voc
         else:
             spoil((target if place == "target" else draft)[rows, position], value)
     positions, flags, is_target = (
-        torch.tensor(values).repeat_interleave(rows_per_fault)
+        torch.tensor(values, device="cpu").repeat_interleave(rows_per_fault)
         for values in (
             [position for _, _, position in faults],
             [HOSTILE.get(value, Status.BAD_DRAFT_ID) for _, value, _ in faults],

@@ -46,7 +46,7 @@ def make_pair(site: Site, dtype: torch.dtype) -> Pair:
             if weight.dim() > 1:
                 spread = _SPREAD * (32 / site.width) ** 0.5
                 weight.normal_(0.0, spread, generator=generator)
-                noise = torch.empty(weight.shape).normal_(0.0, _NOISE * spread, generator=generator)
+                noise = torch.empty_like(weight).normal_(0.0, _NOISE * spread, generator=generator)
                 twin.copy_(weight + noise)
     pair = Pair(target, draft)
     module: Any
@@ -58,7 +58,9 @@ def make_pair(site: Site, dtype: torch.dtype) -> Pair:
 def make_prompts(site: Site, batch_size: int) -> dict[str, Tensor]:
     """Left-padded prompts of several lengths, each with a text that stands twice, so that prompt lookup drafts."""
     generator = torch.Generator().manual_seed(batch_size)
-    texts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).repeat(2) for length in PROMPT_LENS]
+    texts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator, device="cpu").repeat(2) for length in PROMPT_LENS
+    ]
     texts = texts[:batch_size]
     num = max(map(len, texts))
     ids = torch.stack([torch.cat([text.new_zeros(num - len(text)), text]) for text in texts])
