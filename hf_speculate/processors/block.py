@@ -155,10 +155,10 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             for processor in filter(_has_state, self):
                 processor.rollback(num_calls)
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order; processors with state drop the others, others are replaced."""
-        kept = RowIndices.of(indices)
-        self[:] = [_for_rows(processor, kept) for processor in self]
+    def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
+        """The list for the rows `indices` [N], in that order; processors with state drop the others in place."""
+        kept = RowIndices.of(indices.tolist() if isinstance(indices, Tensor) else indices)
+        return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
 
     def join(self, other: Any) -> None:
         """Does nothing: `other` has the same processors."""

@@ -38,8 +38,8 @@ class RowProcessors(Protocol):
     def rollback(self, num_calls: Sequence[int]) -> None:
         """Take back each row's last calls, as many as `num_calls` [B]."""
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
+    def rows(self, indices: Sequence[int]) -> "RowProcessors":
+        """The processors of the rows `indices`, in that order; these are not used after that."""
 
     def join(self, other: Any) -> None:
         """Add the rows of `other` behind these."""

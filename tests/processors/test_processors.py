@@ -205,8 +205,7 @@ def test_ignored_padding_follows_its_row() -> None:
     block, kept = Block(RAGGED_LENS), [3, 1]
     twin = run_by_position(make, block)
     assert_same_bits(run_block(make(), block), twin)
-    processors, lens = BlockLogitsProcessorList(make()), [RAGGED_LENS[row] for row in kept]
-    processors.rows(kept)
+    processors, lens = BlockLogitsProcessorList(make()).rows(kept), [RAGGED_LENS[row] for row in kept]
     ours = processors(block.input_ids[kept], block.scores[kept], block.draft_token_ids[kept], lens)
     assert_same_bits(ours, twin[kept])
 
@@ -234,12 +233,10 @@ def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts
     assert_same_bits(run_block(processors, block), twin)
     assert not processors.row_wise_part()
     lens, ids = [RAGGED_LENS[row] for row in kept], block.input_ids[kept]
-    drafts = processors.for_draft()
-    processors.rows(kept)
-    drafts.rows(kept)
-    assert_same_bits(processors(ids, block.scores[kept], block.draft_token_ids[kept], lens), twin[kept])
+    ours = processors.rows(kept)(ids, block.scores[kept], block.draft_token_ids[kept], lens)
+    assert_same_bits(ours, twin[kept])
     fewer = block.scores[kept][:, :1, :5]  # a draft model may have fewer ids than the prompts
-    assert_same_bits(drafts(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5])
+    assert_same_bits(processors.rows(kept).for_draft()(ids, fewer, prefix_lens=lens), twin[kept][:, :1, :5])
 
 
 def test_prompts_that_do_not_go_up_in_rows_leave_transformers_processors_as_they_are() -> None:

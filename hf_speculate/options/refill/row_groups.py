@@ -75,11 +75,9 @@ class ProcessorGroups:
         for processors, rows in self._groups:
             processors.rollback([num_calls[row] for row in rows])
 
-    def rows(self, indices: Sequence[int]) -> None:
-        kept, self._groups = list(_kept(self._groups, indices)), []
-        for processors, at, rows in kept:
-            processors.rows(at)
-            self._groups.append((processors, rows))
+    def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
+        self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
+        return self
 
     def join(self, other: "ProcessorGroups") -> None:
         self._groups = _joined(self._groups, other._groups)
