@@ -46,9 +46,14 @@ class PerRow:
     PARTS: ClassVar[tuple[str, ...]] = ()
     """Members with `rows` and `join` of their own; one that has two names counts once."""
 
+    REPLACED: ClassVar[tuple[str, ...]] = ()
+    """Members whose `rows` returns what takes their place."""
+
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order."""
         kept = RowIndices.of(indices)
+        for name in self.REPLACED:
+            setattr(self, name, getattr(self, name).rows(kept))
         for name in self.BY_ROW:
             values = getattr(self, name)
             if values:
@@ -67,7 +72,7 @@ class PerRow:
                 setattr(self, name, [*values, *getattr(other, name)])
         for name in self.TENSORS:
             setattr(self, name, tree_map(_joined, getattr(self, name), getattr(other, name)))
-        for name in self._part_names():
+        for name in (*self.REPLACED, *self._part_names()):
             getattr(self, name).join(getattr(other, name))
         self.forget()
 

@@ -13,7 +13,7 @@ class PooledBuffers(NamedTuple):
     """The buffers of all layers, with what goes with them."""
 
     layers: list[KVState]  # each [B, H, capacity, D]
-    graphs: dict[Hashable, Any]  # captured over these buffers, so that they are of no use without them
+    graphs: dict[Hashable, Any]  # captured over these buffers, and useless without them
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Token choice: chooses drafted tokens from a draft's logits, after the call's logits processors."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
-from hf_speculate.per_row import PerRow, RowIndices
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.triton_kernels import Draws, sample
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
@@ -42,6 +41,7 @@ class TokenChooser(PerRow):
     """Chooses the drafted tokens of one call, as ids of the target, and keeps the sequences that processors read."""
 
     PARTS = ("history",)
+    REPLACED = ("processors",)
 
     def __init__(
         self,
@@ -82,15 +82,6 @@ class TokenChooser(PerRow):
         on_device = NoiseKeys(*(part.to(self._device) for part in keys))
         draws = Draws(on_device, self.settings.stream, num_tokens, backend=self.settings.backend)
         return RoundDraft(self, draws, num_tokens)
-
-    def rows(self, indices: Sequence[int]) -> None:
-        kept = RowIndices.of(indices)
-        self.processors = self.processors.rows(kept)
-        super().rows(kept)
-
-    def join(self, other: Any) -> None:
-        self.processors.join(other.processors)
-        super().join(other)
 
     def forget(self) -> None:
         self.last_logits = None

@@ -16,7 +16,7 @@ from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.per_row import PerRow, RowIndices
+from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import download
@@ -83,6 +83,7 @@ class RowWiseVerification(Verification):
     """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
 
     PARTS = ("spans",)
+    REPLACED = ("processors",)
 
     processors: RowProcessors  # the logits processors of each row, all of them row-wise
     keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
@@ -121,15 +122,6 @@ class RowWiseVerification(Verification):
             device_num_accepted=verdict.num_accepted,
             has_bad_logits=has_bad_logits,
         )
-
-    def rows(self, indices: Sequence[int]) -> None:
-        kept = RowIndices.of(indices)
-        self.processors = self.processors.rows(kept)
-        super().rows(kept)
-
-    def join(self, other: Any) -> None:
-        self.processors.join(other.processors)
-        super().join(other)
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         if any(trimmed.num_emitted):

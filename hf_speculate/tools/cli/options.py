@@ -286,9 +286,9 @@ class Serve(Drafting, Models):
 class Doctor:
     """Check the devices of this machine: kernels, CUDA graphs, attention and texts of a small pair.
 
-    Nothing is downloaded, and each check runs in a process of its own: 60 s a device at most. On a CUDA device what was
-    seen is written to a file, which "auto" of speculation_graphs and verifier_backend follows. Exit status 1: something
-    is wrong; the last line says what to set.
+    Nothing is downloaded. The checks of a device take 60 s at most, in another process, so that a fault of the device
+    ends a check and not the command. On a CUDA device what was seen is written to a file, which "auto" of
+    speculation_graphs and verifier_backend follows. Exit status 1: something is wrong; the last line says what to set.
     """
 
     compile: Annotated[bool, typer.Option("--compile", help="Also check a compiled call: up to 180 s a device.")] = (
