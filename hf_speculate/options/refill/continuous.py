@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared
@@ -30,7 +31,8 @@ class RowPrompt:
 
     token_ids: Sequence[int]
     seed: int | None = None  # of the row when sampling; None to draw one
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of `generate()` for this row, beside the decoder's
+    # of `generate()` for this row, beside the decoder's; `num_assistant_tokens` may be a list of one number
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
 
 
@@ -55,7 +57,8 @@ class ContinuousDecoder:
 
     A row gets the tokens that its prompt gets alone: greedy ones, and with a fixed draft length also those sampled with
     its seed. A row that fails ends alone, with its error in the result. Rows whose arguments choose another verifier,
-    such as greedy ones among sampled ones, run in a batch of their own; the batches take turns, round by round.
+    such as greedy ones among sampled ones, or another draft length run in a batch of their own; the batches take turns,
+    round by round.
     """
 
     model: PreTrainedModel  # the target, enabled or not
@@ -72,7 +75,7 @@ class ContinuousDecoder:
 
     def __post_init__(self) -> None:
         self._clock = StageClock()
-        self._running: dict[tuple[bool, str], RunningBatch] = {}  # by whether it samples, and by verifier
+        self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
         self._source: DraftSource = CONTINUOUS  # of the latest rows
@@ -161,7 +164,7 @@ class ContinuousDecoder:
             if len(ended) < len(call.row_ids):
                 decoder.clock.enter(Stage.DRAFT)
                 decoder.drafts.read_ahead(batch)
-                kind = call.do_sample, call.config.verifier or ""
+                kind = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
                 running = self._running.pop(kind, None)  # an error leaves it half joined
                 if running is None:
                     running = RunningBatch(prepared, self.stats, self._clock)
@@ -214,6 +217,8 @@ class ContinuousDecoder:
         input_ids, attention_mask = left_padded(token_ids, self.pad_token_id, device_of(self.model))
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
         arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
+        if isinstance(arguments.get("num_assistant_tokens"), list):
+            arguments["num_assistant_tokens"] = arguments["num_assistant_tokens"] * len(prompts)
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source
         return prepared
@@ -225,6 +230,12 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: tor
     input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
     attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     return input_ids.to(device), attention_mask.to(device)
+
+
+def _most_drafted(config: SpeculationConfig) -> int | None:
+    """The number of tokens to draft that a call names; it may be a list, of equal numbers for rows read together."""
+    num = config.num_assistant_tokens
+    return num if num is None or isinstance(num, int) else max(num)
 
 
 def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:

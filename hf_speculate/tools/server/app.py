@@ -1,12 +1,10 @@
 """FastAPI application with OpenAI's endpoints over an engine, and the server that runs it."""
 
 import asyncio
-import json
 import socket
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -15,17 +13,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from hf_speculate.options.refill.continuous import RowPrompt
-from hf_speculate.tools.server.engine import DecodeResult, Engine
+from hf_speculate.tools.server.answers import Asked, events, whole_answer
+from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
 from hf_speculate.tools.server.hosts import HostCheck
 from hf_speculate.tools.server.intake import Intake
-from hf_speculate.tools.server.schemas import AnswerFormat, ChatRequest, CompletionRequest, check_model
+from hf_speculate.tools.server.prompts import check_model
+from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
 
-Answer = AsyncGenerator[str | DecodeResult, None]
-# Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
-_CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
-_COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 _ANSWER_S = 5  # at a shutdown, for the error answers of the requests that were not finished
 
 
@@ -103,73 +98,16 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def _answer(engine: Engine, read: tuple[AnswerFormat, RowPrompt] | None, http: Request) -> Any:
-    if read is None:
+async def _answer(engine: Engine, asked: Asked | None, http: Request) -> Any:
+    if asked is None:
         return None  # the client has left
-    form, prompt = read
-    answer = engine.stream(prompt, http.is_disconnected)
-    prefix, whole, chunk = _CHAT_NAMES if form.is_chat else _COMPLETION_NAMES
-    head: dict[str, Any] = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": chunk if form.is_streamed else whole}
-    head |= {"created": int(time.time()), "model": engine.name}
-    if not form.is_streamed:
-        pieces = [piece async for piece in answer]
-        if not pieces or isinstance(pieces[-1], str):
-            return None
-        text, result = "".join(map(str, pieces[:-1])), pieces[-1]
-        return {**head, "choices": [_choice(form, text, result.finish_reason)], "usage": _usage(result)}
-    first = await anext(answer, None)  # an error of generate() is then an error response, not a broken stream
+    pieces, head = engine.stream(asked.prompts, http.is_disconnected), asked.head(engine.name)
+    if not asked.is_streamed:
+        return await whole_answer(asked, pieces, head)
+    first = await anext(pieces, None)  # an error of generate() is then an error response, not a broken stream
     if first is None:
         return None
-    return StreamingResponse(_events(answer, first, head, form), media_type="text/event-stream")
-
-
-async def _events(
-    answer: Answer, first: str | DecodeResult, head: dict[str, Any], form: AnswerFormat
-) -> AsyncIterator[str]:
-    """Server-sent events of an answer whose first piece is known."""
-
-    def event(*choices: dict[str, Any], **more: Any) -> str:
-        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
-
-    async with aclosing(answer):
-        if form.is_chat:
-            yield event(_choice(form) | {"delta": {"role": "assistant", "content": ""}})
-        piece: str | DecodeResult | None = first
-        try:
-            while isinstance(piece, str):
-                yield event(_choice(form, piece))
-                piece = await anext(answer, None)
-        except RequestError as error:  # the status is sent already
-            yield f"data: {json.dumps(error_body(error))}\n\n"
-            return
-        if piece is None:
-            return
-        yield event(_choice(form, reason=piece.finish_reason))
-        if form.has_usage:
-            yield event(usage=_usage(piece))
-        yield "data: [DONE]\n\n"
-
-
-def _choice(form: AnswerFormat, text: str = "", reason: str | None = None) -> dict[str, Any]:
-    content: dict[str, Any] = {"text": text}
-    if form.is_chat:
-        delta = {"delta": {"content": text} if text else {}}
-        content = delta if form.is_streamed else {"message": {"role": "assistant", "content": text}}
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-
-
-def _usage(result: DecodeResult) -> dict[str, Any]:
-    """OpenAI's counts, and statistics of speculative decoding."""
-    row = result.row
-    num_prompt, num_new = len(row.prompt.token_ids), len(row.token_ids)
-    speculation = {
-        "rounds": row.num_rounds,
-        "acceptance_rate": round(row.num_accepted / max(row.num_drafted, 1), 4),
-        # The first token follows the prompt.
-        "mean_acceptance_length": round((num_new - 1) / max(row.num_rounds, 1), 4),
-    }
-    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-    return {**counts, "speculation": speculation}
+    return StreamingResponse(events(asked, pieces, first, head), media_type="text/event-stream")
 
 
 async def _error_response(_: Request, error: Exception) -> JSONResponse:

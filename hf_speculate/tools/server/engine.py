@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
+from hf_speculate.tools.server.merged import merged
 from hf_speculate.tools.server.text_stream import TextStream
 
 _CHARS_PER_TOKEN = 16  # of the longest prompt; texts have about 4
@@ -69,46 +71,79 @@ class Engine:
     def num_running(self) -> int:
         return len(self._open) - len(self._waiting)
 
-    def check_room(self) -> None:
-        """Raise `RequestError` if no further request is taken now."""
+    @property
+    def vocab_size(self) -> int:
+        embeddings: Any = self.target.get_input_embeddings()
+        return int(embeddings.num_embeddings)
+
+    @property
+    def max_texts(self) -> int:
+        """How many texts may be open at once, those of one request too."""
+        return self.num_rows + self.max_queued
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The ids that end a text whose request names no others."""
+        eos: Any = self.target.generation_config.eos_token_id
+        return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
+
+    def check_room(self, num_texts: int = 1) -> None:
+        """Raise `RequestError` if so many further texts are not taken now."""
         with self._lock:
             if self._is_closed:
                 raise closing_error()
-            if len(self._open) >= self.num_rows + self.max_queued:
-                raise busy_error(f"at most {self.max_queued} requests may wait, got one more; try again later")
+            if len(self._open) + num_texts > self.max_texts:
+                got = "one more" if num_texts == 1 else f"{num_texts} more"
+                raise busy_error(f"at most {self.max_queued} requests may wait, got {got}; try again later")
 
     async def stream(
-        self, prompt: RowPrompt, is_gone: Callable[[], Awaitable[bool]]
-    ) -> AsyncGenerator[str | DecodeResult, None]:
-        """Yield pieces of the text, then the result unless the client `is_gone`; closing frees the request's row."""
-        answer = self._submit(prompt)
-        text = TextStream(self.tokenizer, prompt.arguments.get("stop_strings", ()))
+        self, prompts: Sequence[RowPrompt], is_gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[tuple[int, str | DecodeResult], None]:
+        """Yield pieces of each prompt's text, then its result, with the prompt's index.
+
+        A text ends without a result once the client `is_gone`. Closing frees the rows of the request.
+        """
+        answers = self._submit(prompts)
         try:
-            while not await is_gone():
-                try:
-                    new = await asyncio.wait_for(answer.get(), _POLL_S)
-                except TimeoutError:
-                    continue
-                if isinstance(new, RequestError):
-                    raise new
-                if not isinstance(new, RowResult):
-                    if piece := text.read(new):
-                        yield piece
-                    continue
-                if new.error is not None:
-                    raise request_error(new.error)
-                if piece := text.read(new.token_ids, is_end=True):
-                    yield piece
-                eos: Any = self.target.generation_config.eos_token_id
-                has_ended = text.is_cut or new.token_ids[-1] in (eos if isinstance(eos, list) else [eos])
-                yield DecodeResult("stop" if has_ended else "length", new)
-                return
+            async with aclosing(merged([self._pieces(answer, is_gone) for answer in answers])) as pieces:
+                async for index, piece in pieces:
+                    yield index, piece
         finally:
             with self._lock:
-                answer.is_wanted = False
-                self._open.discard(answer)
-                if answer in self._waiting:
-                    self._waiting.remove(answer)
+                for answer in answers:
+                    self._leave(answer)
+
+    async def _pieces(
+        self, answer: "_Answer", is_gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[str | DecodeResult, None]:
+        arguments = answer.prompt.arguments
+        text = TextStream(self.tokenizer, arguments.get("stop_strings", ()))
+        while not await is_gone():
+            try:
+                new = await asyncio.wait_for(answer.get(), _POLL_S)
+            except TimeoutError:
+                continue
+            if isinstance(new, RequestError):
+                raise new
+            if not isinstance(new, RowResult):
+                if piece := text.read(new):
+                    yield piece
+                continue
+            if new.error is not None:
+                raise request_error(new.error)
+            if piece := text.read(new.token_ids, is_end=True):
+                yield piece
+            has_ended = text.is_cut or new.token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)
+            with self._lock:
+                self._leave(answer)  # other texts of the request may go on
+            yield DecodeResult("stop" if has_ended else "length", new)
+            return
+
+    def _leave(self, answer: "_Answer") -> None:
+        answer.is_wanted = False
+        self._open.discard(answer)
+        if answer in self._waiting:
+            self._waiting.remove(answer)
 
     def end_requests(self) -> None:
         """End all requests, later ones too, with status 503."""
@@ -131,16 +166,16 @@ class Engine:
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
         )
 
-    def _submit(self, prompt: RowPrompt) -> "_Answer":
+    def _submit(self, prompts: Sequence[RowPrompt]) -> "list[_Answer]":
         with self._lock:
-            self.check_room()
-            answer = _Answer(prompt)
-            self._open.add(answer)
-            self._waiting.append(answer)
+            self.check_room(len(prompts))
+            answers = [_Answer(prompt) for prompt in prompts]
+            self._open.update(answers)
+            self._waiting.extend(answers)
             if not self._is_decoding:
                 self._is_decoding = True
                 self._thread.submit(self._decode).add_done_callback(self._on_end)
-            return answer
+            return answers
 
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""

@@ -8,10 +8,10 @@ from fastapi import Request as HttpRequest
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from hf_speculate.options.refill.continuous import RowPrompt
+from hf_speculate.tools.server.answers import Asked, asked_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, busy_error
-from hf_speculate.tools.server.schemas import AnswerFormat, AnyRequest, parse, row_prompt
+from hf_speculate.tools.server.schemas import AnyRequest, parse
 
 _BYTES_PER_CHAR = 2  # of a text of the largest length, which is mostly ASCII; JSON escapes some characters
 _OTHER_BYTES = 65_536  # for all but the text
@@ -32,8 +32,8 @@ class Intake:
         self._engine, self._num_held_bytes = engine, 0
         self._short, self._long = asyncio.Semaphore(1), asyncio.Semaphore(1)
 
-    async def read(self, kind: type[AnyRequest], http: HttpRequest) -> tuple[AnswerFormat, RowPrompt] | None:
-        """The prompt of a request, and the form of its answer; None if the client has left."""
+    async def read(self, kind: type[AnyRequest], http: HttpRequest) -> Asked | None:
+        """What a request asks for; None if the client has left."""
         chunks = http.stream()
         try:
             self._engine.check_room()
@@ -54,9 +54,8 @@ class Intake:
                             pass
             raise
 
-    def _parse(self, kind: type[AnyRequest], body: bytearray) -> tuple[AnswerFormat, RowPrompt]:
-        request = parse(kind, body)
-        return request.answer_format, row_prompt(request, self._engine)
+    def _parse(self, kind: type[AnyRequest], body: bytearray) -> Asked:
+        return asked_of(parse(kind, body), self._engine)
 
     @asynccontextmanager
     async def _body(self, headers: Headers, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:

@@ -22,7 +22,7 @@ def invalid_field(
     """
     found = error.errors(include_url=False)
     of_first = {_path(each["loc"], fields): each for each in reversed(found) if each["loc"][:1] == found[0]["loc"][:1]}
-    name = max(of_first, key=lambda path: path.count("."))  # of several types, the one that fits best
+    name = max(of_first, key=_fit)  # of several types, the one that fits best
     kind, message, got = of_first[name]["type"], of_first[name]["msg"], reprlib.repr(of_first[name]["input"])
     if kind == "json_invalid":
         return RequestError(f"the body must be JSON in UTF-8, got {message.removeprefix('Invalid JSON: ')}")
@@ -37,6 +37,11 @@ def invalid_field(
     reasons = [each["msg"].removeprefix("Input should be ") for each in found if _path(each["loc"], fields) == name]
     needed = ", or ".join(dict.fromkeys(reasons))
     return RequestError(f"{name or 'the body'} must be {needed}, got {got}", name or None)
+
+
+def _fit(path: str) -> tuple[int, list[int]]:
+    """How much of a value a type has taken before the error at this path: deep first, then far along its lists."""
+    return path.count("."), [int(part) for part in path.split(".") if part.isdecimal()]
 
 
 def _path(location: tuple[int | str, ...], fields: Collection[str]) -> str:

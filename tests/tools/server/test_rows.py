@@ -2,10 +2,12 @@
 
 import asyncio
 import functools
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 import hf_speculate
 from hf_speculate.options.refill.continuous import RowPrompt
@@ -20,8 +22,34 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
+# Fields of requests beside prompt, length and sampling, and the arguments of generate() that they are.
+FIELDS = (
+    ({}, {}),
+    ({"logit_bias": {"7": -100, "9": 3.5}}, {"sequence_bias": {(7,): -100.0, (9,): 3.5}}),
+    ({"extra_body": {"repetition_penalty": 1.4, "num_assistant_tokens": 2}}, {"repetition_penalty": 1.4}),
+    ({"extra_body": {"stop_token_ids": [11, 12, 13, 14, 15]}}, {"eos_token_id": [11, 12, 13, 14, 15]}),
+    ({"extra_body": {"num_assistant_tokens": 0}}, {}),
+    ({"frequency_penalty": 0.9, "presence_penalty": -0.4}, {"penalties": (0.9, -0.4)}),
+    ({"extra_body": {"min_p": 0.2}}, {"min_p": 0.2}),
+)
+
+
+class Penalties(LogitsProcessor):
+    """The formula of OpenAI, token by token."""
+
+    def __init__(self, prompt_len, frequency, presence):
+        self.prompt_len, self.frequency, self.presence = prompt_len, frequency, presence
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids.tolist()):
+            for token_id, num in Counter(ids[self.prompt_len :]).items():
+                scores[row, token_id] -= num * self.frequency + self.presence
+        return scores
+
+
 def requests_of(engine, num):
-    """Requests of different lengths, as text or ids, every second one sampled with a seed."""
+    """Requests of different lengths and fields, as text or ids, every second one sampled with a seed."""
     random, size = torch.Generator().manual_seed(5), engine.target.config.vocab_size
     for index in range(num):
         ids = torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist()
@@ -30,17 +58,23 @@ def requests_of(engine, num):
             "prompt": ids if index % 3 else engine.tokenizer.decode(ids),
             "max_tokens": 1 + 7 * index % 30,
             **sampling,
+            **FIELDS[index % len(FIELDS)][0],
         }
 
 
 def alone(engine, request):
-    """The text of a request in a call of its own."""
+    """The text of a request in a call of its own, plain if it is greedy."""
+    given = next(arguments for fields, arguments in reversed(FIELDS) if fields.items() <= request.items())
     ids, options = request["prompt"], {"do_sample": False}
     ids = torch.tensor([ids if isinstance(ids, list) else engine.tokenizer(ids)["input_ids"]])
     if request["temperature"]:
         options = {"do_sample": True, "verifier": "coupled", "top_k": 0}
         options |= {name: request[name] for name in ("temperature", "top_p", "seed")}
-    options |= {"max_new_tokens": request["max_tokens"], "assistant_model": engine.options["assistant_model"]}
+    else:
+        given = {name: value for name, value in given.items() if name != "min_p"}
+    options |= {"max_new_tokens": request["max_tokens"], **given}
+    if penalties := options.pop("penalties", None):
+        options["logits_processor"] = [Penalties(ids.shape[1], *penalties)]
     output = engine.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
     return engine.tokenizer.decode(output[0, ids.shape[1] :])
 
@@ -52,6 +86,7 @@ def create(client):
     return functools.partial(openai.OpenAI(http_client=client, **options).completions.create, model="tiny")
 
 
+@pytest.mark.fallback("lock step, because of Penalties")
 def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engine):
     requests = list(requests_of(engine, 32))
 
@@ -69,6 +104,45 @@ def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engi
     assert engine.forwards.most_at_once == 1
     assert texts == [None if at % 4 == 3 else alone(engine, request) for at, request in enumerate(requests)]
     wait_until(lambda: client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0})
+
+
+@pytest.mark.parametrize("is_streamed", (False, True))
+def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, is_streamed):
+    prompts, sampling = ["a word", "# b"], {"temperature": 0.9, "max_tokens": 7}
+    expected = [
+        prompt + create(prompt=prompt, seed=seed, **sampling).choices[0].text
+        for prompt in prompts
+        for seed in (5, 6, 7)
+    ]
+    assert len(set(expected)) == 6
+    ids = [engine.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    for given in (prompts, ids):
+        texts, reasons = [""] * 6, [None] * 6
+        request = {"prompt": given, "seed": 5, "n": 3, "extra_body": {"echo": True}, **sampling}
+        answer = create(**request, stream=is_streamed)
+        for choice in (one for chunk in (answer if is_streamed else [answer]) for one in chunk.choices):
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+        assert (texts, reasons) == (expected, ["length"] * 6)
+    if not is_streamed:
+        counts = answer.usage.prompt_tokens, answer.usage.completion_tokens
+        assert counts == (sum(map(len, ids)), 6 * 7)
+
+
+def test_ends_that_a_request_names_join_the_models_own_or_replace_them(create, engine, monkeypatch):
+    def ask(**fields):
+        (choice,) = create(prompt="a word", temperature=0, max_tokens=12, extra_body=fields).choices
+        return choice.text, choice.finish_reason
+
+    whole, _ = ask()
+    first, second = whole[6], whole[4]
+    assert first not in whole[:6] and second not in whole[:4]
+    first_id, second_id = engine.tokenizer.convert_tokens_to_ids([first, second])
+    monkeypatch.setattr(engine.target.generation_config, "eos_token_id", first_id)
+    assert ask() == ask(stop_token_ids=[]) == (whole[:7], "stop")
+    assert ask(stop_token_ids=[second_id]) == (whole[:5], "stop")
+    assert ask(ignore_eos=True) == (whole, "length")
+    assert ask(ignore_eos=True, stop_token_ids=[second_id]) == (whole[:5], "stop")
 
 
 def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monkeypatch):
@@ -98,7 +172,7 @@ def collect(engine, request, most=None, on_piece=lambda: None):
         async def is_gone():
             return most is not None and len(found) >= most
 
-        async for piece in engine.stream(request, is_gone):
+        async for _, piece in engine.stream([request], is_gone):
             found.append(piece)
             await asyncio.to_thread(on_piece)
 

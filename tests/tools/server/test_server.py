@@ -87,7 +87,16 @@ def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, tex
 
 def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkeypatch):
     for options, status, param, words in (
-        ({"n": 2}, 400, "n", "n must be 1, got 2; other values are not supported"),
+        ({"best_of": 2}, 400, "best_of", "best_of must be 1, got 2; other values are not supported"),
+        ({"n": 99}, 400, "n", "n times the number of prompts must be at most 36, got 99; send several requests"),
+        ({"n": 0}, 400, "n", "n must be greater than or equal to 1, got 0"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias must be a valid integer"),
+        ({"logit_bias": {"999": 1}}, 400, "logit_bias", "logit_bias must hold token ids in [0, 65), got another"),
+        ({"logit_bias": {"9": 101}}, 400, "logit_bias", "logit_bias must be less than or equal to 100, got 101"),
+        ({"stop_token_ids": [999]}, 400, "stop_token_ids", "stop_token_ids must hold token ids in [0, 65)"),
+        ({"presence_penalty": 3}, 400, "presence_penalty", "presence_penalty must be less than or equal to 2, got 3"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty", "repetition_penalty must be greater than 0, got 0"),
+        ({"seed": -1}, 400, "seed", "seed must be greater than or equal to 0, got -1"),
         ({"tools": [{"name": 99 * "x"}]}, 400, "tools", "tools must be [], got "),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
         ({"temprature": 1}, 400, "temprature", "temprature must be left out, got 1; this endpoint has no such field"),
@@ -104,7 +113,11 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         assert (response.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param)
         assert words in error["message"] and len(error["message"]) < 200
     for prompt, words in (
-        (["a", "b"], "one prompt, got 2"),
+        ([], "at least one token"),
+        ([[]], "at least one token"),
+        (["a", ""], "at least one token"),
+        ([[3], "b"], "prompt.1 must be a valid array, got 'b'"),
+        (40 * ["a"], "at most 36, got 40"),
         ([999], "token ids in [0, "),
         ("", "at least one token"),
         ([3, "b"], "prompt.1 must be a valid integer"),

@@ -1,0 +1,116 @@
+"""Answers in OpenAI's format, whole or as server-sent events."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from hf_speculate.options.refill.continuous import RowPrompt
+from hf_speculate.tools.server.engine import DecodeResult, Engine
+from hf_speculate.tools.server.errors import RequestError, error_body
+from hf_speculate.tools.server.prompts import echoed_texts, row_prompts
+from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
+
+Pieces = AsyncGenerator[tuple[int, str | DecodeResult], None]  # of the texts of a request, by the text's index
+# Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
+_CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+_COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
+
+
+class Asked(NamedTuple):
+    """What a request asks for: texts, and the format of the answer."""
+
+    prompts: list[RowPrompt]  # one for each text
+    echoed: list[str]  # what each text begins with
+    num_choices: int  # texts of each prompt
+    is_chat: bool
+    is_streamed: bool
+    has_usage: bool  # of a stream; a whole answer always has it
+
+    def head(self, model: str) -> dict[str, Any]:
+        """The fields that all parts of an answer share."""
+        prefix, whole, chunk = _CHAT_NAMES if self.is_chat else _COMPLETION_NAMES
+        head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": chunk if self.is_streamed else whole}
+        return {**head, "created": int(time.time()), "model": model}
+
+    def choice(self, index: int, text: str = "", reason: str | None = None) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            delta = {"delta": {"content": text} if text else {}}
+            content = delta if self.is_streamed else {"message": {"role": "assistant", "content": text}}
+        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def asked_of(request: ChatRequest | CompletionRequest, engine: Engine) -> Asked:
+    """Translate a request, or raise `RequestError` if it is not supported."""
+    prompts, options = row_prompts(request, engine), request.stream_options
+    echoed = echoed_texts(request, prompts, engine)
+    has_usage = options is not None and options.include_usage
+    return Asked(prompts, echoed, request.n, isinstance(request, ChatRequest), request.stream, has_usage)
+
+
+async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer with all texts; None if the client has left before."""
+    texts, results = [[text] for text in asked.echoed], {}
+    async for index, piece in pieces:
+        if isinstance(piece, DecodeResult):
+            results[index] = piece
+        else:
+            texts[index].append(piece)
+    if len(results) < len(texts):
+        return None
+    choices = [asked.choice(index, "".join(texts[index]), results[index].finish_reason) for index in sorted(results)]
+    return {**head, "choices": choices, "usage": _usage(asked, [results[index] for index in sorted(results)])}
+
+
+async def events(
+    asked: Asked, pieces: Pieces, first: tuple[int, str | DecodeResult], head: dict[str, Any]
+) -> AsyncIterator[str]:
+    """Server-sent events of an answer whose first piece is known."""
+
+    def event(*choices: dict[str, Any], **more: Any) -> str:
+        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
+
+    async with aclosing(pieces):
+        for index, text in enumerate(asked.echoed):
+            if asked.is_chat:
+                yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
+            elif text:
+                yield event(asked.choice(index, text))
+        found: tuple[int, str | DecodeResult] | None = first
+        results = []
+        try:
+            while found is not None:
+                index, piece = found
+                if isinstance(piece, DecodeResult):
+                    results.append(piece)
+                    yield event(asked.choice(index, reason=piece.finish_reason))
+                else:
+                    yield event(asked.choice(index, piece))
+                found = await anext(pieces, None)
+        except RequestError as error:  # the status is sent already
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+            return
+        if len(results) < len(asked.prompts):
+            return
+        if asked.has_usage:
+            yield event(usage=_usage(asked, results))
+        yield "data: [DONE]\n\n"
+
+
+def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
+    """OpenAI's counts of all texts, a prompt counted once, and statistics of speculative decoding."""
+    rows = [result.row for result in results]
+    num_prompt = sum(len(prompt.token_ids) for prompt in asked.prompts[:: asked.num_choices])
+    num_new, num_rounds = sum(len(row.token_ids) for row in rows), sum(row.num_rounds for row in rows)
+    num_drafted, num_accepted = sum(row.num_drafted for row in rows), sum(row.num_accepted for row in rows)
+    speculation = {
+        "rounds": num_rounds,
+        "acceptance_rate": round(num_accepted / max(num_drafted, 1), 4),
+        # The first token follows the prompt.
+        "mean_acceptance_length": round((num_new - len(rows)) / max(num_rounds, 1), 4),
+    }
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    return {**counts, "speculation": speculation}

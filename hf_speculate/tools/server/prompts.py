@@ -1,0 +1,155 @@
+"""Translates requests into prompts with arguments of `generate()`, one for each text that is asked for."""
+
+import reprlib
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.options.refill.continuous import RowPrompt
+from hf_speculate.tools.dataset.rows import Row, token_ids_of
+from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.penalties import PenaltiesProcessor
+from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
+
+_DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number
+_MAX_STOPS = 4
+
+
+def row_prompts(request: ChatRequest | CompletionRequest, engine: Engine) -> list[RowPrompt]:
+    """The prompts of a request, each `n` times; `RequestError` if something is not supported.
+
+    The choices of a prompt have the seeds `seed`, `seed + 1` and so on.
+    """
+    if request.model is not None:
+        check_model(request.model, engine)
+    prompts = _token_ids(request, engine)
+    num_texts = len(prompts) * request.n
+    if num_texts > engine.max_texts:
+        raise RequestError(
+            f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; send several requests",
+            "n" if len(prompts) == 1 else "prompt",
+        )
+    shared, found = _shared_options(request, engine), []
+    for token_ids in prompts:
+        options = shared | _own_options(request, len(token_ids), engine)
+        first = RowPrompt(token_ids, None, options)
+        found += [replace(first, seed=_seed(request, engine, choice)) for choice in range(request.n)]
+    return found
+
+
+def echoed_texts(request: ChatRequest | CompletionRequest, prompts: list[RowPrompt], engine: Engine) -> list[str]:
+    """What each text begins with: its prompt if the request asks for that."""
+    if not (isinstance(request, CompletionRequest) and request.echo):
+        return [""] * len(prompts)
+    if isinstance(request.prompt, str):
+        return [request.prompt] * len(prompts)
+    given: Any = request.prompt if isinstance(request.prompt[0], str) else [p.token_ids for p in prompts[:: request.n]]
+    texts = [one if isinstance(one, str) else str(engine.tokenizer.decode(one)) for one in given]
+    return [text for text in texts for _ in range(request.n)]
+
+
+def check_model(name: str, engine: Engine) -> None:
+    """Check that a name is the served model's, in full or its last part."""
+    if name not in (engine.name, engine.name.rstrip("/").rpartition("/")[2]):
+        raise RequestError(f"model must be {engine.name!r}, got {reprlib.repr(name)}", "model", "model_not_found", 404)
+
+
+def _seed(request: Request, engine: Engine, choice: int) -> int | None:
+    if request.temperature == 0:
+        return None
+    if request.seed is not None:
+        return request.seed + choice
+    # sampled rows share a batch, so that all of them use one verifier
+    return secrets.randbits(63) if engine.num_rows > 1 else None
+
+
+def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
+    """Arguments of `generate()` that do not depend on the prompt."""
+    options: dict[str, Any] = {"do_sample": False}
+    if request.temperature != 0:
+        temperature, top_p = (1.0 if value is None else value for value in (request.temperature, request.top_p))
+        options |= {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": request.top_k or 0}
+        if request.min_p:
+            options["min_p"] = request.min_p
+        if request.seed is not None or engine.num_rows > 1:  # only this verifier gives the same text for any draft
+            options["verifier"] = "coupled"
+    if request.verifier is not None:
+        options["verifier"] = request.verifier
+    if request.num_assistant_tokens is not None:
+        options["num_assistant_tokens"] = [request.num_assistant_tokens]
+    if request.repetition_penalty not in (None, 1):
+        options["repetition_penalty"] = float(request.repetition_penalty or 1)
+    if request.logit_bias:
+        _check_ids(list(request.logit_bias), "logit_bias", engine)
+        options["sequence_bias"] = {(token_id,): bias for token_id, bias in request.logit_bias.items()}
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if not all(stops) or len(stops) > _MAX_STOPS:
+        raise RequestError(
+            f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {reprlib.repr(stops)}", "stop"
+        )
+    if stops:
+        options |= {"stop_strings": stops, "tokenizer": engine.tokenizer}
+    if request.stop_token_ids or request.ignore_eos:
+        _check_ids(request.stop_token_ids or [], "stop_token_ids", engine)
+        ends = sorted({*(request.stop_token_ids or ()), *(() if request.ignore_eos else engine.eos_token_ids)})
+        options["eos_token_id"] = ends or [engine.vocab_size]  # an id that no token has
+    return options
+
+
+def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str, Any]:
+    """Arguments of `generate()` for a prompt of so many tokens."""
+    num: int | None = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    room = _DEFAULT_NUM_TOKENS
+    if engine.max_length is not None:
+        room = engine.max_length - num_prompt
+        if room < (num or 1):
+            raise RequestError(
+                f"prompt and answer must have at most {engine.max_length} tokens, got {num_prompt} + {num or 1}; "
+                "send less text, or ask for fewer tokens",
+                "messages" if isinstance(request, ChatRequest) else "prompt",
+                "context_length_exceeded",
+            )
+    options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    penalties = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
+    if any(penalties):
+        options["logits_processor"] = [PenaltiesProcessor(num_prompt, *penalties)]
+    return options
+
+
+def _token_ids(request: ChatRequest | CompletionRequest, engine: Engine) -> list[list[int]]:
+    if isinstance(request, ChatRequest):
+        return [_encoded([message.as_dict() for message in request.messages], "messages", engine)]
+    prompt: Any = request.prompt
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    if not prompts:
+        raise RequestError("prompt must have at least one token, got none", "prompt")
+    return [_encoded(one, "prompt", engine) if isinstance(one, str) else _checked(one, engine) for one in prompts]
+
+
+def _checked(token_ids: list[int], engine: Engine) -> list[int]:
+    if not token_ids:
+        raise RequestError("prompt must have at least one token, got none", "prompt")
+    _check_ids(token_ids, "prompt", engine)
+    return token_ids
+
+
+def _check_ids(token_ids: list[int], param: str, engine: Engine) -> None:
+    size = engine.vocab_size
+    if not all(0 <= token_id < size for token_id in token_ids):
+        raise RequestError(f"{param} must hold token ids in [0, {size}), got another number", param)
+
+
+def _encoded(content: str | list[dict[str, str]], param: str, engine: Engine) -> list[int]:
+    num_chars = len(content) if isinstance(content, str) else sum(len(message["content"]) for message in content)
+    if num_chars > engine.max_chars:  # tokenising would take seconds, and the tokens gigabytes
+        raise RequestError(
+            f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less text",
+            param,
+            "context_length_exceeded",
+        )
+    try:
+        return token_ids_of(Row(1, content, source=param), engine.tokenizer, is_chat=param == "messages")
+    except ConfigError as error:
+        raise RequestError(str(error), param) from error
