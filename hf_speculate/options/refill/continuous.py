@@ -13,6 +13,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
@@ -20,7 +21,7 @@ from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import StageSeconds
+from hf_speculate.types import RoundRecord, StageSeconds
 
 _MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
 
@@ -34,6 +35,9 @@ class RowPrompt:
     # of `generate()` for this row, beside the decoder's; `num_assistant_tokens` may be a list of one number
     arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
+    # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the
+    # target's before processors and only valid during the call
+    on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
 
 
 # The next prompt; None if there is none now. It is asked again after each round in which a row is free.
@@ -155,9 +159,10 @@ class ContinuousDecoder:
 
     def _read(self, prepared: Prepared) -> list[FinishedRow]:
         """Read prompts, and let the rows that are not finished join a running batch."""
+        on_logits = _LogitsObserver(self._prompts)
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
         with torch.no_grad(), decoder.clock:
-            decoder.prefill(batch)
+            replace(decoder, observers=[*decoder.observers, on_logits]).prefill(batch)
             left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
             ended = [row_id for row_id in call.row_ids if left.get(row_id, True)]
             finished = [FinishedRow(row_id, decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
@@ -167,7 +172,7 @@ class ContinuousDecoder:
                 kind = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
                 running = self._running.pop(kind, None)  # an error leaves it half joined
                 if running is None:
-                    running = RunningBatch(prepared, self.stats, self._clock)
+                    running = RunningBatch(prepared, self.stats, self._clock, on_logits)
                 else:
                     running.join(prepared)
                 self._running[kind] = running
@@ -222,6 +227,21 @@ class ContinuousDecoder:
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source
         return prepared
+
+
+@dataclass
+class _LogitsObserver(Observer):
+    """Hands the target's logits of new tokens to the rows that ask for them."""
+
+    stage = Stage.REPORT
+    prompts: Mapping[int, RowPrompt]  # by row
+
+    def on_round(self, record: RoundRecord) -> None:
+        for row in record.live_rows:
+            on_logits, num = self.prompts[record.row_ids[row]].on_logits, record.trimmed.num_emitted[row]
+            if on_logits is not None and num:
+                token_ids = record.verified.new_ids[row][:num]
+                on_logits(record.trimmed.num_new[row] - num, token_ids, record.scored.logits[row, :num])
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,11 @@ class FinishedRow(NamedTuple):
 class RunningBatch:
     """Decodes rows of several calls together; each row gets the tokens that it gets alone."""
 
-    def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
+    def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock, observer: Observer):
         self._batch = first.batch
         self._rows = _RowObserver(first.plan.call.do_sample)
         given = first.decoder
-        observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length]
+        observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length, observer]
         self._decoder = replace(given, observers=observers, clock=clock)
         self._decoder.drafts.report_to(stats)
 

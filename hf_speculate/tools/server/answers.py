@@ -7,13 +7,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from hf_speculate.options.refill.continuous import RowPrompt
-from hf_speculate.tools.server.engine import DecodeResult, Engine
-from hf_speculate.tools.server.errors import RequestError, error_body
-from hf_speculate.tools.server.prompts import echoed_texts, row_prompts
-from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
+from transformers import PreTrainedTokenizerBase
 
-Pieces = AsyncGenerator[tuple[int, str | DecodeResult], None]  # of the texts of a request, by the text's index
+from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.errors import RequestError, error_body
+from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format
+from hf_speculate.tools.server.prompts import text_requests
+from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
+from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
+
+Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # of the texts of a request, by the text's index
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
@@ -22,12 +25,12 @@ _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 class Asked(NamedTuple):
     """What a request asks for: texts, and the format of the answer."""
 
-    prompts: list[RowPrompt]  # one for each text
-    echoed: list[str]  # what each text begins with
+    texts: list[TextRequest]
     num_choices: int  # texts of each prompt
     is_chat: bool
     is_streamed: bool
     has_usage: bool  # of a stream; a whole answer always has it
+    tokenizer: PreTrainedTokenizerBase
 
     def head(self, model: str) -> dict[str, Any]:
         """The fields that all parts of an answer share."""
@@ -35,25 +38,33 @@ class Asked(NamedTuple):
         head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": chunk if self.is_streamed else whole}
         return {**head, "created": int(time.time()), "model": model}
 
-    def choice(self, index: int, text: str = "", reason: str | None = None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str = "", reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
             delta = {"delta": {"content": text} if text else {}}
             content = delta if self.is_streamed else {"message": {"role": "assistant", "content": text}}
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, index: int, found: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
+        """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
+        if self.texts[index].num_top is None:
+            return None
+        return chat_format(found, self.tokenizer) if self.is_chat else completion_format(found, self.tokenizer, offset)
 
 
 def asked_of(request: ChatRequest | CompletionRequest, engine: Engine) -> Asked:
     """Translate a request, or raise `RequestError` if it is not supported."""
-    prompts, options = row_prompts(request, engine), request.stream_options
-    echoed = echoed_texts(request, prompts, engine)
+    texts, options = text_requests(request, engine), request.stream_options
     has_usage = options is not None and options.include_usage
-    return Asked(prompts, echoed, request.n, isinstance(request, ChatRequest), request.stream, has_usage)
+    return Asked(texts, request.n, isinstance(request, ChatRequest), request.stream, has_usage, engine.tokenizer)
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
     """The answer with all texts; None if the client has left before."""
-    texts, results = [[text] for text in asked.echoed], {}
+    texts: list[list[Piece]] = [[] for _ in asked.texts]
+    results: dict[int, DecodeResult] = {}
     async for index, piece in pieces:
         if isinstance(piece, DecodeResult):
             results[index] = piece
@@ -61,12 +72,16 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
             texts[index].append(piece)
     if len(results) < len(texts):
         return None
-    choices = [asked.choice(index, "".join(texts[index]), results[index].finish_reason) for index in sorted(results)]
-    return {**head, "choices": choices, "usage": _usage(asked, [results[index] for index in sorted(results)])}
+    choices = []
+    for index, parts in enumerate(texts):
+        found = [one for part in parts for one in part.logprobs]
+        text = "".join(part.text for part in parts)
+        choices.append(asked.choice(index, text, results[index].finish_reason, asked.logprobs(index, found)))
+    return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
 async def events(
-    asked: Asked, pieces: Pieces, first: tuple[int, str | DecodeResult], head: dict[str, Any]
+    asked: Asked, pieces: Pieces, first: tuple[int, Piece | DecodeResult], head: dict[str, Any]
 ) -> AsyncIterator[str]:
     """Server-sent events of an answer whose first piece is known."""
 
@@ -74,13 +89,10 @@ async def events(
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
     async with aclosing(pieces):
-        for index, text in enumerate(asked.echoed):
-            if asked.is_chat:
-                yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
-            elif text:
-                yield event(asked.choice(index, text))
-        found: tuple[int, str | DecodeResult] | None = first
-        results = []
+        for index in range(len(asked.texts) if asked.is_chat else 0):
+            yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
+        found: tuple[int, Piece | DecodeResult] | None = first
+        results, offsets = [], [0] * len(asked.texts)
         try:
             while found is not None:
                 index, piece = found
@@ -88,12 +100,14 @@ async def events(
                     results.append(piece)
                     yield event(asked.choice(index, reason=piece.finish_reason))
                 else:
-                    yield event(asked.choice(index, piece))
+                    logprobs = asked.logprobs(index, piece.logprobs, offsets[index])
+                    yield event(asked.choice(index, piece.text, logprobs=logprobs))
+                    offsets[index] += len("".join((logprobs or {}).get("tokens", ())))
                 found = await anext(pieces, None)
         except RequestError as error:  # the status is sent already
             yield f"data: {json.dumps(error_body(error))}\n\n"
             return
-        if len(results) < len(asked.prompts):
+        if len(results) < len(asked.texts):
             return
         if asked.has_usage:
             yield event(usage=_usage(asked, results))
@@ -103,7 +117,7 @@ async def events(
 def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
     """OpenAI's counts of all texts, a prompt counted once, and statistics of speculative decoding."""
     rows = [result.row for result in results]
-    num_prompt = sum(len(prompt.token_ids) for prompt in asked.prompts[:: asked.num_choices])
+    num_prompt = sum(len(text.prompt.token_ids) for text in asked.texts[:: asked.num_choices])
     num_new, num_rounds = sum(len(row.token_ids) for row in rows), sum(row.num_rounds for row in rows)
     num_drafted, num_accepted = sum(row.num_drafted for row in rows), sum(row.num_accepted for row in rows)
     speculation = {

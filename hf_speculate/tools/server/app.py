@@ -101,7 +101,7 @@ class GracefulServer(uvicorn.Server):
 async def _answer(engine: Engine, asked: Asked | None, http: Request) -> Any:
     if asked is None:
         return None  # the client has left
-    pieces, head = engine.stream(asked.prompts, http.is_disconnected), asked.head(engine.name)
+    pieces, head = engine.stream(asked.texts, http.is_disconnected), asked.head(engine.name)
     if not asked.is_streamed:
         return await whole_answer(asked, pieces, head)
     first = await anext(pieces, None)  # an error of generate() is then an error response, not a broken stream

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
+from hf_speculate.tools.server.logprobs import prompt_logprobs
 from hf_speculate.tools.server.merged import merged
+from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
 
 _CHARS_PER_TOKEN = 16  # of the longest prompt; texts have about 4
@@ -26,13 +28,6 @@ _USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose cont
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
 _ROW_ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-class DecodeResult(NamedTuple):
-    """Why a text ended, and the row with its tokens and counts of its rounds."""
-
-    finish_reason: Literal["stop", "length"]
-    row: RowResult
 
 
 @dataclass(eq=False)
@@ -59,8 +54,8 @@ class Engine:
             self.num_rows = 1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._lock = threading.RLock()  # guards what follows
-        self._open: set[_Answer] = set()
-        self._waiting: deque[_Answer] = deque()
+        self._open: set[Answer] = set()
+        self._waiting: deque[Answer] = deque()
         self._is_decoding = self._is_closed = False
 
     @property
@@ -97,13 +92,13 @@ class Engine:
                 raise busy_error(f"at most {self.max_queued} requests may wait, got {got}; try again later")
 
     async def stream(
-        self, prompts: Sequence[RowPrompt], is_gone: Callable[[], Awaitable[bool]]
-    ) -> AsyncGenerator[tuple[int, str | DecodeResult], None]:
-        """Yield pieces of each prompt's text, then its result, with the prompt's index.
+        self, requests: Sequence[TextRequest], is_gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[tuple[int, Piece | DecodeResult], None]:
+        """Yield pieces of each text, then its result, with the index of its request.
 
         A text ends without a result once the client `is_gone`. Closing frees the rows of the request.
         """
-        answers = self._submit(prompts)
+        answers = self._submit(requests)
         try:
             async with aclosing(merged([self._pieces(answer, is_gone) for answer in answers])) as pieces:
                 async for index, piece in pieces:
@@ -114,9 +109,9 @@ class Engine:
                     self._leave(answer)
 
     async def _pieces(
-        self, answer: "_Answer", is_gone: Callable[[], Awaitable[bool]]
-    ) -> AsyncGenerator[str | DecodeResult, None]:
-        arguments = answer.prompt.arguments
+        self, answer: Answer, is_gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[Piece | DecodeResult, None]:
+        arguments, echoed, num_sent = answer.prompt.arguments, answer.request.echoed, 0
         text = TextStream(self.tokenizer, arguments.get("stop_strings", ()))
         while not await is_gone():
             try:
@@ -125,21 +120,25 @@ class Engine:
                 continue
             if isinstance(new, RequestError):
                 raise new
-            if not isinstance(new, RowResult):
-                if piece := text.read(new):
-                    yield piece
-                continue
-            if new.error is not None:
+            if isinstance(new, RowResult) and new.error is not None:
                 raise request_error(new.error)
-            if piece := text.read(new.token_ids, is_end=True):
-                yield piece
-            has_ended = text.is_cut or new.token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)
-            with self._lock:
-                self._leave(answer)  # other texts of the request may go on
-            yield DecodeResult("stop" if has_ended else "length", new)
-            return
+            if echoed:
+                yield Piece(echoed, answer.prompt_logprobs)
+                echoed = ""
+            is_end = isinstance(new, RowResult)
+            token_ids = new.token_ids if isinstance(new, RowResult) else new
+            piece, logprobs = text.read(token_ids, is_end), answer.logprobs[num_sent : len(token_ids)]
+            if piece or (is_end and logprobs):
+                yield Piece(piece, logprobs)
+                num_sent += len(logprobs)
+            if isinstance(new, RowResult):
+                has_ended = text.is_cut or token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)
+                with self._lock:
+                    self._leave(answer)  # other texts of the request may go on
+                yield DecodeResult("stop" if has_ended else "length", new)
+                return
 
-    def _leave(self, answer: "_Answer") -> None:
+    def _leave(self, answer: Answer) -> None:
         answer.is_wanted = False
         self._open.discard(answer)
         if answer in self._waiting:
@@ -157,8 +156,19 @@ class Engine:
 
     def _next(self) -> RowPrompt | None:
         """The `RowSource` of the decoder."""
-        with self._lock:
-            return self._waiting.popleft().prompt if self._waiting else None
+        while True:
+            with self._lock:
+                answer = self._waiting.popleft() if self._waiting else None
+            if answer is None:
+                return None
+            request = answer.request
+            if not request.echoed or request.num_top is None:
+                return answer.prompt
+            try:
+                answer.prompt_logprobs = prompt_logprobs(self.target, answer.prompt.token_ids, request.num_top)
+                return answer.prompt
+            except _ROW_ERRORS as error:
+                answer.put(request_error(error))
 
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
@@ -166,10 +176,10 @@ class Engine:
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
         )
 
-    def _submit(self, prompts: Sequence[RowPrompt]) -> "list[_Answer]":
+    def _submit(self, requests: Sequence[TextRequest]) -> list[Answer]:
         with self._lock:
-            self.check_room(len(prompts))
-            answers = [_Answer(prompt) for prompt in prompts]
+            self.check_room(len(requests))
+            answers = [Answer(request) for request in requests]
             self._open.update(answers)
             self._waiting.extend(answers)
             if not self._is_decoding:
@@ -205,7 +215,20 @@ class Engine:
                 pass
             except _ROW_ERRORS as raised:
                 error = raised
+            if error is None and prompt.on_logits is not None:
+                error = self._score(prompt, streamer.ids)
             yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
+
+    def _score(self, prompt: RowPrompt, token_ids: list[int]) -> Exception | None:
+        """Read a whole text again for the log probabilities of its new tokens; returns an error of the target."""
+        answer: Answer = prompt.key
+        ids = [*prompt.token_ids, *token_ids]
+        try:
+            found = prompt_logprobs(self.target, ids, answer.request.num_top or 0)
+        except _ROW_ERRORS as error:
+            return error
+        answer.logprobs = found[len(prompt.token_ids) :]
+        return None
 
     def _on_end(self, done: "Future[None]") -> None:
         """Fail all requests after an error that is no row's; later ones get a new decoder."""
@@ -222,38 +245,8 @@ class Engine:
         self._waiting.clear()
 
 
-class _Answer:
-    """What the decoder's thread hands to the event loop for one request: tokens, then a result or an error.
-
-    Only the newest is kept, which has all tokens so far, so that a client that does not read costs no memory.
-    """
-
-    def __init__(self, prompt: RowPrompt):
-        self.prompt = replace(prompt, key=self)
-        self.is_wanted = True
-        self._loop = asyncio.get_running_loop()
-        self._newest: Sequence[int] | RowResult | RequestError = ()
-        self._is_new = asyncio.Event()
-
-    async def get(self) -> Sequence[int] | RowResult | RequestError:
-        """Wait for something new."""
-        await self._is_new.wait()
-        self._is_new.clear()
-        return self._newest
-
-    def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        """Put an item, unless nobody waits for it."""
-        if self.is_wanted:
-            self._loop.call_soon_threadsafe(self._set, item)
-
-    def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        if not isinstance(self._newest, RowResult):  # an error of others comes too late
-            self._newest = item
-        self._is_new.set()
-
-
 def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
-    answer: _Answer = prompt.key
+    answer: Answer = prompt.key
     answer.put(list(token_ids))
     return answer.is_wanted
 

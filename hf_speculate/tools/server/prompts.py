@@ -2,7 +2,6 @@
 
 import reprlib
 import secrets
-from dataclasses import replace
 from typing import Any
 
 from hf_speculate.errors import ConfigError
@@ -12,13 +11,14 @@ from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.penalties import PenaltiesProcessor
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
+from hf_speculate.tools.server.text_request import TextRequest
 
 _DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number
 _MAX_STOPS = 4
 
 
-def row_prompts(request: ChatRequest | CompletionRequest, engine: Engine) -> list[RowPrompt]:
-    """The prompts of a request, each `n` times; `RequestError` if something is not supported.
+def text_requests(request: ChatRequest | CompletionRequest, engine: Engine) -> list[TextRequest]:
+    """The texts of a request, `n` for each prompt; `RequestError` if something is not supported.
 
     The choices of a prompt have the seeds `seed`, `seed + 1` and so on.
     """
@@ -31,23 +31,22 @@ def row_prompts(request: ChatRequest | CompletionRequest, engine: Engine) -> lis
             f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; send several requests",
             "n" if len(prompts) == 1 else "prompt",
         )
-    shared, found = _shared_options(request, engine), []
-    for token_ids in prompts:
+    shared, num_top, found = _shared_options(request, engine), request.num_top, []
+    for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
-        first = RowPrompt(token_ids, None, options)
-        found += [replace(first, seed=_seed(request, engine, choice)) for choice in range(request.n)]
+        rows = [RowPrompt(token_ids, _seed(request, engine, choice), options) for choice in range(request.n)]
+        found += [TextRequest(row, echoed, num_top) for row in rows]
     return found
 
 
-def echoed_texts(request: ChatRequest | CompletionRequest, prompts: list[RowPrompt], engine: Engine) -> list[str]:
-    """What each text begins with: its prompt if the request asks for that."""
+def _echoed(request: ChatRequest | CompletionRequest, prompts: list[list[int]], engine: Engine) -> list[str]:
+    """What the texts of each prompt begin with: the prompt if the request asks for that."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return [""] * len(prompts)
     if isinstance(request.prompt, str):
-        return [request.prompt] * len(prompts)
-    given: Any = request.prompt if isinstance(request.prompt[0], str) else [p.token_ids for p in prompts[:: request.n]]
-    texts = [one if isinstance(one, str) else str(engine.tokenizer.decode(one)) for one in given]
-    return [text for text in texts for _ in range(request.n)]
+        return [request.prompt]
+    given: Any = request.prompt if isinstance(request.prompt[0], str) else prompts
+    return [one if isinstance(one, str) else str(engine.tokenizer.decode(one)) for one in given]
 
 
 def check_model(name: str, engine: Engine) -> None:

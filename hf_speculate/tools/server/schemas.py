@@ -1,7 +1,7 @@
 """Requests of OpenAI's endpoints: their fields, and values that change nothing."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -16,7 +16,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False, 0),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "store": (False,),
@@ -93,6 +92,19 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def num_top(self) -> int | None:
+        """Most likely tokens whose log probabilities are asked for; None if none are."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"logprobs must be true with top_logprobs, got {self.top_logprobs}", "logprobs")
+        return self
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -116,6 +128,12 @@ class CompletionRequest(Request):
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
     echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def num_top(self) -> int | None:
+        """Most likely tokens whose log probabilities are asked for; None if none are."""
+        return self.logprobs
 
 
 def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:

@@ -13,6 +13,7 @@ import hf_speculate
 from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.text_request import Piece, TextRequest
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
@@ -129,6 +130,64 @@ def test_choices_of_several_prompts_are_those_of_requests_alone(create, engine, 
         assert counts == (sum(map(len, ids)), 6 * 7)
 
 
+def logprobs_of(target, token_ids):
+    """[T - 1, V] the log probabilities of what follows each token, from one forward."""
+    with torch.no_grad():
+        return target(torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def test_logprobs_are_those_of_a_forward_over_the_whole_text(create, engine):
+    def ask(index):
+        sampling = {"temperature": 0.9, "seed": index, "presence_penalty": 1} if index % 2 else {"temperature": 0}
+        prompt = engine.tokenizer.decode([3 + index] * (index + 1))
+        fields = {"prompt": prompt, "max_tokens": 9 + index, "logprobs": 2, "echo": index % 3 > 0, **sampling}
+        chunks = create(**fields, stream=True) if index % 4 > 1 else [create(**fields)]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        parts = [choice.logprobs for choice in choices if choice.logprobs]
+        joined = [
+            [value for part in parts for value in getattr(part, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        ]
+        return prompt, fields, "".join(choice.text for choice in choices), joined
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(12)))
+    letters = list(engine.tokenizer.convert_ids_to_tokens(range(engine.target.config.vocab_size)))
+    for prompt, fields, text, (tokens, chosen, tops, offsets) in answers:
+        whole = text if fields["echo"] else prompt + text
+        ids = [letters.index(token) for token in whole]
+        expected = logprobs_of(engine.target, ids)
+        if fields["echo"]:
+            assert (chosen.pop(0), tops.pop(0), len(tokens)) == (None, None, len(text))
+        expected, ids = expected[len(expected) - len(chosen) :], ids[len(ids) - len(chosen) :]
+        assert ("".join(tokens), offsets) == (text, list(range(len(text))))
+        assert chosen == pytest.approx(expected.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(), abs=1e-4)
+        for token_id, row, top in zip(ids, expected, tops, strict=True):
+            best = {letters[best_id] for best_id in row.topk(2).indices.tolist()} | {letters[token_id]}
+            assert top.keys() == best
+            assert list(top.values()) == pytest.approx([row[letters.index(token)].item() for token in top], abs=1e-4)
+
+
+def test_logprobs_of_a_chat_have_the_same_numbers(client, create, engine):
+    chat = openai.OpenAI(api_key="none", base_url=str(client.base_url.join("/v1")), http_client=client).chat
+    fields = {"model": "tiny", "temperature": 0, "max_tokens": 12, "stop": ["9"]}
+    messages = [{"role": "user", "content": "a word"}]
+    expected = create(prompt="# a word\n", temperature=0, max_tokens=12, logprobs=3).choices[0].logprobs
+    whole = chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **fields).choices[0]
+    stream = chat.completions.create(messages=messages, logprobs=True, stream=True, **fields)
+    streamed = [
+        one for chunk in stream for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content
+    ]
+    for content in (whole.logprobs.content, streamed):
+        assert [one.token for one in content] == expected.tokens
+        assert [one.logprob for one in content] == pytest.approx(expected.token_logprobs, abs=1e-5)
+        assert bytes(byte for one in content for byte in one.bytes).decode() == whole.message.content
+    assert [{one.token for one in each.top_logprobs} for each in whole.logprobs.content] == [
+        set(top) for top in expected.top_logprobs
+    ]
+    assert not any(one.top_logprobs for one in streamed)
+
+
 def test_ends_that_a_request_names_join_the_models_own_or_replace_them(create, engine, monkeypatch):
     def ask(**fields):
         (choice,) = create(prompt="a word", temperature=0, max_tokens=12, extra_body=fields).choices
@@ -164,16 +223,16 @@ def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, mo
     assert answer.usage.completion_tokens == 2
 
 
-def collect(engine, request, most=None, on_piece=lambda: None):
+def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
     """What an engine's stream yields to a client that leaves after `most` pieces."""
-    found = []
+    found, request = [], TextRequest(request) if isinstance(request, RowPrompt) else request
 
     async def run():
         async def is_gone():
             return most is not None and len(found) >= most
 
         async for _, piece in engine.stream([request], is_gone):
-            found.append(piece)
+            found.append(piece.text if as_text and isinstance(piece, Piece) else piece)
             await asyncio.to_thread(on_piece)
 
     asyncio.run(run())
@@ -210,4 +269,10 @@ def test_what_cannot_be_refilled_is_decoded_one_by_one():
     assert "".join(pieces) == tokenizer.decode(ids[0, 3:])
     assert (result.finish_reason, result.row.num_accepted > 0) == ("length", True)
     assert collect(engine, request, most=1) == pieces[:1]
+    found = collect(engine, TextRequest(request, "345", num_top=1), as_text=False)
+    assert (found[0].text, found[0].logprobs[0].logprob) == ("345", None)
+    logprobs = [one for piece in found[:-1] for one in piece.logprobs]
+    assert [one.token_id for one in logprobs] == ids[0].tolist()
+    expected = logprobs_of(target, ids[0].tolist()).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    assert [one.logprob for one in logprobs[1:]] == pytest.approx(expected, abs=1e-4)
     engine.close()

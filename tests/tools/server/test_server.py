@@ -89,6 +89,8 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
     for options, status, param, words in (
         ({"best_of": 2}, 400, "best_of", "best_of must be 1, got 2; other values are not supported"),
         ({"n": 99}, 400, "n", "n times the number of prompts must be at most 36, got 99; send several requests"),
+        ({"top_logprobs": 2}, 400, "logprobs", "logprobs must be true with top_logprobs, got 2"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20, got 21"),
         ({"n": 0}, 400, "n", "n must be greater than or equal to 1, got 0"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias must be a valid integer"),
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "logit_bias must hold token ids in [0, 65), got another"),

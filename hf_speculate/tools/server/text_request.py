@@ -1,0 +1,71 @@
+"""A text that a request asks for, and what the decoder's thread hands to the event loop for it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from hf_speculate.options.refill.continuous import RowPrompt, RowResult
+from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.logprobs import TokenLogprob, token_logprobs
+
+
+class TextRequest(NamedTuple):
+    """One of the texts that a request asks for."""
+
+    prompt: RowPrompt
+    echoed: str = ""  # what the text begins with: the prompt if that is asked for
+    num_top: int | None = None  # most likely tokens of every position; None without log probabilities
+
+
+class Piece(NamedTuple):
+    """A piece of a text, with the tokens that were decoded for it if log probabilities are asked for."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class DecodeResult(NamedTuple):
+    """Why a text ended, and the row with its tokens and counts of its rounds."""
+
+    finish_reason: Literal["stop", "length"]
+    row: RowResult
+
+
+class Answer:
+    """What the decoder's thread hands to the event loop for one text: tokens, then a result or an error.
+
+    Only the newest is kept, which has all tokens so far, so that a client that does not read costs no memory.
+    """
+
+    def __init__(self, request: TextRequest):
+        on_logits = None if request.num_top is None else self._add_logprobs
+        self.request, self.prompt = request, replace(request.prompt, key=self, on_logits=on_logits)
+        self.is_wanted = True
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] = []  # of all tokens so far; stays if the row is decoded again
+        self._loop = asyncio.get_running_loop()
+        self._newest: Sequence[int] | RowResult | RequestError = ()
+        self._is_new = asyncio.Event()
+
+    async def get(self) -> Sequence[int] | RowResult | RequestError:
+        """Wait for something new."""
+        await self._is_new.wait()
+        self._is_new.clear()
+        return self._newest
+
+    def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
+        """Put an item, unless nobody waits for it."""
+        if self.is_wanted:
+            self._loop.call_soon_threadsafe(self._set, item)
+
+    def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
+        if not isinstance(self._newest, RowResult):  # an error of others comes too late
+            self._newest = item
+        self._is_new.set()
+
+    def _add_logprobs(self, num_before: int, token_ids: Sequence[int], logits: Tensor) -> None:
+        new = token_logprobs(token_ids, logits, self.request.num_top or 0)
+        self.logprobs[num_before : num_before + len(new)] = new
