@@ -153,15 +153,18 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
 _TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
 
 
-def token_ids_of(row: Row, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:
-    """Token ids of a row; messages, and with `is_chat` also texts, pass through the chat template."""
+def token_ids_of(
+    row: Row, tokenizer: PreTrainedTokenizerBase, is_chat: bool, template_options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a row; messages, and with `is_chat` also texts, pass through the chat template and its options."""
     encoded: Any
     if isinstance(row.content, str) and not is_chat:
         encoded = tokenizer(row.content)
     else:
         messages = [{"role": "user", "content": row.content}] if isinstance(row.content, str) else row.content
         try:
-            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            options = {**(template_options or {}), "add_generation_prompt": True, "return_dict": True}
+            encoded = tokenizer.apply_chat_template(messages, **options)
         except _TEMPLATE_ERRORS as error:
             raise ConfigError(
                 "the tokenizer must have a chat template that fits the messages, got "

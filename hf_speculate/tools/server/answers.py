@@ -15,6 +15,7 @@ from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, comple
 from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
 from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
+from hf_speculate.tools.server.tool_calls import ToolCallReader
 
 Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # of the texts of a request, by the text's index
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
@@ -30,6 +31,7 @@ class Asked(NamedTuple):
     is_chat: bool
     is_streamed: bool
     has_usage: bool  # of a stream; a whole answer always has it
+    has_tools: bool
     tokenizer: PreTrainedTokenizerBase
 
     def head(self, model: str) -> dict[str, Any]:
@@ -39,12 +41,21 @@ class Asked(NamedTuple):
         return {**head, "created": int(time.time()), "model": model}
 
     def choice(
-        self, index: int, text: str = "", reason: str | None = None, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        text: str = "",
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        calls: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            delta = {"delta": {"content": text} if text else {}}
-            content = delta if self.is_streamed else {"message": {"role": "assistant", "content": text}}
+        if self.is_chat and self.is_streamed:
+            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+            content = {"delta": ({"content": text} if text else {}) | ({"tool_calls": numbered} if calls else {})}
+        elif self.is_chat:
+            message = {"role": "assistant", "content": text}
+            content = {"message": {**message, "content": text or None, "tool_calls": calls} if calls else message}
+        reason = "tool_calls" if calls and reason == "stop" else reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, index: int, found: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
@@ -58,7 +69,8 @@ def asked_of(request: ChatRequest | CompletionRequest, engine: Engine) -> Asked:
     """Translate a request, or raise `RequestError` if it is not supported."""
     texts, options = text_requests(request, engine), request.stream_options
     has_usage = options is not None and options.include_usage
-    return Asked(texts, request.n, isinstance(request, ChatRequest), request.stream, has_usage, engine.tokenizer)
+    is_chat, has_tools = isinstance(request, ChatRequest), isinstance(request, ChatRequest) and request.has_tools
+    return Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.tokenizer)
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
@@ -76,7 +88,14 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
     for index, parts in enumerate(texts):
         found = [one for part in parts for one in part.logprobs]
         text = "".join(part.text for part in parts)
-        choices.append(asked.choice(index, text, results[index].finish_reason, asked.logprobs(index, found)))
+        calls: list[dict[str, Any]] = []
+        if asked.has_tools:
+            reader = ToolCallReader()
+            said = reader.read(text)
+            rest, calls = reader.end()
+            text = said + rest
+        reason = results[index].finish_reason
+        choices.append(asked.choice(index, text, reason, asked.logprobs(index, found), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
@@ -93,15 +112,21 @@ async def events(
             yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
         found: tuple[int, Piece | DecodeResult] | None = first
         results, offsets = [], [0] * len(asked.texts)
+        readers = [ToolCallReader() for _ in asked.texts] if asked.has_tools else None
         try:
             while found is not None:
                 index, piece = found
                 if isinstance(piece, DecodeResult):
                     results.append(piece)
-                    yield event(asked.choice(index, reason=piece.finish_reason))
+                    rest, calls = readers[index].end() if readers else ("", [])
+                    if rest:
+                        yield event(asked.choice(index, rest))
+                    yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
                 else:
                     logprobs = asked.logprobs(index, piece.logprobs, offsets[index])
-                    yield event(asked.choice(index, piece.text, logprobs=logprobs))
+                    text = readers[index].read(piece.text) if readers else piece.text
+                    if text or logprobs:
+                        yield event(asked.choice(index, text, logprobs=logprobs))
                     offsets[index] += len("".join((logprobs or {}).get("tokens", ())))
                 found = await anext(pieces, None)
         except RequestError as error:  # the status is sent already

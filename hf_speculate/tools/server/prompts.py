@@ -1,7 +1,9 @@
 """Translates requests into prompts with arguments of `generate()`, one for each text that is asked for."""
 
+import json
 import reprlib
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from hf_speculate.errors import ConfigError
@@ -119,7 +121,8 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
 
 def _token_ids(request: ChatRequest | CompletionRequest, engine: Engine) -> list[list[int]]:
     if isinstance(request, ChatRequest):
-        return [_encoded([message.as_dict() for message in request.messages], "messages", engine)]
+        messages = [message.as_dict() for message in request.messages]
+        return [_encoded(messages, "messages", engine, request.template_options)]
     prompt: Any = request.prompt
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     if not prompts:
@@ -140,8 +143,10 @@ def _check_ids(token_ids: list[int], param: str, engine: Engine) -> None:
         raise RequestError(f"{param} must hold token ids in [0, {size}), got another number", param)
 
 
-def _encoded(content: str | list[dict[str, str]], param: str, engine: Engine) -> list[int]:
-    num_chars = len(content) if isinstance(content, str) else sum(len(message["content"]) for message in content)
+def _encoded(
+    content: str | list[dict[str, Any]], param: str, engine: Engine, options: Mapping[str, Any] | None = None
+) -> list[int]:
+    num_chars = len(content) if isinstance(content, str) else len(json.dumps([content, options], ensure_ascii=False))
     if num_chars > engine.max_chars:  # tokenising would take seconds, and the tokens gigabytes
         raise RequestError(
             f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less text",
@@ -149,6 +154,7 @@ def _encoded(content: str | list[dict[str, str]], param: str, engine: Engine) ->
             "context_length_exceeded",
         )
     try:
-        return token_ids_of(Row(1, content, source=param), engine.tokenizer, is_chat=param == "messages")
+        row = Row(1, content, source=param)
+        return token_ids_of(row, engine.tokenizer, is_chat=param == "messages", template_options=options)
     except ConfigError as error:
         raise RequestError(str(error), param) from error

@@ -1,10 +1,14 @@
 """Requests of OpenAI's endpoints: their fields, and values that change nothing."""
 
+import inspect
+import json
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
@@ -24,6 +28,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
+# Names that are no variables of a chat template.
+_TEMPLATE_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 # Fields that never change an answer of this server.
 _IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
 
@@ -77,14 +83,60 @@ class Part(BaseModel):
     text: str
 
 
-class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
+class Function(BaseModel):
+    """What a model has called; `arguments` are JSON."""
 
-    def as_dict(self) -> dict[str, str]:
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates take it: with the arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            got = reprlib.repr(self.function.arguments)
+            raise RequestError(f"arguments of tool_calls must be JSON, got {got}", "messages") from None
+        return {**self.model_dump(exclude_none=True), "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, message: Any) -> Any:
+        """A message that only calls tools has no text."""
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content") is None:
+            return {**message, "content": ""}
+        return message
+
+    def as_dict(self) -> dict[str, Any]:
         """As chat templates take it: with one text, and with the older name of the role `developer`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in more.items() if value is not None}
+
+
+class Tool(BaseModel):
+    """A function that the model may call; the chat template reads it as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: dict[str, Any]
 
 
 class ChatRequest(Request):
@@ -92,6 +144,10 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -99,6 +155,31 @@ class ChatRequest(Request):
     def num_top(self) -> int | None:
         """Most likely tokens whose log probabilities are asked for; None if none are."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template reads besides the messages."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        if self.has_tools:
+            options["tools"] = [tool.model_dump() for tool in self.tools or ()]
+        return options
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_names(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Only the template's own variables may be set: other arguments change what is returned, or the template."""
+        if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(options or ())):
+            raise RequestError(
+                f"chat_template_kwargs must be variables of the chat template, got {taken[0]!r}; leave it out",
+                "chat_template_kwargs",
+            )
+        return options
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -144,9 +225,8 @@ def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:
 
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
-_FIELDS = {
-    name for kind in (ChatRequest, CompletionRequest, Message, Part, StreamOptions) for name in kind.model_fields
-}
+_KINDS = (ChatRequest, CompletionRequest, Message, Part, StreamOptions, Tool, ToolCall, Function)
+_FIELDS = {name for kind in _KINDS for name in kind.model_fields}
 
 
 def parse(kind: type[AnyRequest], body: bytes | bytearray) -> AnyRequest:

@@ -23,6 +23,15 @@ Request = importlib.import_module("starlette.requests").Request
 schemas = importlib.import_module("hf_speculate.tools.server.schemas")
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def called(arguments):
+    """A message of an assistant that called a tool."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 @pytest.fixture(scope="module")
 def text(engine):
     """The greedy answer to the question, by plain decoding."""
@@ -99,7 +108,10 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         ({"presence_penalty": 3}, 400, "presence_penalty", "presence_penalty must be less than or equal to 2, got 3"),
         ({"repetition_penalty": 0}, 400, "repetition_penalty", "repetition_penalty must be greater than 0, got 0"),
         ({"seed": -1}, 400, "seed", "seed must be greater than or equal to 0, got -1"),
-        ({"tools": [{"name": 99 * "x"}]}, 400, "tools", "tools must be [], got "),
+        ({"tools": [{"name": 99 * "x"}]}, 400, "tools.0.function", "tools.0.function must be given"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice must be 'none' or 'auto', got 'required'"),
+        ({"chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs", "variables of the chat template, got"),
+        ({"messages": [called("{")]}, 400, "messages", "arguments of tool_calls must be JSON, got '{'"),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
         ({"temprature": 1}, 400, "temprature", "temprature must be left out, got 1; this endpoint has no such field"),
         ({"max_tokens": 0}, 400, "max_tokens", "max_tokens must be greater than or equal to 1, got 0"),
@@ -247,6 +259,66 @@ def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "word"}]
     for options in (neutral, dict.fromkeys(schemas.NEUTRAL), {"messages": [{"role": "user", "content": parts}]}):
         assert answered(client, **options)[0] == text
+
+
+def test_a_chat_template_reads_tools_and_its_own_options(client, engine, monkeypatch):
+    template = (
+        "{% if tools %}T{{ tools[0].function.name }}{% endif %}{{ depth }}{{ reasoning_effort }}{% for message in "
+        "messages %}#{{ message.role }}{{ message.content }}{{ message.name }}{{ message.tool_call_id }}{% for call in "
+        "message.tool_calls %}C{{ call.function.name }}{{ call.function.arguments.at }}{% endfor %}{% endfor %}"
+    )
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    messages = [called('{"at": 7}'), {"role": "tool", "content": "ok", "tool_call_id": "c1", "name": "look"}]
+    options = {"chat_template_kwargs": {"depth": 3}, "reasoning_effort": "low"}
+    for fields, begin in (({}, "Tlook3low"), ({"tool_choice": "none"}, "3low")):
+        prompt = f"{begin}#assistantClook7#tooloklookc1"
+        request = {"prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
+        expected = client.post("/v1/completions", json=request).json()
+        content, _, usage = answered(client, messages=messages, tools=[TOOL], **options, **fields)
+        assert (content, usage["prompt_tokens"]) == (expected["choices"][0]["text"], len(prompt))
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    (
+        ("a <b <tool_call>{}", "a <b <tool_call>{}", []),
+        ('so: <tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>', "so: ", [("f", '{"x": "é"}')]),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}', None, [("f", "{}"), ("g", "{}")]),
+        ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+        ("no call <tool_", "no call <tool_", []),
+    ),
+)
+def test_tool_calls_are_taken_out_of_the_text(text, content, calls):
+    answers = importlib.import_module("hf_speculate.tools.server.answers")
+    records = importlib.import_module("hf_speculate.tools.server.text_request")
+    prompt = records.RowPrompt([1])
+    asked = answers.Asked([records.TextRequest(prompt)], 1, True, False, False, True, None)
+
+    async def pieces():
+        for character in text:
+            yield 0, records.Piece(character, [])
+        yield (
+            0,
+            records.DecodeResult("stop", SimpleNamespace(token_ids=[1], num_rounds=1, num_drafted=0, num_accepted=0)),
+        )
+
+    async def run():
+        whole = await answers.whole_answer(asked, pieces(), {})
+        source = pieces()
+        stream = answers.events(asked._replace(is_streamed=True), source, await anext(source), {})
+        return whole["choices"][0], [json.loads(line[6:])["choices"][0] async for line in stream if "DONE" not in line]
+
+    whole, streamed = asyncio.run(run())
+    found = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in whole["message"].get("tool_calls", ())
+    ]
+    assert (whole["message"]["content"], found) == (content, calls)
+    assert whole["finish_reason"] == streamed[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert "".join(choice["delta"].get("content", "") for choice in streamed) == (content or "")
+    last = streamed[-1]["delta"].get("tool_calls", [])
+    assert [(call["index"], call["function"]["name"]) for call in last] == [
+        (at, name) for at, (name, _) in enumerate(calls)
+    ]
 
 
 def test_the_model_is_listed_and_found_by_its_full_and_its_short_name(client):
