@@ -20,6 +20,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
 from hf_speculate.tools.server.logprobs import prompt_logprobs
 from hf_speculate.tools.server.merged import merged
+from hf_speculate.tools.server.response_format import GrammarCompiler
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
 
@@ -44,6 +45,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # of a prompt
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
         if self.num_rows > 1:

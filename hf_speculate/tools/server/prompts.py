@@ -6,12 +6,15 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import LogitsProcessor
+
 from hf_speculate.errors import ConfigError
 from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.dataset.rows import Row, token_ids_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.penalties import PenaltiesProcessor
+from hf_speculate.tools.server.response_format import GrammarProcessor
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
 from hf_speculate.tools.server.text_request import TextRequest
 
@@ -36,8 +39,10 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine) -> l
     shared, num_top, found = _shared_options(request, engine), request.num_top, []
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
-        rows = [RowPrompt(token_ids, _seed(request, engine, choice), options) for choice in range(request.n)]
-        found += [TextRequest(row, echoed, num_top) for row in rows]
+        for choice in range(request.n):
+            processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"))
+            own = options | ({"logits_processor": processors} if processors else {})
+            found.append(TextRequest(RowPrompt(token_ids, _seed(request, engine, choice), own), echoed, num_top))
     return found
 
 
@@ -112,11 +117,26 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-    options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    return {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+
+
+def _processors(request: Request, num_prompt: int, engine: Engine, end_ids: list[int] | None) -> list[LogitsProcessor]:
+    """Logits processors of a text, which are not shared with others."""
+    processors: list[LogitsProcessor] = []
     penalties = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
     if any(penalties):
-        options["logits_processor"] = [PenaltiesProcessor(num_prompt, *penalties)]
-    return options
+        processors.append(PenaltiesProcessor(num_prompt, *penalties))
+    wanted = request.response_format
+    if wanted is not None and wanted.type != "text":
+        end_ids = engine.eos_token_ids if end_ids is None else end_ids
+        if request.ignore_eos or not end_ids:
+            raise RequestError(
+                f"response_format must be text if no EOS id ends the answer, got {wanted.type}; leave out ignore_eos",
+                "response_format",
+            )
+        grammar = engine.grammars.compile(None if wanted.json_schema is None else wanted.json_schema.content)
+        processors.append(GrammarProcessor(grammar, num_prompt, end_ids))
+    return processors
 
 
 def _token_ids(request: ChatRequest | CompletionRequest, engine: Engine) -> list[list[int]]:

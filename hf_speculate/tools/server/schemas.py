@@ -21,7 +21,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -39,6 +38,28 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="allow", serialize_by_alias=True)  # a name, and whether it is strict, which it is
+
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must be: any text, a JSON value, or one of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                f'response_format must have json_schema if its type is "json_schema", got {self.type}',
+                "response_format",
+            )
+        return self
 
 
 class Request(BaseModel):
@@ -63,6 +84,7 @@ class Request(BaseModel):
     ignore_eos: bool = False
     num_assistant_tokens: int | None = Field(None, ge=0, le=128)
     verifier: str | None = None
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -225,8 +247,8 @@ def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:
 
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
-_KINDS = (ChatRequest, CompletionRequest, Message, Part, StreamOptions, Tool, ToolCall, Function)
-_FIELDS = {name for kind in _KINDS for name in kind.model_fields}
+_KINDS = (ChatRequest, CompletionRequest, Message, Part, StreamOptions, Tool, ToolCall, Function, ResponseFormat)
+_FIELDS = {name for kind in _KINDS for name in kind.model_fields} | {"schema"}
 
 
 def parse(kind: type[AnyRequest], body: bytes | bytearray) -> AnyRequest:

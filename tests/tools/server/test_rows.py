@@ -239,6 +239,22 @@ def collect(engine, request, most=None, on_piece=lambda: None, as_text=True):
     return found
 
 
+def collect_all(engine, requests):
+    """The result of each of an engine's texts, which are asked for at once."""
+    results = {}
+
+    async def run():
+        async def is_gone():
+            return False
+
+        async for index, piece in engine.stream(requests, is_gone):
+            if not isinstance(piece, Piece):
+                results[index] = piece
+
+    asyncio.run(run())
+    return [results[index] for index in range(len(requests))]
+
+
 def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):
     request, pieces = RowPrompt([3], None, {"max_new_tokens": 40, "do_sample": False}), []
     *pieces, result = collect(engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding))

@@ -1,0 +1,95 @@
+"""JSON of a schema: each text is that of xgrammar's own processor in plain decoding, with drafts and neighbours too."""
+
+import json
+import sys
+
+import pytest
+
+import hf_speculate
+from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.prompts import text_requests
+from hf_speculate.tools.server.schemas import CompletionRequest, parse
+from tests.tiny import make_small_model, noisy_copy
+from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tools.server.test_rows import collect_all
+
+xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+hf = pytest.importorskip("xgrammar.contrib.hf", reason="xgrammar is not installed")
+WORDS = ['"a"', '": ', "[1", "true", "false", '{"', '"}', " 12", ', "']
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+FORMATS = (
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": {"enum": ["true", "a", "[1"]}}},
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    tokenizer = byte_level_tokenizer(WORDS, pad_token="<pad>", eos_token="</s>")
+    target = hf_speculate.enable(make_small_model(len(tokenizer), seed=1))
+    target.generation_config.eos_token_id = tokenizer.eos_token_id
+    options = {"assistant_model": noisy_copy(target, 0.2), "num_assistant_tokens": 4}
+    engine = Engine(target, tokenizer, "tiny", options, num_rows=6)
+    yield engine
+    engine.close()
+
+
+def request_of(**fields):
+    return parse(CompletionRequest, json.dumps({"max_tokens": 24, "temperature": 0, **fields}).encode())
+
+
+def plain_ids(engine, prompt, wanted):
+    """The new tokens of plain greedy decoding with xgrammar's own processor."""
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(engine.tokenizer))
+    grammar = compiler.compile_builtin_json_grammar()
+    if "json_schema" in wanted:
+        grammar = compiler.compile_json_schema(json.dumps(wanted["json_schema"]["schema"]), any_whitespace=False)
+    ids = engine.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    processors = [] if wanted["type"] == "text" else [hf.LogitsProcessor(grammar)]
+    return engine.target.generate(ids, max_new_tokens=24, logits_processor=processors)[0, ids.shape[1] :].tolist()
+
+
+def test_rows_of_different_formats_get_the_texts_of_plain_decoding(engine):
+    requests = [request_of(prompt=2 * [f"x{index} ="], n=2, response_format=one) for index, one in enumerate(FORMATS)]
+    texts = [text for request in requests for text in text_requests(request, engine)]
+    results = collect_all(engine, texts)
+    for index, wanted in enumerate(FORMATS):
+        expected = plain_ids(engine, f"x{index} =", wanted)
+        for at in range(4 * index, 4 * index + 4):
+            assert results[at].row.token_ids == expected
+    for begin in (0, 8):
+        rows = [result.row for result in results[begin : begin + 4]]
+        assert 0 < sum(row.num_accepted for row in rows) < sum(row.num_drafted for row in rows)
+    text = engine.tokenizer.decode(results[0].row.token_ids, skip_special_tokens=True)
+    assert (results[0].finish_reason, set(json.loads(text))) == ("stop", {"a", "b"})
+
+
+def test_sampled_json_fits_its_schema(engine):
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": ["true", "a", "[1"]}}}
+    request = request_of(prompt="x", n=8, temperature=2, seed=3, response_format=wanted)
+    texts = text_requests(request, engine)
+    decoded = [
+        engine.tokenizer.decode(one.row.token_ids, skip_special_tokens=True) for one in collect_all(engine, texts)
+    ]
+    assert {json.loads(text) for text in decoded} == {"true", "a", "[1"}
+
+
+def test_formats_that_cannot_be_served_are_refused(engine, monkeypatch):
+    for fields, words in (
+        ({"response_format": {"type": "json_schema"}}, "must have json_schema if its type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema.schema must be given"),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "leave out ignore_eos"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such"}}}},
+            "a schema that xgrammar compiles, got",
+        ),
+    ):
+        with pytest.raises(RequestError, match=words):
+            text_requests(request_of(prompt="x", **fields), engine)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(RequestError, match='xgrammar must be installed for this, got none; run pip install "xgrammar"'):
+        text_requests(request_of(prompt="x", response_format={"type": "json_object"}), engine)
