@@ -264,6 +264,15 @@ class Serve(Drafting, Models):
     max_queued: Annotated[
         int, typer.Option(min=0, help="Requests that wait for a row; further ones get status 429.")
     ] = 64
+    max_cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of the target's cache: rows that are decoded at once, times the tokens of the longest. Other "
+            "requests wait; longer ones are refused.",
+            show_default="no limit",
+        ),
+    ] = None
     host: Annotated[
         str, typer.Option(help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
     ] = "127.0.0.1"

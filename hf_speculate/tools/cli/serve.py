@@ -23,7 +23,8 @@ def run(options: Serve) -> int:
 
     def load() -> Engine:
         pair, name = load_pair(options), options.name or options.target
-        return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, options.rows, options.max_queued)
+        limits = options.rows, options.max_queued, options.max_cache_tokens
+        return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, *limits)
 
     return serve(load, options.host, options.port, options.allowed_hosts or ())
 

@@ -41,9 +41,13 @@ class Engine:
     options: dict[str, Any]  # arguments of `generate()` for all requests, such as the draft model
     num_rows: int = 8  # requests that are decoded at once, >= 1
     max_queued: int = 64  # requests that wait for a row at most, >= 0
+    # of the target's cache: rows that are decoded at once, times the tokens that the longest may get, prompt included
+    max_cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
+        self.max_length = min(limits, default=None)  # of prompt and answer
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # of a prompt
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
         self._decoder = self._make_decoder()
@@ -58,6 +62,7 @@ class Engine:
         self._lock = threading.RLock()  # guards what follows
         self._open: set[Answer] = set()
         self._waiting: deque[Answer] = deque()
+        self._begun: set[Answer] = set()  # rows of the decoder, those of clients that have left too
         self._is_decoding = self._is_closed = False
 
     @property
@@ -160,9 +165,10 @@ class Engine:
         """The `RowSource` of the decoder."""
         while True:
             with self._lock:
-                answer = self._waiting.popleft() if self._waiting else None
-            if answer is None:
-                return None
+                if not self._waiting or not self._fits(self._waiting[0]):
+                    return None  # in order of arrival: shorter ones do not overtake
+                answer = self._waiting.popleft()
+                self._begun.add(answer)
             request = answer.request
             if not request.echoed or request.num_top is None:
                 return answer.prompt
@@ -170,7 +176,12 @@ class Engine:
                 answer.prompt_logprobs = prompt_logprobs(self.target, answer.prompt.token_ids, request.num_top)
                 return answer.prompt
             except _ROW_ERRORS as error:
+                self._begun.discard(answer)
                 answer.put(request_error(error))
+
+    def _fits(self, answer: Answer) -> bool:
+        lens = [one.max_tokens for one in (*self._begun, answer)]
+        return self.max_cache_tokens is None or len(lens) * max(lens) <= self.max_cache_tokens
 
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
@@ -195,6 +206,7 @@ class Engine:
             decoded = self._decode_one_by_one() if self.num_rows == 1 else self._decoder.decode(self._next)
             for results in decoded:
                 for result in results:
+                    self._begun.discard(result.prompt.key)
                     result.prompt.key.put(result)
             with self._lock:
                 if not self._waiting:
@@ -238,6 +250,7 @@ class Engine:
         if error is not None:
             with self._lock:
                 self._decoder, self._is_decoding = self._make_decoder(), False
+                self._begun.clear()
                 self._end_all(request_error(error))
 
     def _end_all(self, error: RequestError) -> None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StopStringCriteria
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.options.refill.continuous import RowPrompt
@@ -96,6 +96,13 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
             f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {reprlib.repr(stops)}", "stop"
         )
     if stops:
+        try:
+            StopStringCriteria(engine.tokenizer, stops)  # kept for the rows, as it takes a second
+        except ValueError:
+            raise RequestError(
+                f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave out the others",
+                "stop",
+            ) from None
         options |= {"stop_strings": stops, "tokenizer": engine.tokenizer}
     if request.stop_token_ids or request.ignore_eos:
         _check_ids(request.stop_token_ids or [], "stop_token_ids", engine)

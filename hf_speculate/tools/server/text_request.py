@@ -50,6 +50,11 @@ class Answer:
         self._newest: Sequence[int] | RowResult | RequestError = ()
         self._is_new = asyncio.Event()
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the row may get, prompt included."""
+        return len(self.prompt.token_ids) + int(self.prompt.arguments["max_new_tokens"])
+
     async def get(self) -> Sequence[int] | RowResult | RequestError:
         """Wait for something new."""
         await self._is_new.wait()

@@ -13,6 +13,8 @@ import hf_speculate
 from hf_speculate.options.refill.continuous import RowPrompt
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.prompts import text_requests
+from hf_speculate.tools.server.schemas import CompletionRequest, parse
 from hf_speculate.tools.server.text_request import Piece, TextRequest
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
@@ -260,6 +262,31 @@ def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):
     *pieces, result = collect(engine, request, on_piece=lambda: wait_until(lambda: not engine._is_decoding))
     assert len(pieces) <= 2
     assert "".join(pieces) == engine.tokenizer.decode(result.row.token_ids)
+
+
+def test_rows_wait_for_room_in_the_cache_in_order_of_arrival(engine):
+    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS, max_cache_tokens=80)
+    begun, counts = [], []
+    engine._decoder.on_begin = begun.extend
+    hook = engine.target.register_forward_pre_hook(
+        lambda *_: counts.append(sum(one.max_tokens for one in engine._begun))
+    )
+    lens = (40, 10, 70, 10, 10, 10, 10)
+    prompts = [
+        RowPrompt([3] * 4, None, {"max_new_tokens": num - 4, "do_sample": False}, index)
+        for index, num in enumerate(lens)
+    ]
+    results = collect_all(engine, [TextRequest(prompt) for prompt in prompts])
+    hook.remove()
+    assert [len(result.row.token_ids) for result in results] == [num - 4 for num in lens]
+    assert [prompt.key.request.prompt.key for prompt in begun] == list(range(len(lens)))
+    assert (
+        {50, 70, 40} <= set(counts) <= {10, 20, 30, 40, 50, 70}
+    )  # the third has to wait, the last four begin together
+    assert engine.max_length == 80  # what is longer can never fit
+    with pytest.raises(RequestError, match="at most 80 tokens, got 4 \\+ 77"):
+        text_requests(parse(CompletionRequest, b'{"prompt": [3, 3, 3, 3], "max_tokens": 77}'), engine)
+    engine.close()
 
 
 def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):

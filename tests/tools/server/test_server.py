@@ -119,6 +119,7 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "messages.0.content must be given"),
         ({"messages": [{"role": "user", "content": 1}]}, 400, "messages.0.content", "valid string, or a valid array"),
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
+        ({"stop": "~"}, 400, "stop", "stop must be strings that the tokenizer can write, got ['~']"),
         ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
     ):
         response = client.post(PATH, json=body(**options, stream=True))
