@@ -82,8 +82,16 @@ def test_no_hook_stays_on_the_target(pair):
     assert len(target.model.layers[-1]._forward_hooks) == before
 
 
-@pytest.mark.parametrize(("design", "verifier"), [(EAGLE3, "rejection"), (DFLASH, "block"), (DSPARK, "coupled")])
-def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design, verifier, tmp_path):
+@pytest.mark.parametrize(
+    ("design", "verifier", "options"),
+    [
+        (EAGLE3, "rejection", {}),
+        (DFLASH, "rejection", {}),
+        (DFLASH, "block", {"draft_sampling": "sample"}),
+        (DSPARK, "coupled", {}),
+    ],
+)
+def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design, verifier, options, tmp_path):
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2))
     fields = {"hidden_size": 16, "target_hidden_size": 16, "vocab_size": 8, "draft_ids": (1, 2, 3, 5, 6, 7)}
     design = replace(design, **fields, num_heads=2, num_kv_heads=1, aux_layers=(0, 1, 2))
@@ -91,10 +99,26 @@ def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design,
     weights["lm_head.weight"] /= 8  # flat enough that every token comes
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
     stats = hf_speculate.SpeculationStats()
-    options = {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier, "speculation_stats": stats}
-    counts = draw(target, head, NUM_DRAWS, **options)
+    options |= {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier}
+    counts = draw(target, head, NUM_DRAWS, **options, speculation_stats=stats)
     assert p_value(counts, joint_distribution(target, NUM_DRAWN)) > SIGNIFICANCE
     assert min(stats.accepted_per_position) > 0
+
+
+WITHOUT_MARKOV = replace(DSPARK, options={"mask_token_id": 3, "sample_from_anchor": True})
+
+
+@pytest.mark.parametrize(
+    ("design", "default"), [(DFLASH, "argmax"), (WITHOUT_MARKOV, "argmax"), (DSPARK, "sample"), (EAGLE3, "sample")]
+)
+def test_drafts_that_do_not_depend_on_each_other_are_point_masses_by_default(pair, design, default, tmp_path):
+    target, texts = pair[0], {}
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
+    for choice in (None, "argmax", "sample"):
+        options = {"do_sample": True, "top_k": 0, "seed": 5, "num_assistant_tokens": 3, "draft_sampling": choice}
+        texts[choice] = target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, **options).tolist()
+    assert texts["argmax"] != texts["sample"]
+    assert texts[None] == texts[default]
 
 
 @pytest.mark.parametrize("form", [str, Path])
