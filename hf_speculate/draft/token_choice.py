@@ -111,14 +111,14 @@ class RoundDraft(ChosenTokens):
         is_mapped = self._draws is not None or len(self._processors) > 0
         scores = vocabulary.scattered(logits) if is_mapped else vocabulary.cut(logits)
         if len(self._processors):
-            # without a history, none of them reads token ids
             ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
-            prefix_lens = None if history is None else history.lens
+            prefix_lens = None if history is None else history.lens  # without a history, none of them reads token ids
             try:
-                scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
+                processed = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
             except Exception as error:
                 chooser.processor_error = error
                 raise
+            scores = torch.where((processed == -torch.inf).all(-1, True), scores.to(processed), processed)  # all banned
         best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
         token_ids = best if is_mapped else vocabulary.ids(best)
         if history is not None:

@@ -60,13 +60,16 @@ class DFlashNetwork(FusingNetwork):
         self.layer_masks = [mask._replace(is_causal=is_causal) for mask, is_causal in masks]
         self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer(plan) for _ in range(layers.num_hidden_layers))
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         kind = self.options.markov_head
         self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)
         # its sigmoid estimates the probability that the target keeps a slot's token
         confidence = nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
         self.confidence_head = None if confidence is None else nn.ModuleDict({"proj": confidence})
+
+    def make_layer(self, plan: NetworkPlan) -> DecoderLayer:
+        return DecoderLayer(plan.options.layers, plan.has_head_norms)
 
     @property
     def least_vocab_size(self) -> int:
@@ -162,14 +165,18 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
         logits = network.logits(states, self.parts)  # [B, K, Vd]
+        return self.choose(new.newest_ids, states, logits, draft)
+
+    def choose(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
+        """Choose K tokens after the `previous` one [B], from states [B, K, H] and logits [B, K, Vd] of their slots.
+
+        Returns:
+            [B] how many count, or None if all do.
+        """
+        network, memory = self.network, None
         if network.markov_head is None and not self._threshold:
             draft.choose_all(logits)
             return None
-        return self._from_left_to_right(new.newest_ids, states, logits, draft)
-
-    def _from_left_to_right(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
-        """Choose tokens that depend on the `previous` one; [B] how many count, or None if all do."""
-        network, memory = self.network, None
         product = torch.ones(len(previous), device=self.device)
         lens = torch.zeros_like(previous, dtype=torch.int32)
         for step in range(logits.shape[1]):

@@ -23,9 +23,10 @@ from hf_speculate.types import Kept, Stream
 
 _SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
-_AT_ONCE = ("peagle", "dflash", "dspark", "pard")  # kinds that draft all tokens of a round in one step
+_AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds that draft all tokens of a round in one step
 _MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
 _TABLE, _HEAD = SHARED_TABLES
+_LOOKED_UP = (_TABLE, "predecessor_codebook", "successor_codebook")
 
 
 class TargetShape(NamedTuple):
@@ -54,7 +55,7 @@ def known_name(source: str) -> str:
 class HeadSpec:
     """Kind, sizes and requirements of a draft head, as its config gives them."""
 
-    kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
+    kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
     name: str  # of the folder or repository
     hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
@@ -150,11 +151,11 @@ class DraftHead:
     def num_step_bytes(self, target: PreTrainedModel) -> int:
         """Bytes of the weights that a step reads, those of the target's language modelling head among them if shared.
 
-        Tables of embeddings are not counted: a step reads one row of them for each token.
+        Tables of embeddings and codebooks are not counted: a step reads a few rows of them for each token.
         """
         named = list(self.network.named_parameters(remove_duplicate=False))
         heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
-        weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_TABLE)}
+        weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_LOOKED_UP)}
         shared = None if heads else target.get_output_embeddings()
         read = [*weights.values(), *(() if shared is None else shared.parameters())]
         return sum(map(weight_bytes, read))

@@ -19,6 +19,7 @@ from hf_speculate.models.context import context_len as context_len_of
 from hf_speculate.models.language_model import device_of
 from hf_speculate.options.heads.chain import ChainDrafter
 from hf_speculate.options.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
+from hf_speculate.options.heads.dflash2 import DFlash2Network, SelectingDrafter, read_dflash2
 from hf_speculate.options.heads.eagle3 import Eagle3Network, read_eagle3
 from hf_speculate.options.heads.folder import HeadFolder
 from hf_speculate.options.heads.head import DraftHead, HeadSpec, TargetShape, known_name, shape_of
@@ -78,6 +79,7 @@ _KINDS = {
     "eagle3": _Kind(read_eagle3, partial(load_network, Eagle3Network), ChainDrafter),
     "peagle": _Kind(read_eagle3, partial(load_network, Eagle3Network), ParallelDrafter),
     "dflash": _Kind(read_dflash, partial(load_network, DFlashNetwork), BlockDrafter),
+    "dflash2": _Kind(read_dflash2, partial(load_network, DFlash2Network), SelectingDrafter),
     "dspark": _Kind(read_dflash, partial(load_network, DFlashNetwork), BlockDrafter),
     "mtp": _Kind(read_mtp, load_mtp, ChainDrafter),
     "pard": _Kind(read_pard, load_pard, ParallelDrafter),
@@ -95,8 +97,8 @@ def load_drafter(
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
-    Served are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash (z-lab and speculators), DSpark,
-    PARD, and MTP layers, for which `head` is the folder of the target itself or a speculators "mtp" head.
+    Served are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash and DFlash 2 (z-lab and speculators),
+    DSpark, PARD, and MTP layers, for which `head` is the folder of the target itself or a speculators "mtp" head.
 
     Args:
         head: a folder with `config.json` and weights (safetensors, sharded or not, or `pytorch_model.bin`), or the id

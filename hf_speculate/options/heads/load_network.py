@@ -26,6 +26,8 @@ _RENAMED = (
     ("mtp_layers.", "layers."),
     ("encoder.fc.", "fc."),
     ("encoder.output_norm_enc.", "hidden_norm."),
+    ("candidate_selector.predecessor_codebook.weight", "candidate_selector.predecessor_codebook"),
+    ("candidate_selector.successor_codebook.weight", "candidate_selector.successor_codebook"),
 )
 _IGNORED = ("verifier_lm_head.", "verifier_norm.")
 

@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 from hf_speculate.field_checks import is_int
 from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, check_config, unserved, unserved_kind
 
-SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
+SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer that their configs do not name
 _HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
+_DFLASH2_FIELDS = {"selector_rank", "selector_top_k"}
 _BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # of DFlash heads that have them at the top level
 
 
 class HeadKind(NamedTuple):
     """Kind and format of the head in a folder."""
 
-    kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
+    kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
 
 
@@ -33,6 +34,8 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
             raise unserved(f"the speculators model type {kind!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
         return HeadKind(kind, "speculators")
     architectures = _architectures(config)
+    if _is_dflash2(config):
+        return HeadKind("dflash2", "z-lab")
     if "dflash_config" in config or "DFlash" in architectures or config.keys() >= _BLOCK_FIELDS:
         return HeadKind("dflash", "z-lab")
     if "pard_token" in config:
@@ -55,7 +58,7 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
 def is_head(config: dict[str, Any]) -> bool:
     """Whether a config is that of a draft head, of a served kind or not, rather than of an ordinary model."""
     # MTP layers have no config of their own, and a few early heads have that of an ordinary model.
-    fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size"}
+    fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size", *_DFLASH2_FIELDS}
     has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS
     return has_fields or any(name in _architectures(config) for name in _HEAD_NAMES) or bool(unserved_kind(config))
 
@@ -78,6 +81,13 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a `config.json` that describes the text decoder."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
+
+
+def _is_dflash2(config: dict[str, Any]) -> bool:
+    fields = config.get("dflash_config")
+    fields = config | (fields if isinstance(fields, dict) else {})
+    is_named = "DFlash2" in _architectures(config) or fields.get("projector_type") == "dflash2"
+    return is_named or bool(_DFLASH2_FIELDS & fields.keys())
 
 
 def _architectures(config: dict[str, Any]) -> str:

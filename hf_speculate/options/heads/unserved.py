@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from hf_speculate.errors import UnsupportedModelError
 
-SERVED = "EAGLE-3 and 3.1, P-EAGLE, DFlash, DSpark, PARD, and MTP layers"
+SERVED = "EAGLE-3 and 3.1, P-EAGLE, DFlash, DFlash 2, DSpark, PARD, and MTP layers"
 PLAIN_WEIGHTS = "weights in float16, bfloat16 or float32"
+_PROJECTORS = ("dflash", "dflash2")
 _DENSE = "dense Llama or Qwen 3 layers"
 
 
@@ -21,7 +22,6 @@ class Unserved(NamedTuple):
 
 
 UNSERVED_KINDS = (
-    Unserved("a DFlash 2 head", "dflash2", ("selector_rank", "selector_top_k"), ("candidate_selector.",)),
     Unserved("a LiLiCorr head", "lilicorr", (), ("lilicorr.",)),
     Unserved("an XPress head", "xpress", ("xpress_rank",), ("xpress_head.",)),
     Unserved("a Domino head", "domino", ("gru_hidden_dim",), ("prefix_gru.", "embed_proj.")),
@@ -80,7 +80,11 @@ def check_config(config: dict[str, Any]) -> None:
         (is_head and layer.get("kv_lora_rank"), "a draft with latent attention (MLA, kv_lora_rank)", _DENSE),
         (has_experts or fields.get("draft_ffn_type") == "moe", "a draft with experts", _DENSE),
         (is_quantised, "a quantised head (quantization_config)", PLAIN_WEIGHTS),
-        (projector != "dflash", f"a DFlash variant with projector_type {projector!r}", "projector_type 'dflash'"),
+        (
+            projector not in _PROJECTORS,
+            f"a DFlash variant with projector_type {projector!r}",
+            f"projector_type {' or '.join(map(repr, _PROJECTORS))}",
+        ),
         (has_sinks, "a DFlash head with attention sinks", "attention without sinks"),
         (is_dspark, "a DSpark head outside the speculators format", "speculators_model_type 'dspark'"),
     ):

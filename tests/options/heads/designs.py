@@ -57,6 +57,8 @@ EAGLE3 = Design()
 PEAGLE = Design(kind="peagle", num_layers=2, has_embeddings=True, options={"mask_token_id": 3})
 DFLASH = Design(kind="dflash", num_layers=2, has_head_norms=True, draft_ids=None, options={"mask_token_id": 3})
 DSPARK = replace(DFLASH, kind="dspark", options={"mask_token_id": 3, "markov_rank": 6, "sample_from_anchor": True})
+SELECTION = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+DFLASH2 = replace(DFLASH, kind="dflash2", options={"mask_token_id": 3, **SELECTION})
 MTP = Design(kind="mtp", has_head_norms=True, draft_ids=None, aux_layers=(NUM_TARGET_LAYERS,))
 
 
@@ -84,6 +86,8 @@ def _shapes(design: Design) -> dict[str, tuple[int, ...]]:
         prefix = f"mtp_layers.{index}." if is_mtp else f"layers.{index}."
         in_width = 2 * width if is_eagle and index == 0 else width
         shapes |= {prefix + name: shape for name, shape in _layer_shapes(design, in_width).items()}
+        if design.kind == "dflash2":
+            shapes |= {prefix + name: shape for name, shape in _convolution_shapes(design).items()}
     if is_mtp:
         norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
         shapes |= {f"mtp_layers.0.{name}.weight": (width,) for name in norms}
@@ -100,6 +104,10 @@ def _shapes(design: Design) -> dict[str, tuple[int, ...]]:
         shapes["mask_hidden"] = (1, 1, joined)
     if options.get("markov_rank"):
         shapes |= _markov_shapes(design, options["markov_rank"])
+    if design.kind == "dflash2":
+        rank, prefix = options["selector_rank"], "candidate_selector."
+        shapes[f"{prefix}hidden_projection.weight"] = (rank, width)
+        shapes |= {f"{prefix}{name}_codebook": (design.vocab_size, rank) for name in ("predecessor", "successor")}
     if design.has_embeddings or width != design.target_hidden_size:
         shapes["embed_tokens.weight"] = (design.vocab_size, width)
     if design.draft_ids is not None or width != design.target_hidden_size:
@@ -121,6 +129,15 @@ def _layer_shapes(design: Design, in_width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     if design.has_bias:
         shapes |= {f"self_attn.{name}_proj.bias": (num,) for name, num in rows.items()}
+    return shapes
+
+
+def _convolution_shapes(design: Design) -> dict[str, tuple[int, ...]]:
+    width, num_taps = design.hidden_size, design.options["conv_kernel_size"]
+    num_rows = 2 * num_taps * (width // design.options["conv_group_size"])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in ("attention_conv", "mlp_conv"):
+        shapes |= {f"{name}.base_kernel": (2, num_taps, width), f"{name}.kernel_projection.weight": (num_rows, width)}
     return shapes
 
 
@@ -177,7 +194,7 @@ def write_speculators(folder: Path, design: Design, weights: dict[str, Tensor], 
         config["draft_vocab_size"] = design.num_draft_ids
     if design.kind in ("eagle3", "peagle"):
         config["eagle_aux_hidden_state_layer_ids"] = list(design.aux_layers)
-    if design.kind in ("dflash", "dspark"):
+    if design.kind in ("dflash", "dflash2", "dspark"):
         config |= {"aux_hidden_state_layer_ids": list(design.aux_layers), "block_size": design.block_size}
     return _write(folder, {**config, **fields}, weights)
 
@@ -195,12 +212,15 @@ def write_original(
     return _write(folder, {**config, **fields}, renamed, **(saving or {}))
 
 
-def write_z_lab(folder: Path, design: Design, weights: dict[str, Tensor], **fields: Any) -> Path:
+def write_z_lab(
+    folder: Path, design: Design, weights: dict[str, Tensor], saving: dict[str, Any] | None = None, **fields: Any
+) -> Path:
     """A DFlash head as z-lab saves it, whose ids name layers by their outputs."""
-    config = {**layer_fields(design), "architectures": ["DFlashDraftModel"], "num_target_layers": NUM_TARGET_LAYERS}
+    architecture = "DFlash2DraftModel" if design.kind == "dflash2" else "DFlashDraftModel"
+    config = {**layer_fields(design), "architectures": [architecture], "num_target_layers": NUM_TARGET_LAYERS}
     config["block_size"] = design.block_size
     config["dflash_config"] = {"target_layer_ids": [layer - 1 for layer in design.aux_layers], **design.options}
-    return _write(folder, {**config, **fields}, weights)
+    return _write(folder, {**config, **fields}, weights, **(saving or {}))
 
 
 def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], **saving: Any) -> Path:

@@ -10,6 +10,7 @@ from hf_speculate.options.heads.head import DraftHead
 from hf_speculate.options.heads.load import load_drafter
 from tests.options.heads.designs import (
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE3,
     MTP,
@@ -50,6 +51,7 @@ KINDS: dict[str, Callable[[Path], Loaded]] = {
     "EAGLE-3, two layers": _written(replace(EAGLE3, num_layers=2, **WITH_WINDOWS)),
     "P-EAGLE": _written(PEAGLE),
     "DFlash": _written(replace(DFLASH, **WITH_WINDOWS)),
+    "DFlash 2": _written(replace(DFLASH2, **WITH_WINDOWS).with_options(selector_rank=48)),
     "DSpark": _written(DSPARK.with_options(markov_head_type="rnn")),
     "MTP, speculators": _written(MTP),
     "MTP, two layers of a checkpoint": _mtp_of_checkpoint,

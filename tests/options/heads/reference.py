@@ -41,6 +41,8 @@ class Reference:
                 first = 0 if self.options.get("sample_from_anchor") else 1
                 hidden = self._block(text, states)[first : first + num]
                 scores = self._scored(hidden)
+                if self.design.kind == "dflash2":
+                    return self._selected(scores, hidden, [text[-1], *drafted[: num - 1]])
                 if not self.options.get("markov_rank"):
                     return scores
                 bias = self._markov_bias(hidden, [text[-1], *drafted[: num - 1]])
@@ -89,8 +91,44 @@ class Reference:
         ids = [text[-1]] + [self.options["mask_token_id"]] * (self.design.block_size - 1)
         hidden, positions = self._embedded(ids), torch.arange(len(states) + len(ids))
         for index in range(self.design.num_layers):
-            hidden = self._ordinary(hidden, context, positions, index)
+            layer = self._convolved if self.design.kind == "dflash2" else self._ordinary
+            hidden = layer(hidden, context, positions, index)
         return self._normed(hidden, "norm")
+
+    def _convolved(self, hidden: Tensor, context: Tensor, positions: Tensor, index: int) -> Tensor:
+        """A layer of DFlash 2, whose sublayers have a convolution on each side."""
+        name = f"layers.{index}"
+        normed = self._normed(hidden, f"{name}.input_layernorm")
+        asking = self._convolution(normed, normed, f"{name}.attention_conv", 0)
+        attended = self._attended(asking, torch.cat([context, asking]), positions, index)
+        hidden = hidden + self._convolution(attended, normed, f"{name}.attention_conv", 1)
+        normed = self._normed(hidden, f"{name}.post_attention_layernorm")
+        fed = self._fed_forward(self._convolution(normed, normed, f"{name}.mlp_conv", 0), name)
+        return hidden + self._convolution(fed, normed, f"{name}.mlp_conv", 1)
+
+    def _convolution(self, states: Tensor, normed: Tensor, name: str, side: int) -> Tensor:
+        base, projection = (self.weights[f"{name}.{part}"] for part in ("base_kernel", "kernel_projection.weight"))
+        num_taps, width = base.shape[1:]
+        channels, size = torch.arange(width), self.options["conv_group_size"]
+        result = torch.zeros_like(states)
+        for slot in range(len(states)):
+            for tap in range(min(num_taps, slot + 1)):
+                rows = (side * num_taps + tap) * (width // size) + channels // size
+                result[slot] += (base[side, tap] + projection[rows] @ normed[slot]) * states[slot - tap]
+        return result
+
+    def _selected(self, scores: Tensor, hidden: Tensor, previous: list[int]) -> Tensor:
+        """The scores of the best tokens of each slot with the bonus of the token before it; -inf of all others."""
+        prefix, rank = "candidate_selector.", self.options["selector_rank"]
+        before, after = (self.weights[f"{prefix}{name}_codebook"] for name in ("predecessor", "successor"))
+        features = self._linear(hidden, f"{prefix}hidden_projection")
+        selected = torch.full_like(scores, -torch.inf)
+        for slot, token in enumerate(previous):
+            order = sorted(range(scores.shape[1]), key=lambda one: -float(scores[slot, one]))
+            for one in order[: self.options["selector_top_k"]]:
+                bonus = sum(before[token, dim] * features[slot, dim] * after[one, dim] for dim in range(rank))
+                selected[slot, one] = scores[slot, one] + bonus
+        return selected
 
     def _markov_bias(self, hidden: Tensor, previous: list[int]) -> Tensor:
         rows, memory = [], torch.zeros(self.options["markov_rank"], dtype=torch.float64)
@@ -131,6 +169,17 @@ class Reference:
 
     def _finished(self, residual: Tensor, asking: Tensor, read: Tensor, positions: Tensor, index: int) -> Tensor:
         """The residual stream after attention of the last positions to all, and after the MLP."""
+        hidden = residual + self._attended(asking, read, positions, index)
+        return hidden + self._fed_forward(
+            self._normed(hidden, f"layers.{index}.post_attention_layernorm"), f"layers.{index}"
+        )
+
+    def _fed_forward(self, normed: Tensor, name: str) -> Tensor:
+        gate, up = (self._linear(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+        return self._linear(silu(gate) * up, f"{name}.mlp.down_proj")
+
+    def _attended(self, asking: Tensor, read: Tensor, positions: Tensor, index: int) -> Tensor:
+        """What attention of the last positions to all adds."""
         design, name = self.design, f"layers.{index}"
         at = positions[len(read) - len(asking) :]
         queries, keys, values = (
@@ -145,17 +194,15 @@ class Reference:
         queries, keys, values = (heads.transpose(0, 1) for heads in (queries, keys, values))
         visible = self._visible(at, positions, index)
         mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=True)
-        hidden = residual + self._linear(mixed.transpose(0, 1).flatten(1), f"{name}.self_attn.o_proj")
-        normed = self._normed(hidden, f"{name}.post_attention_layernorm")
-        gate, up = (self._linear(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
-        return hidden + self._linear(silu(gate) * up, f"{name}.mlp.down_proj")
+        return self._linear(mixed.transpose(0, 1).flatten(1), f"{name}.self_attn.o_proj")
 
     def _visible(self, at: Tensor, of: Tensor, index: int) -> Tensor:
         design, ahead, window = self.design, of - at[:, None], None
         if design.layer_types is not None and design.layer_types[index] == "sliding_attention":
             window = design.sliding_window
-        is_block = design.kind in ("dflash", "dspark")
-        is_causal = not is_block or (window is not None and not self.options.get("sliding_window_non_causal"))
+        is_block, sees_ahead = design.kind in ("dflash", "dflash2", "dspark"), design.kind == "dflash2"
+        sees_ahead = self.options.get("sliding_window_non_causal", sees_ahead)
+        is_causal = not is_block or (window is not None and not sees_ahead)
         visible = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
         return visible if window is None else visible & (ahead.abs() < window)
 

@@ -4,17 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
+import hf_speculate
 from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import SampleStrategy
 from tests.options.heads.designs import (
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE3,
     MTP,
     NUM_TARGET_LAYERS,
     PEAGLE,
+    VOCAB_SIZE,
     Design,
+    layer_fields,
     make_weights,
     write_original,
     write_speculators,
@@ -48,6 +54,9 @@ VARIANTS: dict[str, Design] = {
     "DFlash, own tables, from the anchor": replace(
         DFLASH, draft_ids=EAGLE3.draft_ids, has_embeddings=True
     ).with_options(sample_from_anchor=True),
+    "DFlash 2, windows": replace(DFLASH2, **MIXED),
+    "DFlash 2, two taps": DFLASH2.with_options(conv_kernel_size=2, conv_group_size=24, selector_top_k=VOCAB_SIZE),
+    "DFlash 2, own tables": replace(DFLASH2, hidden_size=16, has_embeddings=True),
     "DSpark, some ids": replace(DSPARK, draft_ids=EAGLE3.draft_ids),
     "DSpark, gated": DSPARK.with_options(markov_head_type="gated"),
     "DSpark, rnn": DSPARK.with_options(markov_head_type="rnn", sample_from_anchor=False),
@@ -74,6 +83,15 @@ def assert_drafts_are_the_references(rounds, reference, draft):
         assert set(drafted) <= set(ids)
 
 
+def assert_drafts_are_the_best(rounds, reference, draft):
+    """Without sampling each token is the reference's argmax."""
+    ids = torch.tensor(reference.design.draft_ids or range(reference.design.vocab_size))
+    for row, text in enumerate(rounds.texts):
+        drafted = draft.token_ids[row].tolist()
+        logits = reference.logits(text, rounds.states(row), drafted, draft.token_ids.shape[1])
+        assert drafted == ids[logits.argmax(-1)].tolist()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
     design, target = VARIANTS[name], target_of()
@@ -83,6 +101,7 @@ def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
     assert head.hidden_layers == ((-1,) if design.kind == "mtp" else design.aux_layers)
     reference = reference_of(design, weights, target)
     rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1))
+    assert_drafts_are_the_best(rounds, reference, Rounds(head, target, rounds.texts).draft(K))
     for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None), (1, 4, None)]):
         draft = rounds.draft(K, SampleStrategy.RANDOM)
         assert_drafts_are_the_references(rounds, reference, draft)
@@ -125,6 +144,90 @@ def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
     plain, ours = (Rounds(head, target, texts).draft(16, SampleStrategy.RANDOM).token_logits for head in heads)
     assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens  # a block bounds the draft
     torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)  # the table rounded to float32
+
+
+def as_embeddings(weights):
+    """Codebooks under the names of embeddings."""
+    return {f"{name}.weight" if name.endswith("_codebook") else name: weight for name, weight in weights.items()}
+
+
+ROTARY = {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}}
+DFLASH2_FOLDERS = {
+    "block_size nested": lambda folder, weights: write_z_lab(
+        folder, DFLASH2.with_options(block_size=DFLASH2.block_size), weights, block_size=None
+    ),
+    "block_size at the top": lambda folder, weights: write_z_lab(folder, DFLASH2, weights),
+    "codebooks as embeddings": lambda folder, weights: write_z_lab(folder, DFLASH2, as_embeddings(weights)),
+    "sharded": lambda folder, weights: write_z_lab(folder, DFLASH2, weights, {"max_shard_size": 4096}),
+    "rotary of the target": lambda folder, weights: write_z_lab(folder, DFLASH2, weights, **ROTARY),
+    "rotary of the target, nested": lambda folder, weights: write_speculators(
+        folder, DFLASH2, weights, transformer_layer_config=layer_fields(DFLASH2) | ROTARY
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DFLASH2_FOLDERS)
+def test_dflash_2_drafts_the_same_in_every_format_and_with_fewer_tokens(name, tmp_path):
+    target, weights, texts = target_of(), make_weights(DFLASH2), random_texts([6, 4], seed=3)
+    folders = [
+        write_speculators(tmp_path / "speculators", DFLASH2, weights),
+        DFLASH2_FOLDERS[name](tmp_path / "other", weights),
+    ]
+    heads = [load_drafter(folder, target) for folder in folders]
+    assert {head.spec.kind for head in heads} == {"dflash2"}
+    expected = Rounds(heads[0], target, texts).draft(16, SampleStrategy.RANDOM).token_logits
+    assert expected.shape[1] == DFLASH2.block_size - 1  # a block bounds the draft
+    for num in (16, 2):  # the block is filled whole, whatever is asked for
+        found = Rounds(heads[1], target, texts).draft(num, SampleStrategy.RANDOM).token_logits
+        torch.testing.assert_close(found, expected[:, :num], rtol=0, atol=TOLERANCE)
+
+
+def without_effect(weights):
+    """Weights with convolutions that change nothing, and no bonus for the token before."""
+    for name, weight in weights.items():
+        if name.endswith("base_kernel"):
+            weight.zero_()[:, 0] = 1
+        elif name.endswith(("kernel_projection.weight", "successor_codebook")):
+            weight.zero_()
+    return weights
+
+
+@pytest.mark.parametrize("num_candidates", [1, 5])
+def test_dflash_2_without_convolutions_and_bonus_drafts_as_dflash(num_candidates, tmp_path):
+    design, target = DFLASH2.with_options(selector_top_k=num_candidates), target_of()
+    weights = without_effect(make_weights(design))
+    own = ("candidate_selector", "_conv.")
+    plain = {name: weight for name, weight in weights.items() if not any(part in name for part in own)}
+    heads = [
+        load_drafter(write_speculators(tmp_path / "2", design, weights), target),
+        load_drafter(write_speculators(tmp_path / "1", DFLASH, plain), target),
+    ]
+    ours, theirs = (Rounds(head, target, random_texts([6, 4], seed=3)).draft(K).token_ids for head in heads)
+    assert torch.equal(ours, theirs)
+
+
+@hf_speculate.register_row_wise
+class Bans(LogitsProcessor):
+    """Bans ids."""
+
+    def __init__(self, token_ids):
+        self.token_ids = token_ids
+
+    def __call__(self, input_ids, scores):
+        return scores.index_fill(1, self.token_ids, -torch.inf)
+
+
+@pytest.mark.parametrize("design", [EAGLE3, DFLASH2], ids=["EAGLE-3", "DFlash 2"])
+def test_a_row_whose_proposals_are_all_banned_is_drawn_as_without_processors(design, tmp_path):
+    target, texts = target_of(), random_texts([6, 4], seed=3)
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
+    expected = Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM)
+    proposed = expected.token_logits[0, 0].isfinite().nonzero()[:, 0]
+    processors = BlockLogitsProcessorList([Bans(proposed)])
+    draft = Rounds(head, target, texts, processors=processors).draft(K, SampleStrategy.RANDOM)
+    assert torch.equal(draft.token_logits[0, 0], expected.token_logits[0, 0].float())  # as processors give it
+    assert draft.token_ids[0, 0] == expected.token_ids[0, 0]
+    assert draft.logsumexp.isfinite().all()
 
 
 @pytest.mark.parametrize("reads_markov", [True, False])

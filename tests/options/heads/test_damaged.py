@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedModelError
 from hf_speculate.options.heads.load import load_drafter
-from tests.options.heads.designs import DFLASH, DSPARK, EAGLE3, MTP, PEAGLE, make_weights, write_original
+from tests.options.heads.designs import DFLASH, DFLASH2, DSPARK, EAGLE3, MTP, PEAGLE, make_weights, write_original
 from tests.options.heads.designs import write_speculators as write
 from tests.options.heads.rounds import target_of
 from tests.options.heads.test_mtp import make_checkpoint, make_hybrid
@@ -212,6 +212,7 @@ DESIGNS = {
     "EAGLE-3": EAGLE3.with_options(fc_norm=True),
     "P-EAGLE": PEAGLE,
     "DFlash": replace(DFLASH, layer_types=("sliding_attention", "full_attention"), sliding_window=4),
+    "DFlash 2": DFLASH2,
     "DSpark": DSPARK.with_options(enable_confidence_head=True, confidence_head_with_markov=True),
     "MTP": MTP,
 }

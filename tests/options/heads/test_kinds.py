@@ -13,7 +13,15 @@ from hf_speculate.options.heads.layers import Rotary, read_layer_config, windows
 from hf_speculate.options.heads.load import check_head, load_drafter
 from hf_speculate.options.heads.recognise import is_head, recognise
 from hf_speculate.options.heads.target_ids import target_ids
-from tests.options.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
+from tests.options.heads.designs import (
+    DFLASH,
+    DFLASH2,
+    EAGLE3,
+    make_weights,
+    write_original,
+    write_speculators,
+    write_z_lab,
+)
 from tests.options.heads.rounds import target_of
 from tests.tiny import make_config
 
@@ -22,12 +30,17 @@ from tests.tiny import make_config
     ("config", "names", "kind"),
     [
         ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, [], "dflash"),
+        ({"dflash_config": {"selector_rank": 4}}, [], "dflash2"),
+        ({"dflash_config": {"projector_type": "dflash2"}}, [], "dflash2"),
+        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, [], "dflash2"),
+        ({"selector_top_k": 4, "model_type": "qwen3"}, [], "dflash2"),
         ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, [], "eagle3"),
         ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "midlayer.hidden_norm.weight", "d2t"], "eagle3"),
     ],
 )
 def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind):
     assert recognise(config, lambda: set(names), "deepseek_v3").kind == kind
+    assert is_head(config) or names  # by its config alone
 
 
 @pytest.mark.parametrize(
@@ -42,7 +55,7 @@ def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, set(), "a draft with latent attention"),
         ({"dflash_config": {"projector_type": "domino"}}, set(), "a Domino head (domino)"),
         ({"dflash_config": {"fusion_mode": "flare"}}, set(), "a DFlare head (flare)"),
-        ({"dflash_config": {}, "selector_rank": 4}, set(), "a DFlash 2 head (selector_rank)"),
+        ({"dflash_config": {"selector_rank": 4, "draft_ffn_type": "moe"}}, set(), "a draft with experts"),
         ({"dflash_config": {}, "architectures": ["LiLiCorrDraftModel"]}, set(), "a LiLiCorr head (LiLiCorrDraftModel)"),
         ({"speculators_model_type": "xpress"}, set(), "an XPress head (xpress)"),
         ({"speculators_model_type": "mlp_speculator"}, set(), "an MLP speculator"),
@@ -99,7 +112,7 @@ def test_guessed_layers_are_noted(tmp_path):
         ({"fc.weight": torch.ones(24, 72, dtype=torch.int8)}, {}, r"quantised weights \(fc\.weight in int8\)"),
         ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, {}, "d2t in .*model.safetensors must hold offsets"),
         ({"t2d": torch.ones(32, dtype=torch.bool)}, {}, "t2d in .*model.safetensors must mark the 12 ids"),
-        ({"candidate_selector.successor_codebook": torch.ones(1)}, {}, r"a DFlash 2 head \(candidate_selector\."),
+        ({"candidate_selector.successor_codebook": torch.ones(1)}, {}, r"left over candidate_selector\.successor"),
         ({"lilicorr.logit_scale": torch.ones(1)}, {}, r"a LiLiCorr head \(lilicorr\.logit_scale\)"),
         ({"xpress_head.weight": torch.ones(1)}, {}, r"an XPress head \(xpress_head\.weight\)"),
         ({"prefix_gru.weight_hh_l0": torch.ones(1)}, {}, r"a Domino head \(prefix_gru\.weight_hh_l0\)"),
@@ -113,6 +126,61 @@ def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message,
     folder = write_speculators(tmp_path, EAGLE3, weights, **fields)
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_drafter(folder, target_of())
+
+
+NO_LAYERS = {"dflash_config": {"mask_token_id": 3, "block_size": 5}}
+
+
+@pytest.mark.parametrize(
+    ("write", "fields", "message"),
+    [
+        (write_z_lab, NO_LAYERS, "target_layer_ids must be set for a DFlash 2 head"),
+        (
+            write_speculators,
+            {"aux_hidden_state_layer_ids": None},
+            "aux_hidden_state_layer_ids must be set for a DFlash 2",
+        ),
+        (write_z_lab, {"block_size": None}, "block_size must be set for a DFlash 2 head"),
+        (write_speculators, {"mask_token_id": None}, "mask_token_id must be set"),
+        (
+            write_speculators,
+            {"conv_kernel_size": 6},
+            "conv_kernel_size must be an int of at least 1 and at most 5, got 6",
+        ),
+        (write_speculators, {"conv_kernel_size": 0}, "conv_kernel_size must be an int of at least 1"),
+        (write_speculators, {"conv_group_size": 5}, "conv_group_size of .* must divide its width of 24, got 5"),
+        (write_speculators, {"selector_rank": 0}, "selector_rank must be an int of at least 1, got 0"),
+        (write_speculators, {"selector_rank": 4}, r"of another shape candidate_selector\.hidden_projection"),
+        (
+            write_speculators,
+            {"selector_top_k": 33},
+            "selector_top_k must be an int of at least 1 and at most 32, got 33",
+        ),
+        (write_speculators, {"sample_from_anchor": True}, "a DFlash 2 head with sample_from_anchor"),
+        (write_speculators, {"draft_vocab_size": 12}, "a DFlash 2 head with draft_vocab_size 12"),
+        (write_speculators, {"draft_ffn_type": "moe"}, "a draft with experts"),
+        (write_z_lab, {"add_swa_attention_sink_bias": True}, "a DFlash head with attention sinks"),
+        (write_z_lab, {"quantization_config": {"bits": 4}}, "a quantised head"),
+    ],
+)
+def test_fields_of_dflash_2_that_cannot_be_are_named(write, fields, message, tmp_path):
+    folder = write(tmp_path, DFLASH2, make_weights(DFLASH2), **fields)
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        load_drafter(folder, target_of())
+
+
+def test_dflash_2_has_one_block_size(tmp_path):
+    design = DFLASH2.with_options(block_size=4)
+    folder = write_z_lab(tmp_path, design, make_weights(design))
+    with pytest.raises(ConfigError, match=r"block_size must be the same in config\.json of .*, got 5 and 4"):
+        load_drafter(folder, target_of())
+    assert load_drafter(write_z_lab(tmp_path, design, make_weights(design), block_size=None), target_of())
+
+
+def test_layers_that_the_config_of_dflash_2_lacks_may_be_given(tmp_path):
+    fields = {"aux_hidden_state_layer_ids": None}
+    folder = write_speculators(tmp_path, DFLASH2, make_weights(DFLASH2), **fields)
+    assert load_drafter(folder, target_of(), aux_layers=[2, 4, 6]).hidden_layers == (2, 4, 6)
 
 
 IDS = torch.tensor(EAGLE3.draft_ids)

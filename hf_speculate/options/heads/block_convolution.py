@@ -1,0 +1,65 @@
+"""Causal convolutions within a block, before and after each sublayer of a DFlash 2 head.
+
+With T taps, G groups of g = H / G channels, and the normed input x [B, b, H] of the sublayer, side 0 acts on the
+sublayer's input and side 1 on its output:
+
+    D = kernel_projection(x)                                                                  [B, b, 2, T, G]
+    conv(y)[j, c] = sum over tau = 0..min(T - 1, j) of (base[side, tau, c] + D[j, side, tau, c // g]) * y[j - tau, c]
+
+A slot j reads slots of its own row's block alone, never the context.
+"""
+
+from torch import Tensor, empty, nn
+from torch.nn.functional import pad
+from transformers import Qwen3Config
+
+from hf_speculate.options.heads.layers import DecoderLayer, Rotation
+from hf_speculate.options.heads.row_cache import Placed
+
+_NUM_SIDES = 2
+
+
+class BlockConvolution(nn.Module):
+    """The two convolutions around one sublayer, whose kernels follow from the sublayer's input."""
+
+    def __init__(self, width: int, num_taps: int, group_size: int):
+        super().__init__()
+        num_groups = width // group_size
+        self._kernel_shape, self._group_size = (_NUM_SIDES, num_taps, num_groups), group_size
+        self.base_kernel = nn.Parameter(empty(_NUM_SIDES, num_taps, width))
+        self.kernel_projection = nn.Linear(width, _NUM_SIDES * num_taps * num_groups, bias=False)
+
+    def kernels(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Kernels [B, b, T, H] of both sides for the sublayer's normed input [B, b, H]."""
+        by_group = self.kernel_projection(normed).unflatten(-1, self._kernel_shape)  # [B, b, 2, T, G]
+        before, after = (self.base_kernel + by_group.repeat_interleave(self._group_size, -1)).unbind(2)
+        return before, after
+
+
+def convolved(states: Tensor, kernel: Tensor) -> Tensor:
+    """[B, b, H] of states [B, b, H] and a kernel [B, b, T, H]."""
+    result = kernel[:, :, 0] * states
+    for tap in range(1, min(kernel.shape[2], states.shape[1])):
+        result = result + kernel[:, :, tap] * pad(states, (0, 0, tap, -tap))
+    return result
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer with convolutions before and after attention and MLP."""
+
+    def __init__(self, config: Qwen3Config, has_norms: bool, num_taps: int, group_size: int):
+        super().__init__(config, has_norms)
+        self.attention_conv = BlockConvolution(config.hidden_size, num_taps, group_size)
+        self.mlp_conv = BlockConvolution(config.hidden_size, num_taps, group_size)
+
+    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
+        normed = self.input_layernorm(states)
+        before, after = self.attention_conv.kernels(normed)
+        attended = self.self_attn(convolved(normed, before), rotation, placed, layer)
+        return self.finish(states, convolved(attended, after))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        residual = residual + attended
+        normed = self.post_attention_layernorm(residual)
+        before, after = self.mlp_conv.kernels(normed)
+        return residual + convolved(self.mlp(convolved(normed, before)), after)
