@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -20,18 +20,26 @@ VOCABULARY_WEIGHTS = ("d2t", "t2d")  # which hold ids and marks
 
 
 class HeadFolder:
-    """A draft head in a folder or a Hub repository. Weights are downloaded only when they are needed.
+    """A draft head in a folder or a Hub repository, or in a subfolder of either.
+
+    Weights are downloaded only when they are needed, those of the subfolder alone.
 
     Raises:
-        ConfigError: there is no config.json.
+        ConfigError: there is no config.json, or the subfolder is no path below the folder.
     """
 
-    def __init__(self, source: str | Path):
-        self.source = str(source)
+    def __init__(self, source: str | Path, subfolder: str = ""):
+        self._root, self._subfolder = str(source), PurePosixPath(subfolder)
+        if self._subfolder.is_absolute() or ".." in self._subfolder.parts:
+            raise ConfigError(
+                f"subfolder must be a path below the folder of the head, got {subfolder!r}; leave it out for the "
+                "folder itself"
+            )
+        self.source = f"{self._root.rstrip('/')}/{self._subfolder}" if self._subfolder.parts else self._root
         self.config: dict[str, Any] = {}
         reason = None
         try:
-            self.config, _ = PreTrainedConfig.get_config_dict(source)
+            self.config, _ = PreTrainedConfig.get_config_dict(source, subfolder="/".join(self._subfolder.parts))
         except (OSError, TypeError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
             reason = error
         if not self.config or not isinstance(self.config, dict):
@@ -71,11 +79,12 @@ class HeadFolder:
 
     @cached_property
     def _folder(self) -> Path:
-        folder = Path(self.source)
-        if folder.is_dir():
-            return folder
+        root = Path(self._root)
         try:
-            return Path(snapshot_download(self.source, allow_patterns=PATTERNS))
+            if not root.is_dir():
+                patterns = [str(self._subfolder / pattern) for pattern in PATTERNS]
+                root = Path(snapshot_download(self._root, allow_patterns=patterns))
+            return root / self._subfolder
         except (OSError, ValueError) as error:  # of the Hub or the network
             raise ConfigError(
                 f"the weights of {self.source!r} must be in a folder or on the Hub, got none that can be downloaded; "

@@ -94,6 +94,7 @@ def load_drafter(
     device: torch.device | str | None = None,
     aux_layers: Sequence[int] | None = None,
     context_len: int | None = None,
+    subfolder: str = "",
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
@@ -111,6 +112,8 @@ def load_drafter(
             of the config. `DraftHead.check_layers` measures whether they are right.
         context_len: tokens up to which rows are drafted for, >= 1; longer rows decode plainly. If None, the
             `max_position_embeddings` of the config, beyond which the acceptance rate falls.
+        subfolder: of the folder or repository, with "/" between its parts; empty for none. Of a repository, the weights
+            in the subfolder alone are downloaded.
 
     Returns:
         The head, whose `repr` says what was loaded.
@@ -120,7 +123,7 @@ def load_drafter(
             other, or `aux_layers` or `context_len` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
-    folder, shape = HeadFolder(head), shape_of(target.config)
+    folder, shape = HeadFolder(head, subfolder), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
     spec, kind = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
@@ -141,7 +144,7 @@ def load_drafter(
     return loaded
 
 
-def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
+def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfolder: str = "") -> HeadFit:
     """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself.
 
     Raises:
@@ -153,7 +156,7 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
-    fit = _read(HeadFolder(head), shape, name)[0]
+    fit = _read(HeadFolder(head, subfolder), shape, name)[0]
     longest, of_target = fit.spec.max_position_embeddings, context_len_of(config)
     if longest is None or (of_target is not None and of_target <= longest):
         return fit

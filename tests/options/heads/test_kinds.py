@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -237,6 +238,35 @@ def test_folders_without_config_or_weights_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"):
         load_drafter(tmp_path, target_of())
+
+
+REVISION = "0" * 40
+
+
+@pytest.mark.parametrize("is_repository", [False, True])
+def test_a_head_may_lie_in_a_subfolder(is_repository, tmp_path, monkeypatch):
+    """Of a folder, or of a repository that the cache holds."""
+    root, source = tmp_path, str(tmp_path)
+    if is_repository:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        root, source = tmp_path / "models--some--heads" / "snapshots" / REVISION, "some/heads"
+        (tmp_path / "models--some--heads" / "refs").mkdir(parents=True)
+        (tmp_path / "models--some--heads" / "refs" / "main").write_text(REVISION)
+    write_speculators(root, DFLASH, make_weights(DFLASH))
+    write_speculators(root / "heads" / "eagle", EAGLE3, make_weights(EAGLE3))
+    head = load_drafter(source, target_of(), subfolder="heads/eagle")
+    assert (head.spec.kind, head.spec.name) == ("eagle3", "eagle")
+    assert check_head(source, target_of().config, subfolder="heads/eagle").spec == head.spec
+    assert load_drafter(source, target_of()).spec.kind == "dflash"
+    for subfolder in ("heads", "eagle"):
+        with pytest.raises(ConfigError, match=rf"with a config\.json, got '{source}/{subfolder}'"):
+            load_drafter(source, target_of(), subfolder=subfolder)
+
+
+@pytest.mark.parametrize("subfolder", ["/heads", "../heads"])
+def test_a_subfolder_lies_below_the_folder(subfolder, tmp_path):
+    with pytest.raises(ConfigError, match=f"subfolder must be a path below the folder of the head, got '{subfolder}'"):
+        load_drafter(tmp_path, target_of(), subfolder=subfolder)
 
 
 def test_the_context_is_that_of_the_config_with_its_scaling_or_the_callers(tmp_path):
