@@ -178,6 +178,13 @@ def test_dflash_2_has_one_block_size(tmp_path):
     assert load_drafter(write_z_lab(tmp_path, design, make_weights(design), block_size=None), target_of())
 
 
+@pytest.mark.parametrize(("fields", "scale"), [({}, 1.0), ({"input_embedding_scale": 4.0}, 4.0)])
+def test_dflash_2_embeds_without_the_targets_scale(fields, scale, tmp_path):
+    design = DFLASH2.with_options(**fields)
+    head = load_drafter(write_z_lab(tmp_path, design, make_weights(design)), target_of())
+    assert head.network.options.embedding_scale == scale
+
+
 def test_layers_that_the_config_of_dflash_2_lacks_may_be_given(tmp_path):
     fields = {"aux_hidden_state_layer_ids": None}
     folder = write_speculators(tmp_path, DFLASH2, make_weights(DFLASH2), **fields)
