@@ -80,11 +80,14 @@ class LayerCapture:
 
     def _keep_output(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._states[layer] = output[0] if isinstance(output, tuple) else output
+            self._keep(layer, output[0] if isinstance(output, tuple) else output)
 
     def _keep_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self._thread:
-            self._states[0] = args[0] if args else kwargs["hidden_states"]
+            self._keep(0, args[0] if args else kwargs["hidden_states"])
+
+    def _keep(self, layer: int, states: Tensor) -> None:
+        self._states[layer] = states.clone()  # a later layer may add to its input in place
 
 
 def _parts(decoder: nn.Module, names: Sequence[str]) -> list[Any]:

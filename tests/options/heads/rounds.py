@@ -18,6 +18,7 @@ from tests.options.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_S
 from tests.tiny import make_model
 
 PAD = 0
+STALE = 1e4  # what columns behind the end of a row are filled with; masks hide finite numbers alone
 
 
 @cache
@@ -88,6 +89,7 @@ class Rounds:
     ) -> DraftOut:
         """One call of the drafter, with everything that rows have gained since the last one."""
         self.num_rounds += 1
+        self._fill_stale_columns()
         is_first, begins = not any(self.told), [told or 1 for told in self.told]
         new = [text[begin:] for text, begin in zip(self.texts, begins, strict=True)]
         counts = [len(row) for row in new]
@@ -116,6 +118,12 @@ class Rounds:
     def states(self, row: int) -> Tensor:
         """[n, A * Ht] of all tokens of a row but the newest."""
         return states_of(self.target, self.texts[row][:-1], self.layers)
+
+    def _fill_stale_columns(self) -> None:
+        cache = self.drafter.cache
+        for buffer in (part for parts in cache.buffers.values() for part in parts):  # [B, heads, T, D]
+            for row, length in enumerate(cache.row_lens.on_host):
+                buffer[row, :, length:] = STALE
 
     def _states(self, begins: Sequence[int], counts: Sequence[int]) -> Tensor | None:
         if not self.layers:

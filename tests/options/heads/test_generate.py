@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from transformers import pipeline
 
 import hf_speculate
+from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -194,6 +196,32 @@ def decoded(target, head, **options):
     return target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, **options), stats
 
 
+class Overwriting(nn.Module):
+    """A module that overwrites its input once it has read it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden_states, *args, **kwargs):
+        states = hidden_states.clone()
+        hidden_states.fill_(7)
+        return self.module(states, *args, **kwargs)
+
+
+@pytest.mark.parametrize("layers", [(0, 3, 5), (1, 3, NUM_TARGET_LAYERS)])
+def test_states_that_the_target_overwrites_are_read_as_they_were(pair, tmp_path, layers):
+    design, target = replace(FITTED, aux_layers=layers), copy.deepcopy(target_of())
+    head = load_drafter(write_fitted(tmp_path, design, target, prompts(), NUM_NEW)[0], target)
+    expected, before = decoded(hf_speculate.enable(target), head)
+    decoder = target.get_decoder()
+    decoder.layers, decoder.norm = nn.ModuleList(map(Overwriting, decoder.layers)), Overwriting(decoder.norm)
+    found, after = decoded(target, head)
+    assert_equal_ids(expected, found)
+    assert after.accepted_per_position == before.accepted_per_position
+    assert min(after.accepted_per_position) > 0
+
+
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampling"])
 def test_compiled_rounds_are_those_of_eager_ones(pair, tmp_path, sampling):
     target, design = pair[0], replace(FITTED, aux_layers=(0, 3, 5))
@@ -264,6 +292,35 @@ def test_a_text_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(loaded
     at_once.num_rounds = pieces.num_rounds  # the noise is of the round
     ours, theirs = (one.draft(K, SampleStrategy.RANDOM, seeds=[2, 0]) for one in (at_once, pieces))
     torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
+
+
+def recording(head, drafts):
+    """Makes the head's drafters, which add the tokens of each draft to a list."""
+
+    def make(setup):
+        drafter = head(setup)
+        draft = drafter.draft
+        drafter.draft = lambda request: drafts.append(draft(request)) or drafts[-1]
+        return drafter
+
+    return make
+
+
+def test_a_prompt_in_chunks_gives_the_drafts_of_a_whole_one(loaded):
+    """And the text of a prompt whose beginning lies in a cache, which the head has not read, is plain."""
+    head, target = loaded[0], hf_speculate.enable(copy.deepcopy(loaded[1]))
+    ids = torch.tensor(random_texts([9, 9], seed=5))
+    expected, drafts = target.generate(ids, max_new_tokens=12), {}
+    for name, options in {"whole": {}, "chunks": {"prefill_chunk_size": 2}, "prefix": {CACHE_NAME: None}}.items():
+        if CACHE_NAME in options:
+            options[CACHE_NAME] = target(ids[:, :5], use_cache=True)[CACHE_NAME]
+        drafts[name] = []
+        options |= {"drafter": recording(head, drafts[name]), "num_assistant_tokens": K}
+        options |= {"num_assistant_tokens_schedule": "constant", "max_new_tokens": 12}
+        assert_equal_ids(expected, target.generate(ids, **options))
+    whole, chunks = ([draft.token_ids.tolist() for draft in drafts[name]] for name in ("whole", "chunks"))
+    assert whole == chunks
+    assert len(drafts["prefix"]) > 1
 
 
 def test_processors_see_the_text_and_the_drafts_before(loaded):
