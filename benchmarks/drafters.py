@@ -19,7 +19,7 @@ from _subjects import PAIR, encode, load, read_prompts
 from tqdm import tqdm
 
 import hf_speculate
-from hf_speculate.engine.draft_prior import cost_ratio
+from hf_speculate.engine.step_weights import cost_ratio
 
 NAME = "drafters"
 DRAFTERS = ("copying", "model", "hybrid")

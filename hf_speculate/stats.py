@@ -88,6 +88,13 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
 
+    def add_eager_part(self, part: str, reason: str) -> None:
+        """Record that the forwards of a model, "target" or "draft", run eagerly from now on."""
+        for parts in (self.compiled, self.graphed):
+            if part in parts:
+                parts.remove(part)
+        self.add_fallback(f"{part}: {reason}")
+
     def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None) -> None:
         """Count one row's round; by default tokens up to and including the first rejected one were verified."""
         if num_verified is None:

@@ -119,5 +119,5 @@ def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         made.append(module.ScriptedSchedule(getattr(request, "param", module.LENS)))
         return made[-1]
 
-    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", build_schedule)
+    monkeypatch.setattr("hf_speculate.engine.call_schedule.build_schedule", build_schedule)
     return made

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_speculate.cache.row_lens import RowCounts
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
+from hf_speculate.engine.plan import Plan
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
@@ -51,6 +52,14 @@ class Batch(PerRow):
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
         self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions that keys hold
         self._gains: tuple[list[bool], Tensor] | None = None  # rows that gain tokens, and the same as [B] int64
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Batch":
+        """The rows of a planned call, before the first forward."""
+        call, num_rows = plan.call, plan.call.batch_size
+        seeds = call.config.row_seeds(num_rows, call.do_sample).to(call.input_ids.device)
+        rest = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.first_row
+        return cls(call.input_ids, call.ranks.broadcast(seeds), *rest, call.config.draft_limits(num_rows))
 
     @property
     def num_rows(self) -> int:

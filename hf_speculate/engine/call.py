@@ -1,22 +1,47 @@
 """A prepared call: what one `generate()` call hands to the engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.vocab_mapping import VocabMapping
-from hf_speculate.engine.outputs import Recorded
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
-from hf_speculate.engine.runners import RunnerRequest
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+
+
+class Recorded(NamedTuple):
+    """The outputs that the call asked for besides tokens."""
+
+    scores: bool = False
+    logits: bool = False
+    hidden_states: bool = False
+    attentions: bool = False
+
+
+def recorded_of(generation_config: GenerationConfig) -> Recorded:
+    """The outputs that a call asks for."""
+    if not generation_config.return_dict_in_generate:
+        return Recorded()
+    return Recorded(*(bool(getattr(generation_config, f"output_{name}")) for name in Recorded._fields))
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """The fixed buffers and compiled forwards that a call asks for."""
+
+    is_static: bool = False  # whether buffers never grow
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # of the models, "target" and "draft"
+    min_columns: int = 0  # columns that buffers have at least
+    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
 
 
 @dataclass(frozen=True)

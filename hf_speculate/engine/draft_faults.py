@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_speculate.caller import caller_level
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.errors import OtherRankError
 from hf_speculate.stats import SpeculationStats
@@ -34,6 +35,12 @@ class DraftFaults:
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     _error: Exception | None = field(default=None, init=False)  # that other ranks have yet to learn of
     _is_over: bool = field(default=False, init=False)  # whether the ranks meet no more in this context
+
+    @classmethod
+    def of(cls, plan: Plan, stats: SpeculationStats) -> "DraftFaults":
+        """The faults of a planned call; all errors are the caller's until the drafter says which are."""
+        device = (plan.draft or plan.target).device
+        return cls(stats, f"the drafter ({plan.call.source.description})", device, lambda error: True, plan.call.ranks)
 
     def __enter__(self) -> None:
         self._is_over = False

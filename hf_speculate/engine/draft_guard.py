@@ -11,6 +11,7 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
@@ -54,6 +55,13 @@ class DraftGuard:
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
+
+    @classmethod
+    def of(cls, plan: Plan, session: DraftSession, faults: DraftFaults) -> "DraftGuard":
+        """The guard of a planned call's session."""
+        call, is_fixed = plan.call, plan.is_lock_step or "draft" in plan.runners.parts
+        rows_may_leave = not is_fixed and session.reuse is None and not call.ranks.is_synced
+        return cls(session, faults, call.num_pads, rows_may_leave, call.ranks)
 
     @property
     def kv_cache(self) -> KVCache | None:

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.call_schedule import make_schedule
 from hf_speculate.engine.observers import Observer
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.schedule import RoundOutcome, RowGain, Schedule
@@ -23,6 +26,21 @@ class DraftLength(Observer):
     reads_ahead: bool = False  # whether the drafter reads prompts before the first round in any case
     ranks: Ranks = ONE_PROCESS  # the largest K of all ranks counts; finished ranks go on until all are
     group: Ranks = ONE_PROCESS  # rank 0's schedule counts; one process if every rank's asks for the same K
+
+    @classmethod
+    def of(cls, plan: Plan, drafter: Drafter) -> "DraftLength":
+        """The draft length of a planned call."""
+        call = plan.call
+        reads_clock = call.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
+        return cls(
+            make_schedule(plan, drafter),
+            call.max_new_tokens,
+            plan.is_lock_step,
+            counts_drafted=drafter.drafts_fewer,
+            reads_ahead=call.rows_leave,
+            ranks=call.ranks,
+            group=call.ranks if reads_clock else ONE_PROCESS,
+        )
 
     def begin(self, prefill_s: float, num_read: int, num_unread: int) -> None:
         """Prepare for the first round, from the seconds and columns of the target's prefill."""

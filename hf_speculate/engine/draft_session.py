@@ -1,22 +1,26 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.engine.target_states import TargetStates
+from hf_speculate.models.quirks import placeless_id
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
+_REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
 _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
 
 
@@ -31,25 +35,6 @@ class DraftReuse(Protocol):
 
     def remember(self, batch: Batch) -> None:
         """Keep the states of the rows' tokens."""
-
-
-class TargetStates(Protocol):
-    """The hidden states of the target that the drafter has not read, row by row."""
-
-    wanted: bool | list[int]  # the value of `output_hidden_states` in the target's forward
-
-    @property
-    def counts(self) -> list[int]:
-        """[B] number of states of each row; empty if there are none."""
-
-    def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append states of the prompt, `num_ahead` columns before its end on, of the last `num_tokens` [B] tokens."""
-
-    def add(self, output: Scored, counts: Sequence[int]) -> None:
-        """Append the states of a round in which each row emitted `counts` [B] tokens."""
-
-    def take(self, device: torch.device) -> Tensor:
-        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count, N at most."""
 
 
 @dataclass
@@ -72,6 +57,18 @@ class DraftSession(PerRow):
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
     _seen_round: int = field(default=0, init=False)  # the round of that call
+
+    @classmethod
+    def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None) -> "DraftSession":
+        """The session of a planned call; `states` are those of the target that the drafter reads."""
+        call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
+        if draft is not None:
+            kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
+            if call.config.draft_state is not None:
+                reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, draft.model, kv_cache)
+        padding_id = plan.pad_token_id if plan.is_lock_step else None
+        rest = reuse, placeless_id(plan.target.model), states, call.ranks
+        return cls(drafter, kv_cache, plan.draft_strategy, padding_id, *rest)
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""

@@ -1,25 +1,52 @@
-"""What a draft source is told of a call: the drafter's setup before the plan, and the draft plan after it."""
+"""The drafter of a call: its source begins before the plan, and makes it from the plan."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from hf_speculate.draft.base import DraftCompilation, DrafterSetup
+from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.engine.call import Call
+from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.engine.runners import draft_lens
+from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.context import Context
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.verify.base import traits_of
 
+_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
 _FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
+
+
+def begin_source(call: Call, stats: SpeculationStats, prepared: Mapping[str, Any]) -> Call:
+    """The call once its source has begun; `prepared` is what transformers hands to candidate generators."""
+    return replace(call, source=call.source.begin(drafter_setup(call, stats.add_eager_part), prepared))
+
+
+def make_drafter(plan: Plan, stats: SpeculationStats, faults: DraftFaults) -> Drafter:
+    """The drafter of a planned call, which then says which errors of its own are the caller's."""
+    told = draft_plan(plan, stats.add_eager_part, partial(faults.meet, is_last=False))
+    drafter = plan.call.source.make_drafter(told)
+    faults.is_callers = drafter.is_callers
+    return drafter
+
+
+def find_target_states(plan: Plan, drafter: Drafter) -> TargetStates | None:
+    """The states that the drafter of a planned call reads; None if it reads none."""
+    if plan.hidden_layers is None:
+        return None
+    states: TargetStates = importlib.import_module(_STATES).make_states(plan, drafter.project_states)
+    return states
 
 
 def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:

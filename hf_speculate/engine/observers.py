@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.errors import BadLogitsError
@@ -164,3 +165,15 @@ class CallbackObserver(Observer):
                 total_s=record.total_s,
             )
         )
+
+
+def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
+    """The observers of a planned call that no other part of its decoder is."""
+    call = plan.call
+    observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
+    observers.append(StatsObserver(stats, int(call.streamer is not None), keeps_rows=plan.steps_have_all_rows))
+    if call.streamer is not None:
+        observers.append(StreamObserver(call.streamer))
+    if call.config.speculation_callback is not None:
+        observers.append(CallbackObserver(call.config.speculation_callback))
+    return observers

@@ -1,30 +1,24 @@
 """Output recorder: collects what `generate()` returns, row by row and token by token."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.layers import windows_of
 from hf_speculate.compat import CACHE_NAME
+from hf_speculate.engine.call import Recorded
 from hf_speculate.engine.observers import Observer
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.types import RoundRecord
 
 LayerStates = tuple[Tensor, ...]
 GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
-
-
-class Recorded(NamedTuple):
-    """The outputs that the call asked for besides tokens."""
-
-    scores: bool = False
-    logits: bool = False
-    hidden_states: bool = False
-    attentions: bool = False
 
 
 class OutputRecorder(Observer):
@@ -40,6 +34,12 @@ class OutputRecorder(Observer):
         self._scores: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
         self._logits: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
         self._windows = windows  # the sliding window of each layer, None for full attention
+
+    @classmethod
+    def of(cls, plan: Plan, kv_cache: KVCache) -> "OutputRecorder":
+        """The recorder of a planned call; `kv_cache` is the target's."""
+        text_config = plan.target.model.config.get_text_config(decoder=True)
+        return cls(plan.call.row_ids, plan.call.recorded, lambda: windows_of(text_config, kv_cache.cache))
 
     def on_round(self, record: RoundRecord) -> None:
         wants = self.recorded
@@ -127,10 +127,3 @@ def _attention_row(layer: Tensor, position: int, num_query: int, window: int | N
     end = layer.shape[-1] - num_query + position + 1
     start = 0 if window is None else max(end - window, 0)
     return layer[:, :, position : position + 1, start:end]
-
-
-def recorded_of(generation_config: GenerationConfig) -> Recorded:
-    """The outputs that a call asks for."""
-    if not generation_config.return_dict_in_generate:
-        return Recorded()
-    return Recorded(*(bool(getattr(generation_config, f"output_{name}")) for name in Recorded._fields))

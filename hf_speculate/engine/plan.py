@@ -2,28 +2,33 @@
 
 import functools
 import logging
+import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.draft_prior import cost_ratio
-from hf_speculate.engine.model_plan import ModelPlan
+from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
 from hf_speculate.engine.runners import Runners, draft_lens, find_runners
-from hf_speculate.models.cache_kinds import CachePlan
+from hf_speculate.engine.step_weights import cost_ratio
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import adapters_by_row
 from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors.registry import lock_step_reason
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
-_log_once = functools.cache(logging.getLogger("hf_speculate").info)
+LOGGER = logging.getLogger("hf_speculate")
+_log_once = functools.cache(LOGGER.info)
+_WITHOUT_FAILED_KERNELS = (
+    "hf_speculate.options.verdicts.kernel_choice:without_failed_kernels"  # imported on CUDA devices
+)
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,29 @@ class Plan:
         return [*self.runners.settings, *(["draft"] if self.compiles_itself else [])]
 
     @property
+    def pads_ended_rows(self) -> bool:
+        """Whether a row that has stopped is padded; otherwise rows go on until the last one stops."""
+        return self.pad_token_id is not None
+
+    @property
     def steps_have_all_rows(self) -> bool:
-        """Whether a plain step has all rows of the batch: without padding, rows go on until the last one stops."""
-        return self.keeps_rows or self.pad_token_id is None
+        """Whether a plain step has all rows of the batch."""
+        return self.keeps_rows or not self.pads_ended_rows
 
     @property
     def end_padding_id(self) -> int | None:
         """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
         is_fed = self.call.is_cache_kept and self.call.batch_size > 1 and not self.lock_step
         return self.pad_token_id if is_fed else None
+
+    def report_to(self, stats: SpeculationStats) -> None:
+        """Write the plan to the statistics of its call."""
+        stats.plan, stats.verifier, stats.cache = repr(self), self.call.config.verifier or "", self.target.cache.kind
+        stats.compiled, stats.graphed = self.compiled, list(self.runners.graphed)
+        stats.lock_step = self.is_lock_step
+        for reason in self.fallbacks:
+            stats.add_fallback(reason)
+        LOGGER.debug("%s", stats.plan)
 
     def __repr__(self) -> str:
         config = self.call.config
@@ -84,8 +103,18 @@ class Plan:
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
 
+def with_working_kernels(call: Call, stats: SpeculationStats) -> Call:
+    """The call, with torch in place of kernels that were seen to fail; an error if it names kernels that cannot run."""
+    for model in call.models:
+        check_backend(call.config.verifier_backend, device_of(model))
+    if call.config.verifier_backend == "torch" or all(device_of(model).type != "cuda" for model in call.models):
+        return call
+    working: Call = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(call, stats)
+    return working
+
+
 def make_plan(call: Call) -> Plan:
-    """Decide what a call does."""
+    """Decide what a call does, whose source has begun."""
     fallbacks: list[str] = []
     call = _without_useless_draft(call, fallbacks)
     goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
@@ -98,8 +127,8 @@ def make_plan(call: Call) -> Plan:
     source = call.source
     lens = draft_lens(call.config, source.varies_len) if source.drafts else ()
     hidden_layers = None if source.hidden_layers is None else tuple(source.hidden_layers)
-    target = _plan_target(call, hidden_layers)
-    draft = None if call.draft is None else _plan_draft(call, call.draft, target)
+    target = plan_target(call, hidden_layers)
+    draft = None if call.draft is None else plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
     runners = find_runners(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
     fallbacks += [*_cache_fallbacks(models), *runners.reasons]
@@ -119,21 +148,6 @@ def make_plan(call: Call) -> Plan:
         or (call.batch_size > 1 and adapters_by_row(call.target)),
         fallbacks=tuple(fallbacks),
     )
-
-
-def target_cache_plan(call: Call) -> CachePlan:
-    """The target's KV cache, with buffers that grow."""
-    plan = CachePlan(
-        call.config.speculation_cache,
-        call.is_cache_passed,
-        call.is_cache_kept,
-        call.recorded.attentions,
-        call.target_inputs.crosses,
-        max_columns=call.max_columns,
-        num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
-        handed_on=HandedOn.of(call.target),
-    )
-    return plan.choose(call.target, call.cache, call.attention_mask, call.input_ids.device)
 
 
 def places_by_column(model: PreTrainedModel) -> bool:
@@ -209,36 +223,3 @@ def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
         if one.cache.kind == "dynamic" and one.cache.reason:
             _log_once(f"the {one.part} cache of {type(one.model).__name__} is dynamic: {one.cache.reason}")
             yield f"{one.part} cache: dynamic, because {one.cache.reason}"
-
-
-def _plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
-    eager_reason = ""
-    if hidden_layers and call.source.reads_outputs:
-        eager_reason = call.source.reads_outputs
-    elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
-        eager_reason = "whose state before the final norm the drafter reads"
-    ungraphed = ""
-    if call.rows_leave:
-        ungraphed = "rows of the batch are refilled"
-    elif call.recorded.hidden_states or call.recorded.attentions:
-        ungraphed = "hidden states or attentions are returned"
-    device, inputs = call.input_ids.device, call.target_inputs
-    return ModelPlan("target", call.target, device, inputs, target_cache_plan(call), eager_reason, ungraphed)
-
-
-def _plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
-    device = device_of(draft)
-    cache = CachePlan(
-        call.config.speculation_cache,
-        crosses=call.draft_inputs.crosses,
-        max_columns=call.max_length,
-        num_recurrent_states=target.cache.num_recurrent_states,
-        handed_on=HandedOn.of(draft),
-    ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
-    if cache.kind == "preallocated" and cache.requested == "auto" and call.config.draft_state is not None:
-        layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
-        if any(layers.is_sliding) and not call.static.is_static:
-            reason = "growing buffers drop what lies behind a window, and draft_state keeps all states"
-            cache = replace(cache, kind="dynamic", reason=reason)
-    ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
-    return ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed)

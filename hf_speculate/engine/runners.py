@@ -11,6 +11,7 @@ from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
+from hf_speculate.engine.call import RunnerRequest
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_kinds import GROWING, Buffers
@@ -20,16 +21,6 @@ from hf_speculate.models.runner import GRAPH_BACKENDS
 from hf_speculate.processors.of_rows import RowProcessors
 
 _OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may run compiled, or from device graphs
-
-
-@dataclass(frozen=True)
-class RunnerRequest:
-    """The fixed buffers and compiled forwards that a call asks for."""
-
-    is_static: bool = False  # whether buffers never grow
-    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # of the models, "target" and "draft"
-    min_columns: int = 0  # columns that buffers have at least
-    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
 
 
 @dataclass(frozen=True)

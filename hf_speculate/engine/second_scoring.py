@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
 from hf_speculate.engine.target_session import TargetSession
 from hf_speculate.engine.verification import Verification
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Verified
+from hf_speculate.verify.base import depends_on_draft
 
 
 class Rescored(NamedTuple):
@@ -41,6 +43,11 @@ class SecondScoring:
     verification: Verification
     depends_on_draft: bool  # whether the output depends on what is drafted
     ranks: Ranks
+
+    @classmethod
+    def of(cls, plan: Plan, target: TargetSession, verification: Verification) -> "SecondScoring":
+        """The second scoring of a planned call."""
+        return cls(target, verification, depends_on_draft(plan.call.config), plan.call.ranks)
 
     def run(self, batch: Batch, draft: DraftOut, keys: NoiseKeys, first: Verified) -> Rescored:
         """The round anew, from the draft that led to the verdict `first`."""

@@ -24,6 +24,11 @@ class StepWeights(NamedTuple):
         return model_state(model).get(cls, partial(step_weights, model))
 
 
+def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
+    """The bytes that a draft step reads in one process over those of a plain step."""
+    return StepWeights.of(draft).num_bytes / max(StepWeights.of(target).num_bytes, 1)
+
+
 def step_weights(model: PreTrainedModel) -> StepWeights:
     """The weights of a step: no encoder's, and no table of embeddings (a step reads rows) unless it is the head."""
     decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder else model

@@ -3,6 +3,8 @@
 from dataclasses import InitVar, dataclass
 
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.plan import Plan
+from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowCriteria
 from hf_speculate.types import Trimmed, Verified
@@ -25,6 +27,14 @@ class StopTracker(PerRow):
         self.num_new = [0] * num_rows  # tokens that each row has emitted
         self.stop_lens: list[int | None] = [None] * num_rows  # the same where it stopped, or None
         self.end = 0  # the largest of these, of rows that have left the batch too; at last that of the longest row
+
+    @classmethod
+    def of(cls, plan: Plan) -> "StopTracker":
+        """The stops of a planned call."""
+        call, num_rows = plan.call, plan.call.batch_size
+        criteria = call.ranks.wrap_criteria(call.criteria)
+        stopping = find_row_lists(call.rows_leave).criteria(criteria, num_rows, call.max_length)
+        return cls(stopping, num_rows, call.max_new_tokens, plan.pads_ended_rows, plan.is_lock_step)
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
         """How many verified tokens each row emits, and which rows are finished after them."""

@@ -8,14 +8,17 @@ from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
+from hf_speculate.engine.target_states import TargetStates
+from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Scored, Trimmed
 
 _NEVER = 1 << 30  # a column that no query has
-MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, as many as folded attention takes
+_MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, as many as folded attention takes
 
 
 @dataclass
@@ -38,6 +41,13 @@ class EndPadding:
         self._was_finished = [False] * num_rows  # at the last query
         self._starts: list[int] = []  # [B] column of the query from which a row reads padding
         self._device_starts: Tensor  # the same on the query's device
+
+    @classmethod
+    def of(cls, plan: Plan) -> "EndPadding":
+        """The padding of a planned call."""
+        call = plan.call
+        max_query = min(call.prefill_chunk_size or _MAX_PADDING_QUERY, plan.runners.max_query or _MAX_PADDING_QUERY)
+        return cls(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
         """The query [B, Q] int64 of a round, with padding instead of the drafts of finished rows."""
@@ -95,6 +105,25 @@ class TargetSession(PerRow):
     chunk_size: int | None  # prompt tokens per forward; None for all at once
     options: Mapping[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
     padding: EndPadding  # fills the cache after finished rows
+
+    @classmethod
+    def of(cls, plan: Plan, states: TargetStates | None, on_failure: Callable[[str, str], None]) -> "TargetSession":
+        """The target of a planned call; `on_failure` gets the part and the reason if it cannot run compiled."""
+        call, runners, capture = plan.call, plan.runners, None if states is None else states.capture
+        model = runners.language_model(plan.target, call.max_position, on_failure, capture) or LanguageModel(
+            call.target,
+            call.max_position,
+            call.is_cache_kept or call.ranks.is_distributed,
+            call.target_inputs,
+            capture=capture,
+        )
+        wanted = {
+            "output_hidden_states": (states is not None and states.wanted) or call.recorded.hidden_states,
+            "output_attentions": call.recorded.attentions,
+        }
+        options = {name: value for name, value in wanted.items() if value}
+        kv_cache = plan.target.make_cache(call.batch_size, runners.buffers(plan.target))
+        return cls(model, kv_cache, call.query_ids, call.prefill_chunk_size, options, EndPadding.of(plan))
 
     @property
     def room(self) -> int | None:

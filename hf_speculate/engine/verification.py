@@ -15,13 +15,15 @@ from transformers import LogitsProcessorList
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
+from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import download
 from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
-from hf_speculate.verify.base import Verifier
+from hf_speculate.verify.base import Verifier, make_verifier
 
 _SPANS = "hf_speculate.options.spans.spans"  # imported if a lossy verifier decides in spans of the text alone
 
@@ -51,6 +53,18 @@ class Verification(PerRow):
     verifier: Verifier  # the verification rule
     spans: VerifierSpans | None  # restricts a lossy verifier to spans; None if it decides everywhere
     ranks: Ranks  # the processes that decode the call together
+
+    @staticmethod
+    def of(plan: Plan) -> "Verification":
+        """The verification of a planned call."""
+        call, config = plan.call, plan.call.config
+        rule = make_verifier(config), find_spans(config, call.do_sample, call.num_pads), call.ranks
+        if not plan.is_lock_step:
+            processors = find_row_lists(call.rows_leave).processors(call.processors, call.batch_size)
+            return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)
+        criteria = call.ranks.wrap_criteria(call.criteria)
+        pad = plan.pad_token_id if criteria.eos_token_ids is not None else None
+        return LockStepVerification(*rule, call.processors, criteria, pad, call.recorded.scores)
 
     def verify(
         self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool = False

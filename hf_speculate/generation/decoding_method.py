@@ -17,14 +17,16 @@ from hf_speculate.compat import CACHE_NAMES, pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared, build_decoder
-from hf_speculate.engine.call import Call
-from hf_speculate.engine.outputs import GenerateOutput, recorded_of
+from hf_speculate.engine.call import Call, recorded_of
+from hf_speculate.engine.drafter_setup import begin_source
+from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.engine.plan import make_plan, with_working_kernels
 from hf_speculate.engine.ranks import find_ranks
 from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
-from hf_speculate.generation.draft_encoder import try_draft_inputs
-from hf_speculate.generation.model_inputs import target_inputs
+from hf_speculate.generation.draft_encoder import read_inputs
+from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
 from hf_speculate.generation.validate_call import check_context, check_mask, check_prepared, check_room, check_synced
 from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -100,7 +102,9 @@ class SpeculativeDecoding:
         if not is_shown(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
             call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
-        prepared = build_decoder(call, self.stats, self.clock, self._for_generators(inputs, processors))
+        call = with_working_kernels(call, self.stats)
+        call = begin_source(call, self.stats, self._for_generators(inputs, processors))
+        prepared = build_decoder(make_plan(call), self.stats, self.clock)
         if self.on_prepared is not None:
             self.on_prepared(prepared)
             return input_ids
@@ -155,8 +159,12 @@ class SpeculativeDecoding:
             has_compiled = generation_config.compile_config is not None
             check_synced(generation_config, is_fixed or has_compiled, self.source)
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
-        given = inputs_tensor if reads_tensor else None, model_kwargs, len(input_ids), source.vocabulary
-        read_by_draft = try_draft_inputs(self.stats, ranks, draft, model, *given)
+        read = model, inputs_tensor if reads_tensor else None, model_kwargs, len(input_ids), source.vocabulary
+        read_by_draft: ExtraInputs | None
+        if draft is not None and draft.config.is_encoder_decoder:
+            read_by_draft = read_inputs(self.stats, ranks, draft, *read)
+        else:
+            read_by_draft = draft_inputs(draft, *read)
         if read_by_draft is None:  # the draft cannot read what the target has read
             source = source.without_model()
             config = source.settings(config)

@@ -1,4 +1,4 @@
-"""Draft encoder: what the draft model reads besides the text, or why its encoder cannot read it."""
+"""Draft encoder: what a draft model with an encoder reads besides the text, or why the encoder cannot read it."""
 
 from typing import Any
 
@@ -15,17 +15,15 @@ from hf_speculate.models.language_model import device_of
 from hf_speculate.stats import SpeculationStats
 
 
-def try_draft_inputs(
+def read_inputs(
     stats: SpeculationStats,
     ranks: Ranks,
-    draft: PreTrainedModel | None,
+    draft: PreTrainedModel,
     target: PreTrainedModel,
     inputs: Tensor | None,
     *others: Any,
 ) -> ExtraInputs | None:
     """As `draft_inputs`; None, with the reason in the statistics, if the draft's encoder cannot read the inputs."""
-    if draft is None or not draft.config.is_encoder_decoder:
-        return draft_inputs(draft, target, inputs, *others)
     name, read = f"the encoder of the drafter (model {type(draft).__name__})", None
     faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), ranks)
     longest, encoder = encoder_context_len(draft.config), draft.get_encoder()

@@ -1,18 +1,46 @@
 """Verifiers: rules that decide which drafted tokens are accepted."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.types import Stream
-from hf_speculate.verify.base import Verifier, register_verifier
-from hf_speculate.verify.block import BlockVerifier
-from hf_speculate.verify.coupled import CoupledVerifier
-from hf_speculate.verify.greedy import GreedyVerifier
-from hf_speculate.verify.prefix import keep_prefix
-from hf_speculate.verify.rejection import RejectionVerifier
-from hf_speculate.verify.typical import TypicalVerifier
+from hf_speculate.verify.base import Verifier, VerifierFactory, register_verifier
+
+if TYPE_CHECKING:
+    from hf_speculate.verify.block import BlockVerifier as BlockVerifier
+    from hf_speculate.verify.coupled import CoupledVerifier as CoupledVerifier
+    from hf_speculate.verify.greedy import GreedyVerifier as GreedyVerifier
+    from hf_speculate.verify.prefix import keep_prefix as keep_prefix
+    from hf_speculate.verify.rejection import RejectionVerifier as RejectionVerifier
+    from hf_speculate.verify.typical import TypicalVerifier as TypicalVerifier
+
+# Name -> the module that defines it, imported when it is first used.
+_MODULES = {
+    "BlockVerifier": "block",
+    "CoupledVerifier": "coupled",
+    "GreedyVerifier": "greedy",
+    "RejectionVerifier": "rejection",
+    "TypicalVerifier": "typical",
+    "keep_prefix": "prefix",
+}
+__all__ = [*_MODULES, "Verifier", "register_verifier"]  # noqa: PLE0604
 
 
-def _make_typical(config: SpeculationConfig) -> TypicalVerifier:
-    return TypicalVerifier(
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def _without_options(name: str) -> VerifierFactory:
+    """The factory of a verifier that is only told which kernels it runs."""
+    return lambda config: __getattr__(name)(config.verifier_backend)
+
+
+def _make_typical(config: SpeculationConfig) -> Verifier:
+    typical: type[TypicalVerifier] = __getattr__("TypicalVerifier")
+    return typical(
         posterior_threshold=config.posterior_threshold,
         posterior_alpha=config.posterior_alpha,
         entropy_epsilon=config.entropy_epsilon,
@@ -22,30 +50,15 @@ def _make_typical(config: SpeculationConfig) -> TypicalVerifier:
 
 
 register_verifier(
-    "greedy",
-    lambda config: GreedyVerifier(config.verifier_backend),
-    lossless=True,
-    reads_draft_logits=False,
-    reads_keys=False,
+    "greedy", _without_options("GreedyVerifier"), lossless=True, reads_draft_logits=False, reads_keys=False
 )
-register_verifier("rejection", lambda config: RejectionVerifier(config.verifier_backend), lossless=True)
+register_verifier("rejection", _without_options("RejectionVerifier"), lossless=True)
 register_verifier("typical", _make_typical, lossless=False, reads_draft_logits=False)
-register_verifier("block", lambda config: BlockVerifier(config.verifier_backend), lossless=True)
+register_verifier("block", _without_options("BlockVerifier"), lossless=True)
 register_verifier(
     "coupled",
-    lambda config: CoupledVerifier(config.verifier_backend),
+    _without_options("CoupledVerifier"),
     lossless=True,
     reads_draft_logits=False,
     draft_stream=Stream.RACE,
 )
-
-__all__ = [
-    "BlockVerifier",
-    "CoupledVerifier",
-    "GreedyVerifier",
-    "RejectionVerifier",
-    "TypicalVerifier",
-    "Verifier",
-    "keep_prefix",
-    "register_verifier",
-]

@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.engine.draft_prior import cost_ratio
+from hf_speculate.engine.step_weights import cost_ratio
 from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group
 from hf_speculate.options.self_test.compare import NUM_TOKENS

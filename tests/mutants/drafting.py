@@ -177,11 +177,11 @@ MUTANTS = mutants_of(
                 "return self._since - self._created", "return self._since - self._began"
             ),
         },
-        ("hf_speculate/options/sources/early_exit.py", "engine/test_draft_prior.py"): {
+        ("hf_speculate/options/sources/early_exit.py", "engine/test_call_schedule.py"): {
             "early exits share a history": Fault("early exit after {self.num_layers} layers", "early exit"),
             "an early exit is a new model in every call": Fault("HistoryKey(None, (", "HistoryKey(self.model, ("),
         },
-        ("hf_speculate/engine/step_weights.py", "engine/test_draft_prior.py"): {
+        ("hf_speculate/engine/step_weights.py", "engine/test_call_schedule.py"): {
             "a table of embeddings is read in every step": Fault(
                 "set(map(id, table.parameters())) - shared", "shared - shared"
             ),

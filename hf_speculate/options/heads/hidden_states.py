@@ -13,12 +13,12 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
 
 
-def make_capture(plan: Plan) -> LayerCapture | None:
-    """What keeps the states that the drafter of a plan reads; None if the output of the target's forward holds them."""
+def make_states(plan: Plan, project: Callable[[Tensor], Tensor]) -> "HiddenStates":
+    """The states that the drafter of a plan reads, which are captured unless the target's forward returns them."""
     layers = plan.hidden_layers or ()  # numbered for candidate generators as `output_hidden_states` numbers them
     is_eager = "target" not in plan.runners.parts
     is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
-    return None if is_returned else LayerCapture(plan.target.model, layers)
+    return HiddenStates(layers, None if is_returned else LayerCapture(plan.target.model, layers), project)
 
 
 class HiddenStates(PerRow):
@@ -27,11 +27,12 @@ class HiddenStates(PerRow):
     BY_ROW = ("_columns",)
     TENSORS = ("_pieces",)
 
-    def __init__(self, layers: Sequence[int], is_captured: bool, project: Callable[[Tensor], Tensor]):
+    def __init__(self, layers: Sequence[int], capture: LayerCapture | None, project: Callable[[Tensor], Tensor]):
         self._layers = list(layers)  # concatenated along D in this order
         self._project = project  # applied to states before they are kept
+        self.capture = capture  # None if the output of the target's forward holds the states
         # the value of `output_hidden_states` in the target's forward: a list names the first layers only
-        self.wanted: bool | list[int] = not is_captured and (min(self._layers) < 0 or self._layers)
+        self.wanted: bool | list[int] = capture is None and (min(self._layers) < 0 or self._layers)
         self._pieces: list[Tensor] = []  # each [B, Q, D]
         self._columns: list[list[int]] = []  # [B] the columns of the joined pieces that belong to each row, ascending
 

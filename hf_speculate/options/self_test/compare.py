@@ -25,7 +25,8 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.plan import attention_of, places_by_column, target_cache_plan
+from hf_speculate.engine.model_plan import target_cache_plan
+from hf_speculate.engine.plan import attention_of, places_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folded_attention_for

@@ -13,9 +13,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.draft.custom import CustomSource
 from hf_speculate.draft.prompt_lookup import PromptLookup
-from hf_speculate.engine import builder
-from hf_speculate.engine.draft_prior import cost_ratio, draft_prior
-from hf_speculate.engine.step_weights import step_weights
+from hf_speculate.engine import call_schedule
+from hf_speculate.engine.call_schedule import draft_prior
+from hf_speculate.engine.step_weights import cost_ratio, step_weights
 from hf_speculate.options.heads.source import HeadSource
 from hf_speculate.options.sources.early_exit import EarlyExit
 from hf_speculate.schedule import DraftPrior
@@ -89,13 +89,13 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
 @pytest.fixture
 def schedules(monkeypatch):
     """The prior and the history of every schedule that a call builds."""
-    made, build = [], builder.build_schedule
+    made, build = [], call_schedule.build_schedule
 
     def spy(config, prior, history, *rest):
         made.append(SimpleNamespace(prior=prior, key=(history.draft, history.kind), recall=history.recall))
         return build(config, prior, history, *rest)
 
-    monkeypatch.setattr(builder, "build_schedule", spy)
+    monkeypatch.setattr(call_schedule, "build_schedule", spy)
     return made
 
 
