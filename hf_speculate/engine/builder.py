@@ -7,7 +7,6 @@ from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_setup import find_target_states, make_drafter
 from hf_speculate.engine.observers import make_observers
 from hf_speculate.engine.outputs import OutputRecorder
@@ -36,12 +35,11 @@ def build_decoder(plan: Plan, stats: SpeculationStats, clock: StageClock) -> Pre
     drafter = make_drafter(plan, stats, faults)
     states = find_target_states(plan, drafter)
     target = TargetSession.of(plan, states, stats.add_eager_part)
-    session = DraftSession.of(plan, drafter, states)
     verification, stops = Verification.of(plan), StopTracker.of(plan)
     draft_length, output = DraftLength.of(plan, drafter), OutputRecorder.of(plan, target.kv_cache)
     decoder = SpeculativeDecoder(
         target=target,
-        drafts=DraftGuard.of(plan, session, faults),
+        drafts=DraftGuard.of(plan, drafter, states, faults),
         verification=verification,
         second_scoring=SecondScoring.of(plan, target, verification),
         stops=stops,

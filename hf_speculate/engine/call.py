@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,10 +10,12 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import num_held
+from hf_speculate.compat import pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.engine.row_lists import ONE_CALL, RowLists
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -27,13 +30,6 @@ class Recorded(NamedTuple):
     attentions: bool = False
 
 
-def recorded_of(generation_config: GenerationConfig) -> Recorded:
-    """The outputs that a call asks for."""
-    if not generation_config.return_dict_in_generate:
-        return Recorded()
-    return Recorded(*(bool(getattr(generation_config, f"output_{name}")) for name in Recorded._fields))
-
-
 @dataclass(frozen=True)
 class RunnerRequest:
     """The fixed buffers and compiled forwards that a call asks for."""
@@ -45,33 +41,84 @@ class RunnerRequest:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The prompts of B rows."""
+
+    input_ids: Tensor  # [B, T] int64, left-padded
+    query_ids: Tensor  # [B, Q] int64, their tokens that the cache does not hold
+    attention_mask: Tensor | None  # [B, P] int64 over the cache's states and the query; None if nothing is padded
+
+    @property
+    def num_ahead(self) -> int:
+        """Columns of the query less those of the ids: tokens of embeddings have no ids, those in the cache no query."""
+        return self.query_ids.shape[1] - self.input_ids.shape[1]
+
+    @property
+    def text_mask(self) -> Tensor | None:
+        """[B, T] int64, 1 for real tokens among the ids; None if all are, or if embeddings have no ids."""
+        num_ids = self.input_ids.shape[1]
+        if self.attention_mask is None or not 0 < num_ids <= self.attention_mask.shape[1]:
+            return None
+        return self.attention_mask[:, -num_ids:]
+
+    @property
+    def num_pads(self) -> list[int]:
+        """[B] columns of padding before each row."""
+        mask = self.text_mask
+        if mask is None:
+            return [0] * self.input_ids.shape[0]
+        pads: list[int] = mask.argmax(dim=1).tolist()
+        return pads
+
+
+@dataclass(frozen=True)
 class Call:
     """A prepared call: what is asked for."""
 
     target: PreTrainedModel
     source: DraftSource  # what drafts
     config: SpeculationConfig  # resolved settings
-    input_ids: Tensor  # [B, T] int64, the left-padded prompts
-    query_ids: Tensor  # [B, Q] int64, the prompt tokens that the cache does not hold
-    attention_mask: Tensor | None  # [B, P] int64 over the cache's states and the query; None if nothing is padded
+    generation_config: GenerationConfig  # as transformers has prepared it
+    prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
     is_cache_passed: bool  # whether the user passed this cache
     is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
     processors: BlockLogitsProcessorList  # the target's logits processors
     criteria: BlockStoppingCriteria  # the stopping criteria
-    do_sample: bool  # whether the call samples
-    max_length: int  # columns of the output at most
-    pad_token_id: int | None  # fills finished rows
-    prefill_chunk_size: int | None  # prompt tokens per forward; None for all at once
-    recorded: Recorded  # the outputs that the call asked for
     streamer: Any  # is handed every new token of the row; or None
     static: RunnerRequest = field(default_factory=RunnerRequest)  # the fixed buffers and compiled forwards asked for
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
-    self_test: str = ""  # how the target compares with plain decoding; empty if its type is known to agree
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
-    first_row: int = 0  # number of the first output row
-    rows_leave: bool = False  # whether each row ends by itself, to make room for another prompt
+    row_lists: RowLists = ONE_CALL  # whether rows leave, so that others may take their places
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether the call samples."""
+        return bool(self.generation_config.do_sample)
+
+    @property
+    def max_length(self) -> int:
+        """Columns of the output at most."""
+        return int(self.generation_config.max_length)
+
+    @cached_property
+    def pad_token_id(self) -> int | None:
+        """Fills finished rows; None if the call has none. It may be read from a device, so once only."""
+        return pad_token_id(self.generation_config)
+
+    @property
+    def prefill_chunk_size(self) -> int | None:
+        """Prompt tokens per forward; None for all at once."""
+        size: int | None = self.generation_config.prefill_chunk_size
+        return size
+
+    @property
+    def recorded(self) -> Recorded:
+        """The outputs that the call asks for."""
+        if not self.generation_config.return_dict_in_generate:
+            return Recorded()
+        return Recorded(*(bool(getattr(self.generation_config, f"output_{name}")) for name in Recorded._fields))
 
     @property
     def draft(self) -> PreTrainedModel | None:
@@ -89,20 +136,20 @@ class Call:
 
     @property
     def row_ids(self) -> range:
-        return range(self.first_row, self.first_row + self.batch_size)
+        return range(self.row_lists.first_row, self.row_lists.first_row + self.batch_size)
 
     @property
     def batch_size(self) -> int:
-        return self.input_ids.shape[0]
+        return self.prompts.input_ids.shape[0]
 
     @property
     def max_new_tokens(self) -> int:
-        return self.max_length - self.input_ids.shape[1]
+        return self.max_length - self.prompts.input_ids.shape[1]
 
     @property
     def num_hidden(self) -> int:
         """Tokens that the target reads but the output does not show: of a passed cache, or embeddings without ids."""
-        return num_held(self.cache) + self.query_ids.shape[1] - self.input_ids.shape[1]
+        return num_held(self.cache) + self.prompts.num_ahead
 
     @property
     def max_columns(self) -> int:
@@ -114,25 +161,9 @@ class Call:
         return max(self.max_columns - 2, 0)
 
     @property
-    def text_mask(self) -> Tensor | None:
-        """[B, T] int64, 1 for real tokens among the prompt's ids; None if all are, or if embeddings have no ids."""
-        num_ids = self.input_ids.shape[1]
-        if self.attention_mask is None or not 0 < num_ids <= self.attention_mask.shape[1]:
-            return None
-        return self.attention_mask[:, -num_ids:]
-
-    @property
-    def num_pads(self) -> list[int]:
-        mask = self.text_mask
-        if mask is None:
-            return [0] * self.batch_size
-        pads: list[int] = mask.argmax(dim=1).tolist()
-        return pads
-
-    @property
     def num_prompt_tokens(self) -> list[int]:
         """[B] real tokens that the target has read of each prompt, those of a passed cache included."""
-        if self.attention_mask is None:
-            return [self.input_ids.shape[1] + self.num_hidden] * self.batch_size
-        counts: list[int] = self.attention_mask.sum(1).tolist()
+        if self.prompts.attention_mask is None:
+            return [self.prompts.input_ids.shape[1] + self.num_hidden] * self.batch_size
+        counts: list[int] = self.prompts.attention_mask.sum(1).tolist()
         return counts

@@ -13,6 +13,7 @@ from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
@@ -57,11 +58,12 @@ class DraftGuard:
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
 
     @classmethod
-    def of(cls, plan: Plan, session: DraftSession, faults: DraftFaults) -> "DraftGuard":
-        """The guard of a planned call's session."""
+    def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults) -> "DraftGuard":
+        """The guard of a planned call's session, see `DraftSession.of`."""
+        session = DraftSession.of(plan, drafter, states)
         call, is_fixed = plan.call, plan.is_lock_step or "draft" in plan.runners.parts
         rows_may_leave = not is_fixed and session.reuse is None and not call.ranks.is_synced
-        return cls(session, faults, call.num_pads, rows_may_leave, call.ranks)
+        return cls(session, faults, call.prompts.num_pads, rows_may_leave, call.ranks)
 
     @property
     def kv_cache(self) -> KVCache | None:

@@ -37,7 +37,7 @@ class DraftLength(Observer):
             call.max_new_tokens,
             plan.is_lock_step,
             counts_drafted=drafter.drafts_fewer,
-            reads_ahead=call.rows_leave,
+            reads_ahead=call.row_lists.rows_leave,
             ranks=call.ranks,
             group=call.ranks if reads_clock else ONE_PROCESS,
         )

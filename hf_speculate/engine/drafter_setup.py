@@ -13,7 +13,6 @@ from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.plan import Plan
-from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.engine.runners import draft_lens
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.context import Context
@@ -59,12 +58,12 @@ def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> Drafter
     return DrafterSetup(
         target=call.target,
         batch_size=call.batch_size,
-        num_pads=tuple(call.num_pads),
+        num_pads=tuple(call.prompts.num_pads),
         max_length=call.max_length,
         max_draft_tokens=config.max_draft_tokens,
         vocab_size=vocab_size_of(call.target),
         eos_token_ids=call.criteria.eos_token_ids or frozenset(),
-        device=call.input_ids.device,
+        device=call.prompts.input_ids.device,
         processors=call.processors.for_draft(),
         stream=traits.draft_stream,
         keeps_logits=traits.reads_draft_logits,
@@ -96,11 +95,11 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
         setup=setup,
         config=call.config,
         inputs=call.draft_inputs,
-        prompt_len=call.input_ids.shape[1] - min(setup.num_pads),
-        num_query=call.prefill_chunk_size or call.query_ids.shape[1],
+        prompt_len=call.prompts.input_ids.shape[1] - min(setup.num_pads),
+        num_query=call.prefill_chunk_size or call.prompts.query_ids.shape[1],
         max_position=call.max_position,
         processors=processors,
-        row_processors=find_row_lists(call.rows_leave).processors(processors, call.batch_size),
+        row_processors=call.row_lists.processors(processors, call.batch_size),
         is_distributed=call.ranks.is_distributed,
         meet=meet if call.ranks.is_synced else None,
         make_compiled=make_compiled,

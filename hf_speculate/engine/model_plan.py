@@ -42,19 +42,19 @@ def plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
     elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = ""
-    if call.rows_leave:
+    if call.row_lists.rows_leave:
         ungraphed = "rows of the batch are refilled"
     elif call.recorded.hidden_states or call.recorded.attentions:
         ungraphed = "hidden states or attentions are returned"
-    device, cache = call.input_ids.device, target_cache_plan(call)
-    rest = call.cache, _moved(call.attention_mask, device), eager_reason, ungraphed
+    device, cache = call.prompts.input_ids.device, target_cache_plan(call)
+    rest = call.cache, _moved(call.prompts.attention_mask, device), eager_reason, ungraphed
     return ModelPlan("target", call.target, device, call.target_inputs, cache, *rest)
 
 
 def plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
     """The plan of the model that drafts."""
     device = device_of(draft)
-    mask = _moved(call.text_mask, device)
+    mask = _moved(call.prompts.text_mask, device)
     cache = CachePlan(
         call.config.speculation_cache,
         crosses=call.draft_inputs.crosses,
@@ -83,7 +83,7 @@ def target_cache_plan(call: Call) -> CachePlan:
         num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
         handed_on=HandedOn.of(call.target),
     )
-    return plan.choose(call.target, call.cache, call.attention_mask, call.input_ids.device)
+    return plan.choose(call.target, call.cache, call.prompts.attention_mask, call.prompts.input_ids.device)
 
 
 def _moved(mask: Tensor | None, device: torch.device) -> Tensor | None:

@@ -47,6 +47,7 @@ class Plan:
     # fed to finished rows; None if rows without an EOS token go on until the last one has stopped
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
+    self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
 
     @property
@@ -98,7 +99,7 @@ class Plan:
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
-            "self-test": self.call.self_test,
+            "self-test": self.self_test,
         }
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
@@ -113,11 +114,11 @@ def with_working_kernels(call: Call, stats: SpeculationStats) -> Call:
     return working
 
 
-def make_plan(call: Call) -> Plan:
+def make_plan(call: Call, self_test: str = "") -> Plan:
     """Decide what a call does, whose source has begun."""
     fallbacks: list[str] = []
     call = _without_useless_draft(call, fallbacks)
-    goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
+    goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.row_lists.rows_leave
     lock_step = _lock_step_reason(call, goes_on)
     if lock_step:
         fallbacks.append(lock_step)
@@ -146,6 +147,7 @@ def make_plan(call: Call) -> Plan:
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or runners.parts or reuses_draft_cache)
         or (call.batch_size > 1 and adapters_by_row(call.target)),
+        self_test=self_test,
         fallbacks=tuple(fallbacks),
     )
 

@@ -12,6 +12,9 @@ _OPTION = "hf_speculate.options.refill.row_groups"  # imported where rows leave,
 class RowLists:
     """Makes what the engine runs of a call's lists; rows of one call have the same ones, and share them."""
 
+    rows_leave = False  # whether each row ends by itself, to make room for another prompt
+    first_row = 0  # number of the first output row
+
     def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
         """The logits processors of so many rows."""
         return processors
@@ -24,9 +27,7 @@ class RowLists:
 ONE_CALL = RowLists()
 
 
-def find_row_lists(rows_leave: bool) -> RowLists:
-    """What makes a call's lists, by whether each row ends by itself, to make room for another prompt."""
-    if not rows_leave:
-        return ONE_CALL
-    lists: RowLists = importlib.import_module(_OPTION).RefilledRows()
+def refilled_rows(first_row: int) -> RowLists:
+    """What makes the lists of a call whose rows leave; `first_row` is the number of its first one."""
+    lists: RowLists = importlib.import_module(_OPTION).RefilledRows(first_row)
     return lists

@@ -4,7 +4,6 @@ from dataclasses import InitVar, dataclass
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
-from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowCriteria
 from hf_speculate.types import Trimmed, Verified
@@ -33,7 +32,7 @@ class StopTracker(PerRow):
         """The stops of a planned call."""
         call, num_rows = plan.call, plan.call.batch_size
         criteria = call.ranks.wrap_criteria(call.criteria)
-        stopping = find_row_lists(call.rows_leave).criteria(criteria, num_rows, call.max_length)
+        stopping = call.row_lists.criteria(criteria, num_rows, call.max_length)
         return cls(stopping, num_rows, call.max_new_tokens, plan.pads_ended_rows, plan.is_lock_step)
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:

@@ -123,7 +123,7 @@ class TargetSession(PerRow):
         }
         options = {name: value for name, value in wanted.items() if value}
         kv_cache = plan.target.make_cache(call.batch_size, runners.buffers(plan.target))
-        return cls(model, kv_cache, call.query_ids, call.prefill_chunk_size, options, EndPadding.of(plan))
+        return cls(model, kv_cache, call.prompts.query_ids, call.prefill_chunk_size, options, EndPadding.of(plan))
 
     @property
     def room(self) -> int | None:

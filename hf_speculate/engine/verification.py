@@ -17,7 +17,6 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.engine.row_lists import find_row_lists
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -58,9 +57,9 @@ class Verification(PerRow):
     def of(plan: Plan) -> "Verification":
         """The verification of a planned call."""
         call, config = plan.call, plan.call.config
-        rule = make_verifier(config), find_spans(config, call.do_sample, call.num_pads), call.ranks
+        rule = make_verifier(config), find_spans(config, call.do_sample, call.prompts.num_pads), call.ranks
         if not plan.is_lock_step:
-            processors = find_row_lists(call.rows_leave).processors(call.processors, call.batch_size)
+            processors = call.row_lists.processors(call.processors, call.batch_size)
             return RowWiseVerification(*rule, processors, keeps_padding=plan.end_padding_id is not None)
         criteria = call.ranks.wrap_criteria(call.criteria)
         pad = plan.pad_token_id if criteria.eos_token_ids is not None else None

@@ -13,15 +13,16 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import is_static, static_copies
-from hf_speculate.compat import CACHE_NAMES, pad_token_id
+from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared, build_decoder
-from hf_speculate.engine.call import Call, recorded_of
+from hf_speculate.engine.call import Call, Prompts
 from hf_speculate.engine.drafter_setup import begin_source
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.plan import make_plan, with_working_kernels
 from hf_speculate.engine.ranks import find_ranks
+from hf_speculate.engine.row_lists import ONE_CALL, refilled_rows
 from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
@@ -99,12 +100,13 @@ class SpeculativeDecoding:
         check_unused(logits_processor)
         processors = BlockLogitsProcessorList(logits_processor).by_row(len(input_ids))
         call = self._call(inputs, config, processors, stopping_criteria)
+        self_test = ""
         if not is_shown(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
-            call = replace(call, self_test=check_decoding(call, generation_config, model_kwargs, self.source))
+            self_test = check_decoding(call, generation_config, model_kwargs, self.source)
         call = with_working_kernels(call, self.stats)
         call = begin_source(call, self.stats, self._for_generators(inputs, processors))
-        prepared = build_decoder(make_plan(call), self.stats, self.clock)
+        prepared = build_decoder(make_plan(call, self_test), self.stats, self.clock)
         if self.on_prepared is not None:
             self.on_prepared(prepared)
             return input_ids
@@ -173,26 +175,19 @@ class SpeculativeDecoding:
             target=model,
             source=source,
             config=config,
-            input_ids=input_ids,
-            query_ids=query_ids,
-            attention_mask=padding_mask,
+            generation_config=generation_config,
+            prompts=Prompts(input_ids, query_ids, padding_mask),
             cache=model_kwargs[cache_name(model)],
             is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
             processors=processors,
             criteria=BlockStoppingCriteria(criteria),
-            do_sample=bool(generation_config.do_sample),
-            max_length=generation_config.max_length,
-            pad_token_id=pad_token_id(generation_config),
-            prefill_chunk_size=generation_config.prefill_chunk_size,
-            recorded=recorded_of(generation_config),
             streamer=self.passed.get("streamer"),
             static=static,
             target_inputs=extra,
             draft_inputs=read_by_draft or ExtraInputs(),
             ranks=ranks,
-            first_row=self.first_row,
-            rows_leave=self.on_prepared is not None,
+            row_lists=ONE_CALL if self.on_prepared is None else refilled_rows(self.first_row),
         )
 
     def _for_generators(self, inputs: _Inputs, processors: BlockLogitsProcessorList) -> dict[str, Any]:
@@ -234,7 +229,7 @@ class SpeculativeDecoding:
             return inputs.static_cache
         if not self.is_static or not call.is_cache_kept:
             return call.cache
-        num_columns = call.max_length + call.query_ids.shape[1] - call.input_ids.shape[1] - 1
+        num_columns = call.max_length + call.prompts.num_ahead - 1
         max_cache_len = max(num_columns, getattr(inputs.generation_config, "max_cache_len", None) or 0)
         config = inputs.model.config.get_text_config(decoder=True)
         copy: Cache = static_copies().static_copy(call.cache, config, max_cache_len)

@@ -56,7 +56,7 @@ class DraftCacheReuse:
 
 def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache) -> DraftCacheReuse | None:
     """The reuse of a call; None if there is nothing to reuse, or if the mask of the text has holes."""
-    state, mask = call.config.draft_state, call.text_mask
+    state, mask = call.config.draft_state, call.prompts.text_mask
     if state is None or not call.draft_inputs.is_empty:
         return None
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
@@ -67,7 +67,7 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
     adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
     table = None if call.vocabulary is None else call.vocabulary.table
     key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, table)
-    return DraftCacheReuse(state, key, kv_cache, call.num_pads)
+    return DraftCacheReuse(state, key, kv_cache, call.prompts.num_pads)
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -20,6 +20,11 @@ _Group = tuple[Settings, list[int]]  # the rows of the batch that they are for, 
 class RefilledRows(RowLists):
     """Makes lists that the rows of other calls may join."""
 
+    rows_leave = True
+
+    def __init__(self, first_row: int):
+        self.first_row = first_row
+
     def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
         return ProcessorGroups(processors, num_rows)
 

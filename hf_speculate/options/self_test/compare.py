@@ -49,7 +49,7 @@ def check_decoding(
         return ""
     if model.training:  # dropout draws anew in every forward
         return "skipped, for the model is in training mode"
-    mask, dtype = call.attention_mask, _dtype(model)
+    mask, dtype = call.prompts.attention_mask, _dtype(model)
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     # Calls that agree in this are decoded alike.
     model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
@@ -101,13 +101,13 @@ def _measure(
     model = call.target
     with _same_randomness(model):
         plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
-        plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
+        plain = plain_steps(model, call.prompts.input_ids, generation_config, plain_kwargs, num_tokens)
     del plain_kwargs  # before the second cache is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
     folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
         cache = target_cache_plan(ours).make(
-            model, ours.cache, call.batch_size, call.attention_mask, call.input_ids.device
+            model, ours.cache, call.batch_size, call.prompts.attention_mask, call.prompts.input_ids.device
         )
         with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:
             stack.callback(cache.release)
@@ -122,9 +122,9 @@ def _measure(
 
 
 def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: int) -> float:
-    model, batch_size, device = call.target, call.batch_size, call.input_ids.device
+    model, batch_size, device = call.target, call.batch_size, call.prompts.input_ids.device
     language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
-    for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):
+    for chunk in call.prompts.query_ids.split(call.prefill_chunk_size or call.prompts.query_ids.shape[1], dim=1):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)
     cache.begin_recording()
     num_tokens = min(num_tokens, _num_placed(plain.token_ids, placeless_id(model)))
