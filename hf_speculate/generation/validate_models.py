@@ -34,32 +34,44 @@ def check_models(models: Sequence[Any], source: DraftSource) -> None:
             f"(_sample) of its own; {source.hint}"
         )
     for model in models:
-        name, config = type(model).__name__, model.config
-        recurrent = rollback_obstacle(model)
-        quirk = limit_reason(model, Limit.NOT_SUPPORTED)
-        drops_states = model.training and any(
-            getattr(part, "gradient_checkpointing", False) for part in model.modules()
-        )
-        num_stages = getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
-        served = _SERVED_LAYERS | (_SERVED_BESIDE_RECURRENT_LAYERS if recurrent_cache(model) is not None else set())
-        unserved = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - served)
-        obstacles = {
-            f"models must be able to roll back, got {name} with recurrent state {recurrent}; ": bool(recurrent),
-            f"models must take a cache, got {name} without; ": not cache_name(model),
-            f"models must read several tokens after a cached text, got {name}, whose layers {quirk}; ": bool(quirk),
-            f"models must keep their states, got {name} in training mode with gradient checkpointing, which drops "
-            "them; call eval() or gradient_checkpointing_disable(), or ": drops_states,
-            f"models must prepare their inputs as their class does, got {name} with a prepare_inputs_for_generation of "
-            "its own (prompt or prefix tuning); ": "prepare_inputs_for_generation" in vars(model),
-            f"models must lie whole in every process or be split by tensor parallelism, got {name} in {num_stages} "
-            "stages (pp_size); load it with tp_size, or ": num_stages > 1,
-            f"layer_types must be among {', '.join(sorted(served))}, got {', '.join(unserved)} in {name}; ": unserved
-            != [],
-        }
-        for obstacle, holds in obstacles.items():
-            if holds:
-                raise UnsupportedModelError(f"{obstacle}{source.hint}")
+        _check_model(model, source)
     _check_encoders(models[0], models[-1])
+
+
+def _check_model(model: Any, source: DraftSource) -> None:
+    name, config = type(model).__name__, model.config
+
+    def refused(obstacle: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{obstacle}{source.hint}")
+
+    if recurrent := rollback_obstacle(model):
+        raise refused(f"models must be able to roll back, got {name} with recurrent state {recurrent}; ")
+    if not cache_name(model):
+        raise refused(f"models must take a cache, got {name} without; ")
+    if quirk := limit_reason(model, Limit.NOT_SUPPORTED):
+        raise refused(f"models must read several tokens after a cached text, got {name}, whose layers {quirk}; ")
+    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise refused(
+            f"models must keep their states, got {name} in training mode with gradient checkpointing, which drops "
+            "them; call eval() or gradient_checkpointing_disable(), or "
+        )
+    if "prepare_inputs_for_generation" in vars(model):
+        raise refused(
+            f"models must prepare their inputs as their class does, got {name} with a prepare_inputs_for_generation of "
+            "its own (prompt or prefix tuning); "
+        )
+    num_stages = getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
+    if num_stages > 1:
+        raise refused(
+            f"models must lie whole in every process or be split by tensor parallelism, got {name} in {num_stages} "
+            "stages (pp_size); load it with tp_size, or "
+        )
+    layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    served = _SERVED_LAYERS
+    if not layer_types <= served and recurrent_cache(model) is not None:
+        served = served | _SERVED_BESIDE_RECURRENT_LAYERS
+    if unserved := sorted(layer_types - served):
+        raise refused(f"layer_types must be among {', '.join(sorted(served))}, got {', '.join(unserved)} in {name}; ")
 
 
 def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> None:
