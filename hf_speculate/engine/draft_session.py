@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,6 +35,38 @@ class DraftReuse(Protocol):
 
     def remember(self, batch: Batch) -> None:
         """Keep the states of the rows' tokens."""
+
+
+class RowProgress(NamedTuple):
+    """How far the drafter is in one row, counted in columns from the row's start.
+
+    After a round the drafter is left equally far behind in every row: the next query has Q tokens of each, and the
+    cache drops what it holds of them. Where a row has too few tokens for that, it keeps more:
+
+    | row                                       | the cache keeps                                    |
+    |-------------------------------------------|----------------------------------------------------|
+    | live                                      | all but the last Q tokens                          |
+    | finished, with fewer than Q new tokens    | its prompt, after which tokens are fed again       |
+    | with fewer than Q tokens behind its pads  | its padding, some of which is then read as text    |
+    """
+
+    length: int  # of the row
+    num_seen: int  # what the drafter has read, drafts of its own among them
+    prompt_len: int
+    is_finished: bool
+
+    def num_valid(self, num_emitted: int, is_own: bool) -> int:
+        """What the drafter has read and the row holds; of the emitted tokens, which may not be its own, all or none."""
+        return min(self.num_seen, self.length if is_own else self.length - num_emitted)
+
+    def num_kept(self, num_query: int) -> int:
+        """What the cache keeps before a query, padding not regarded."""
+        kept = self.length - num_query
+        return max(kept, min(self.num_seen, self.prompt_len)) if self.is_finished else kept
+
+    def num_kept_with_padding(self, num_query: int, num_real: int) -> int:
+        """What it keeps if it holds `num_real` tokens besides padding."""
+        return max(self.num_kept(num_query), self.num_seen - num_real)
 
 
 @dataclass
@@ -122,10 +154,9 @@ class DraftSession(PerRow):
             self.hidden_states.add(scored, trimmed.num_emitted)
         if not draft.token_ids.shape[1]:
             return
-        lens = batch.tokens.lens
-        is_own = [True] * len(lens) if draft.cached is None else draft.cached.is_own
-        rows = zip(self._num_seen, lens, trimmed.num_emitted, is_own, strict=True)
-        ends = [min(seen, length if own else length - num) for seen, length, num, own in rows]
+        is_own = [True] * batch.num_rows if draft.cached is None else draft.cached.is_own
+        rows = zip(self._progress(batch), trimmed.num_emitted, is_own, strict=True)
+        ends = [row.num_valid(num_emitted, own) for row, num_emitted, own in rows]
         self._crop(batch, ends)
         if self.reuse is not None:
             self.reuse.note(batch, ends)
@@ -192,8 +223,8 @@ class DraftSession(PerRow):
     def _num_unseen(self, batch: Batch) -> int:
         """Tokens at the end of the live rows that the drafter has not seen; the same number for every row."""
         no_live = all(batch.is_finished)  # other ranks take part in the forwards: all rows are fed what they lack
-        rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
-        num_unseen = max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
+        rows = [row for row in self._progress(batch) if no_live or not row.is_finished]
+        num_unseen = max(row.length - row.num_seen for row in rows)
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
 
     def _before_placeless(self, batch: Batch, draft: DraftOut) -> DraftOut:
@@ -222,21 +253,21 @@ class DraftSession(PerRow):
         num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
 
+    def _progress(self, batch: Batch) -> list[RowProgress]:
+        rows = zip(batch.tokens.lens, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)
+        return [RowProgress(*row) for row in rows]
+
     def _crop(self, batch: Batch, num_valid: list[int]) -> None:
         """Leave the drafter, which has seen `num_valid` [B] emitted tokens, equally far behind in every row."""
-        lens = batch.tokens.lens
-        behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))
+        rows = self._progress(batch)
+        behind = max(row.length - num for row, num in zip(rows, num_valid, strict=True))
         num_query = max(behind, self.drafter.min_query_len)
-        keep = [length - num_query for length in lens]
-        # a finished row may have fewer tokens than the query: its prompt stays, and is followed by tokens fed again
-        rows = zip(keep, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)
-        keep = [max(num, min(seen, prompt)) if is_finished else num for num, seen, prompt, is_finished in rows]
+        keep = [row.num_kept(num_query) for row in rows]
         if self.kv_cache is not None:
-            if any(num < prompt for num, prompt in zip(keep, batch.prompt_lens, strict=True)):
-                # padding stays too: a row shorter than the query reads some of its padding as text
-                held = zip(keep, self._num_seen, self.kv_cache.num_real_tokens, strict=True)
-                keep = [max(num, seen - num_real) for num, seen, num_real in held]
-            drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
+            if any(num < row.prompt_len for num, row in zip(keep, rows, strict=True)):
+                num_real = self.kv_cache.num_real_tokens
+                keep = [row.num_kept_with_padding(num_query, num) for row, num in zip(rows, num_real, strict=True)]
+            drops = [row.num_seen - num for row, num in zip(rows, keep, strict=True)]
             self.kv_cache.crop(drops, batch.tokens.row_lens)
         self._num_seen = keep
 

@@ -8,7 +8,7 @@ import torch
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.engine.draft_session import DraftSession, RowProgress
 from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
 from tests.schedule.simulator import ScriptedSchedule
@@ -73,6 +73,21 @@ def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
         batch.is_finished = [is_finished]
         drafts.propose(batch, 2, batch.begin_round(), [2], lambda: None)
     assert [query.tolist() for query in drafter.queries] == [[[5, 6, 7]], [[7]], [[7]]]
+
+
+@pytest.mark.parametrize(
+    ("row", "num_real", "kept", "with_padding"),
+    [
+        (RowProgress(9, 12, prompt_len=5, is_finished=False), 9, 7, 7),
+        (RowProgress(9, 12, prompt_len=5, is_finished=True), 9, 7, 7),
+        (RowProgress(6, 8, prompt_len=5, is_finished=True), 8, 5, 5),  # the prompt stays
+        (RowProgress(6, 4, prompt_len=5, is_finished=True), 4, 4, 4),  # what has been read of it
+        (RowProgress(6, 8, prompt_len=5, is_finished=False), 3, 4, 5),  # the padding stays
+    ],
+)
+def test_a_draft_cache_keeps_what_a_row_reads_again_in_no_query(row, num_real, kept, with_padding):
+    assert row.num_kept(num_query=2) == kept
+    assert row.num_kept_with_padding(num_query=2, num_real=num_real) == with_padding
 
 
 def test_of_an_ended_row_the_padding_alone_has_a_score():

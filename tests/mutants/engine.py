@@ -87,8 +87,8 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/engine/draft_session.py", "generation/test_options.py generation/test_matrix.py"): {
             "a rejected token stays in the cache": Fault(
-                "keep = [length - num_query for length in lens]",
-                "keep = [length - num_query + 1 for length in lens]",
+                "kept = self.length - num_query",
+                "kept = self.length - num_query + 1",
                 "options/draft_state/test_draft_state.py",
             ),
             "the cache is cut one token too short": Fault(
