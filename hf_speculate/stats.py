@@ -1,5 +1,6 @@
 """Speculation statistics: what a speculative call did, counted and timed."""
 
+import importlib
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import rich.markup
 import rich.table
 
 from hf_speculate.errors import counted, import_extra
-from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
 
 STAGES = StageSeconds._fields
@@ -249,6 +249,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
             MissingExtraError: matplotlib is not installed.
         """
         rates = self.acceptance_rate_per_position
+        make_figure = importlib.import_module("hf_speculate.plotting").make_figure
         return make_figure(self.headline, rates, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
 
     def __str__(self) -> str:

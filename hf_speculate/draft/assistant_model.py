@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,6 @@ from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.draft.vocab_intersection import are_equal, intersect_vocabularies
 from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageModel, VocabMapping, padding_mapping
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.context import context_of
@@ -26,6 +26,7 @@ from hf_speculate.models.language_model import LanguageModel, device_of, vocab_s
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 
+_VOCABULARIES = "hf_speculate.draft.vocab_intersection"  # imported where two tokenizers are compared
 # With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
 # Of these, 1 in 100 looks so bad by then.
 VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
@@ -156,10 +157,12 @@ def map_vocabularies(
     ours = find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
     theirs = find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
     if ours is not None and theirs is not None:
-        if are_equal(ours, theirs):
+        vocabularies = importlib.import_module(_VOCABULARIES)
+        if vocabularies.are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
         if are_given:
-            return intersect_vocabularies(ours, theirs, num_target, num_draft)
+            common: VocabMapping = vocabularies.intersect_vocabularies(ours, theirs, num_target, num_draft)
+            return common
         why = "their tokenizers differ"
     elif abs(num_target - num_draft) <= MAX_PADDING and _eos_ids(target) == _eos_ids(draft):
         warnings.warn(
