@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
-from hf_speculate.compat import CACHE_NAME, OLD_CACHE_NAMES, TAKES_CACHE
+from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
@@ -105,6 +105,15 @@ def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping
             setattr(call["generation_config"], name, None)
         if getattr(model.generation_config, name) is not None:
             call[name] = None
+
+
+def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether a call asks for a new static cache, which cannot roll back by row: it gets a dynamic one, in place."""
+    is_passed = any(call.get(name) is not None for name in CACHE_NAMES)
+    if is_passed or setting(model, call, "cache_implementation") != "static":
+        return False
+    call["cache_implementation"] = "dynamic"
+    return True
 
 
 def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.compat import CACHE_NAMES, check_private_names, comes_from_model_config
-from hf_speculate.config import FIELD_NAMES
+from hf_speculate.compat import check_private_names, comes_from_model_config
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
-from hf_speculate.draft.source import SOURCES, find_source
+from hf_speculate.draft.source import SOURCES, DraftSource, find_source
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -29,6 +29,7 @@ from hf_speculate.generation.arguments import (
     samples,
     source_arguments,
     take_over_all,
+    take_static_cache,
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
@@ -111,8 +112,10 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
     calls: list[Prepared] = []
     bound, clock = bind(_plain_generate(model), (), kwargs), _started_clock()
-    decoding = _find_decoding(model, bound, {}, clock, first_row, calls.append)
-    _run(model, bound, cast(SpeculativeDecoding, decoding))  # never None if somebody waits for the call
+    source, config, declined = _find_source(model, bound, {})
+    found = source or CONTINUOUS, config, declined
+    decoding = _make_decoding(model, bound.call, found, clock, first_row, calls.append)
+    _run(model, bound, decoding)
     return calls[-1]
 
 
@@ -141,9 +144,13 @@ def _generate(
     bound = bind(plain, args, kwargs)
     if isinstance(bound.call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
-    decoding = _find_decoding(model, bound, saved, clock)
-    if decoding is None:
+    source, config, declined = _find_source(model, bound, saved)
+    if source is None:
+        check_verifier(config.resolve(do_sample=False))
+        if config.speculation_stats is not None:
+            config.speculation_stats.reset()
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
+    decoding = _make_decoding(model, bound.call, (source, config, declined), clock)
     output = _run(model, bound, decoding)
     stats = decoding.stats
     decoding.source.after_call(model, stats)
@@ -161,33 +168,36 @@ def _started_clock() -> StageClock:
     return clock
 
 
-def _find_decoding(
-    model: PreTrainedModel,
-    bound: BoundCall,
-    saved: Mapping[str, Any],
-    clock: StageClock,
-    first_row: int = 0,
-    on_prepared: Callable[[Prepared], object] | None = None,
-) -> SpeculativeDecoding | None:
-    """Take what concerns speculation out of a call, and check it; None if nothing drafts and nobody waits for rows."""
+def _find_source(
+    model: PreTrainedModel, bound: BoundCall, saved: Mapping[str, Any]
+) -> tuple[DraftSource | None, SpeculationConfig, list[str]]:
+    """Take out of a call what drafts, the settings, and the arguments that do without a source here.
+
+    The source is None if transformers decodes the call.
+    """
     call, sources = bound.call, getattr(model, "draft_sources", SOURCES)
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     stronger = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     values = source_arguments(model, call, sources)
     source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
-    declined = [] if source is not None else [name for name, value in values.items() if value]
     if source is not None:
         take_over_all(model, call, values)
-        config = source.settings(config)
-    elif config.verifier == "coupled" and samples(model, bound):
-        source = COUPLED_ALONE
-    elif on_prepared is not None:
-        source = CONTINUOUS
-    else:
-        check_verifier(config.resolve(do_sample=False))
-        if config.speculation_stats is not None:
-            config.speculation_stats.reset()
-        return None
+        return source, source.settings(config), []
+    declined = [name for name, value in values.items() if value]
+    draws_coupled = config.verifier == "coupled" and samples(model, bound)
+    return (COUPLED_ALONE if draws_coupled else None), config, declined
+
+
+def _make_decoding(
+    model: PreTrainedModel,
+    call: dict[str, Any],  # the arguments by name, of which our own are taken out
+    found: tuple[DraftSource, SpeculationConfig, list[str]],  # see `_find_source`
+    clock: StageClock,
+    first_row: int = 0,
+    on_prepared: Callable[[Prepared], object] | None = None,
+) -> SpeculativeDecoding:
+    """Check a call with a source, and make the function that decodes it."""
+    source, config, declined = found
     check_call(model, call, config, source, declined)
     check_private_names(model)
     models = [model] if source.model is None else [model, source.model]
@@ -197,13 +207,8 @@ def _find_decoding(
     source = source.resolve(model, call)
     clock.enter(Stage.PREPARE)
     own_stop_strings(model, call)
-    hide_settings(model, call, sources)
-    # a static cache cannot roll back by row
-    is_static = setting(model, call, "cache_implementation") == "static" and all(
-        call.get(name) is None for name in CACHE_NAMES
-    )
-    if is_static:
-        call["cache_implementation"] = "dynamic"
+    hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
+    is_static = take_static_cache(model, call)
     passed = {name: value for name, value in call.items() if value is not None}
     return SpeculativeDecoding(source, config, passed, is_static, clock, first_row, on_prepared)
 
