@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from functools import cache
 from itertools import islice
 from pathlib import PurePosixPath
 
 import pytest
 
+from hf_speculate.engine.call import Call
 from tests.test_floors import ROOT, library_files
 
 FOLDER = "options"  # of the options, below `hf_speculate`
@@ -21,8 +23,10 @@ NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are
 # The imports that options may have of options; on some devices, graphs wait for what `hf-speculate doctor` has seen.
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compiled", "verdicts")}
 
+BUILDER, MAX_IMPORTS, MAX_CALL_FIELDS = "engine/builder.py", 15, 16
+
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 88, "lines run": 11_607, "modules loaded": 106, "lines loaded": 12_471}
+MOST = {"files run": 88, "lines run": 11_623, "modules loaded": 106, "lines loaded": 12_487}
 
 
 def option_of(path: str) -> str | None:
@@ -76,6 +80,14 @@ def import_problems(found: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{path} must not import {imported} ({option_of(imported)})" for path, imported in sorted(found)]
 
 
+def decisions_of(source: str, files: Mapping[str, str]) -> list[str]:
+    """What a source does that only constructs what a plan says: it branches on nothing, and knows the parts alone."""
+    branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If | ast.IfExp | ast.Match)]
+    problems = [f"line {node.lineno} decides" for node in branches]
+    num_imports = len(set(imports_of(source, files)))
+    return problems + [f"{num_imports} imports: at most {MAX_IMPORTS}"] * (num_imports > MAX_IMPORTS)
+
+
 def figures(run: Mapping[str, int], loaded: Mapping[str, int]) -> dict[str, int]:
     """The figures that `MOST` bounds, of a traced call: file -> lines."""
     return dict(zip(MOST, (len(run), sum(run.values()), len(loaded), sum(loaded.values())), strict=True))
@@ -120,6 +132,18 @@ def test_an_added_import_is_found(path, line, imported):
     found = option_imports({**files, path: f"{files[path]}\n{line}\n"})
     assert found == ({(path, imported)} if imported else set())
     assert len(import_problems(found)) == len(found)
+
+
+def test_the_builder_only_constructs():
+    files = sources()
+    assert not decisions_of(files[BUILDER], files)
+    assert len(decisions_of(files["engine/plan.py"], files)) > 10
+    many = "\n".join(f"import hf_speculate.{path.removesuffix('.py').replace('/', '.')}" for path in files)
+    assert len(decisions_of(many, files)) == 1
+
+
+def test_a_call_has_few_fields():
+    assert len(fields(Call)) <= MAX_CALL_FIELDS
 
 
 def test_a_plain_greedy_call_runs_and_loads_little():
