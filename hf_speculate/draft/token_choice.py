@@ -124,11 +124,12 @@ class RoundDraft(ChosenTokens):
         if history is not None:
             history.append(token_ids[:, None])
             self._num_recorded += 1
+        are_last = None
         if settings.confidence_threshold > 0:
-            chosen = scores.float().log_softmax(dim=-1).gather(1, best[:, None])[:, 0]
-            self._are_last.append(chosen.exp() < settings.confidence_threshold)
+            log_probs = scores.float().log_softmax(dim=-1).gather(1, best[:, None])[:, 0]
+            are_last = log_probs.exp() < settings.confidence_threshold
         is_kept = self._draws is not None and settings.keeps_logits
-        self.chosen.append(Chosen(token_ids[:, None], scores[:, None] if is_kept else None))
+        self.add(Chosen(token_ids[:, None], scores[:, None] if is_kept else None), are_last)
         return token_ids
 
     def choose_all(self, logits: Tensor) -> None:
@@ -136,7 +137,7 @@ class RoundDraft(ChosenTokens):
         if self._draws is None and self._chooser.is_plain:
             self._chooser.last_logits = logits[:, -1]
             vocabulary = self._chooser.vocabulary
-            self.chosen.append(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
+            self.add(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])

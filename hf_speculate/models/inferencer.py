@@ -37,29 +37,28 @@ def joined(chosen: Sequence[Chosen]) -> Chosen:
 
 
 class ChosenTokens:
-    """The tokens that are chosen one by one after a query, and where rows end among them."""
+    """The tokens that are chosen one by one after a query, and where rows end among them; a subclass chooses."""
 
     def __init__(
         self,
         stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
         counts: Ruler,  # int32, on the device of the tokens
-        sample_strategy: SampleStrategy = SampleStrategy.GREEDY,
     ):
         self.chosen: list[Chosen] = []
         self._stop_ids = stop_ids
         self._counts = counts
-        self._sample_strategy = sample_strategy
         self._are_last: list[Tensor] = []  # by token, [B] bool: rows that need no other; empty if only ids end rows
         self._is_ended: Tensor | None = None  # [B] bool, of the tokens that `are_enough` has looked at
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [B] int64: the argmax of logits [B, V], or a draw of torch's default generator."""
-        if self._sample_strategy is SampleStrategy.GREEDY:
-            token_ids = logits.float().argmax(dim=-1)
-        else:
-            token_ids = torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0]
-        self.chosen.append(Chosen(token_ids[:, None], logits[:, None]))
-        return token_ids
+        """The next token [B] int64, from logits [B, V]; it is added to those before it."""
+        raise NotImplementedError
+
+    def add(self, chosen: Chosen, are_last: Tensor | None = None) -> None:
+        """Add tokens; `are_last` [B] bool are rows that need none after a single one, whatever its id."""
+        self.chosen.append(chosen)
+        if are_last is not None:
+            self._are_last.append(are_last)
 
     def are_enough(self) -> bool:
         """Whether no row needs another token, asked after each; False where the answer would have to be waited for."""
@@ -87,6 +86,22 @@ class ChosenTokens:
         if not go_on:
             return counts[-1:].repeat(token_ids.shape[0])
         return torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amin(1)
+
+
+class SampledTokens(ChosenTokens):
+    """Takes the argmax, or draws from torch's default generator."""
+
+    def __init__(self, stop_ids: Tensor | None, counts: Ruler, sample_strategy: SampleStrategy):
+        super().__init__(stop_ids, counts)
+        self._sample_strategy = sample_strategy
+
+    def choose(self, logits: Tensor) -> Tensor:
+        if self._sample_strategy is SampleStrategy.GREEDY:
+            token_ids = logits.float().argmax(dim=-1)
+        else:
+            token_ids = torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0]
+        self.add(Chosen(token_ids[:, None], logits[:, None]))
+        return token_ids
 
 
 class Inferencer:
@@ -159,7 +174,7 @@ class Inferencer:
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
-        return ChosenTokens(stop_ids, Ruler(device, torch.int32), sample_strategy)
+        return SampledTokens(stop_ids, Ruler(device, torch.int32), sample_strategy)
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:

@@ -57,7 +57,7 @@ MUTANTS = mutants_of(
                 "history.append(token_ids[:, None])", "history.append(token_ids[:, None], [0] * len(token_ids))"
             ),
             "sure tokens end a draft": Fault(
-                "chosen.exp() < settings", "chosen.exp() > settings", "draft/test_model.py"
+                "log_probs.exp() < settings", "log_probs.exp() > settings", "draft/test_model.py"
             ),
         },
         ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
