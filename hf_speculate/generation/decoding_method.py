@@ -1,5 +1,6 @@
 """The decoding method of a call, which transformers runs once it has prepared the inputs."""
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -175,7 +176,7 @@ class SpeculativeDecoding:
             target=model,
             source=source,
             config=config,
-            generation_config=generation_config,
+            generation_config=copy.copy(generation_config),  # candidate generators may write to the one they are given
             prompts=Prompts(input_ids, query_ids, padding_mask),
             cache=model_kwargs[cache_name(model)],
             is_cache_passed=self.is_cache_passed and static_cache is None,

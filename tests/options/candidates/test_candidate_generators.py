@@ -143,6 +143,18 @@ def test_the_draft_models_config_is_not_written_to(target):
     assert draft.generation_config.to_dict() == before
 
 
+def test_a_generator_that_writes_to_its_generation_config_changes_no_text():
+    target = make_model("llama")
+    options = {**ragged_prompts(1, seed=3), "max_new_tokens": NUM_NEW}
+    plain = target.generate(**options)
+
+    def source(generation_config, **others):
+        generation_config.max_length = 3
+        return PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=2, max_length=100)
+
+    assert_equal_ids(hf_speculate.generate(target, **options, candidate_generator=source), plain)
+
+
 def test_transformers_greedy_loop_gives_the_plain_text():
     plain, made = make_model("llama"), []
 
