@@ -101,7 +101,7 @@ class SpeculativeDecoder:
 
     @property
     def _kv_caches(self) -> list[KVCache]:
-        return [one for one in (self.target.kv_cache, self.drafts.kv_cache) if one is not None]
+        return [kv_cache for kv_cache in (self.target.kv_cache, self.drafts.kv_cache) if kv_cache is not None]
 
     def prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the token that follows it."""

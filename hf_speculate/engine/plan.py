@@ -221,7 +221,7 @@ def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: b
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
     """Which KV caches are not preallocated though nothing was said against it; the log has each once."""
-    for one in models:
-        if one.cache.kind == "dynamic" and one.cache.reason:
-            _log_once(f"the {one.part} cache of {type(one.model).__name__} is dynamic: {one.cache.reason}")
-            yield f"{one.part} cache: dynamic, because {one.cache.reason}"
+    for part, model, cache in ((model_plan.part, model_plan.model, model_plan.cache) for model_plan in models):
+        if cache.kind == "dynamic" and cache.reason:
+            _log_once(f"the {part} cache of {type(model).__name__} is dynamic: {cache.reason}")
+            yield f"{part} cache: dynamic, because {cache.reason}"

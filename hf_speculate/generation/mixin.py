@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,9 +114,8 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     calls: list[Prepared] = []
     bound, clock = bind(_plain_generate(model), (), kwargs), _started_clock()
     source, config, declined = _find_source(model, bound, {})
-    found = source or CONTINUOUS, config, declined
-    decoding = _make_decoding(model, bound.call, found, clock, first_row, calls.append)
-    _run(model, bound, decoding)
+    decoding = _make_decoding(model, bound.call, source or CONTINUOUS, config, declined, clock)
+    _run(model, bound, replace(decoding, first_row=first_row, on_prepared=calls.append))
     return calls[-1]
 
 
@@ -150,7 +150,7 @@ def _generate(
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
-    decoding = _make_decoding(model, bound.call, (source, config, declined), clock)
+    decoding = _make_decoding(model, bound.call, source, config, declined, clock)
     output = _run(model, bound, decoding)
     stats = decoding.stats
     decoding.source.after_call(model, stats)
@@ -191,13 +191,12 @@ def _find_source(
 def _make_decoding(
     model: PreTrainedModel,
     call: dict[str, Any],  # the arguments by name, of which our own are taken out
-    found: tuple[DraftSource, SpeculationConfig, list[str]],  # see `_find_source`
+    source: DraftSource,
+    config: SpeculationConfig,
+    declined: list[str],  # see `_find_source`
     clock: StageClock,
-    first_row: int = 0,
-    on_prepared: Callable[[Prepared], object] | None = None,
 ) -> SpeculativeDecoding:
     """Check a call with a source, and make the function that decodes it."""
-    source, config, declined = found
     check_call(model, call, config, source, declined)
     check_private_names(model)
     models = [model] if source.model is None else [model, source.model]
@@ -210,7 +209,7 @@ def _make_decoding(
     hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
     is_static = take_static_cache(model, call)
     passed = {name: value for name, value in call.items() if value is not None}
-    return SpeculativeDecoding(source, config, passed, is_static, clock, first_row, on_prepared)
+    return SpeculativeDecoding(source, config, passed, is_static, clock)
 
 
 def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
