@@ -46,6 +46,12 @@ MUTANTS = mutants_of(
                 "return logits[..., : self.num_columns] if has_more else logits", "return logits"
             ),
         },
+        ("hf_speculate/options/heads/layer_capture.py", "options/heads/test_generate.py"): {
+            "states are kept without a copy": Fault("states.clone()", "states"),
+        },
+        ("hf_speculate/options/heads/dflash2.py", "options/heads/test_against_reference.py"): {
+            "candidates are scored without the token before": Fault(" + selector(known, features[:, step], ids)", ""),
+        },
         ("hf_speculate/options/heads/target_ids.py", "options/heads/test_kinds.py"): {
             "ids are read as offsets": Fault("return readings[-1]", "return readings[0]"),
         },

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import Qwen3Config
 
 from hf_speculate.options.heads.layers import DecoderLayer, Rotation
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 
 _NUM_SIDES = 2
 
@@ -52,10 +52,10 @@ class ConvolvedLayer(DecoderLayer):
         self.attention_conv = BlockConvolution(config.hidden_size, num_taps, group_size)
         self.mlp_conv = BlockConvolution(config.hidden_size, num_taps, group_size)
 
-    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
         normed = self.input_layernorm(states)
         before, after = self.attention_conv.kernels(normed)
-        attended = self.self_attn(convolved(normed, before), rotation, placed, layer)
+        attended = self.self_attn(convolved(normed, before), rotation, view, layer)
         return self.finish(states, convolved(attended, after))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:

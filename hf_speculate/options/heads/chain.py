@@ -23,7 +23,7 @@ from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_f
 from hf_speculate.options.heads.head import HeadSpec, shape_of
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
 from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 from hf_speculate.types import NoiseKeys
 
 _MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
@@ -35,7 +35,7 @@ class Pairs(NamedTuple):
     token_ids: Tensor  # [B, N] int64
     states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
     positions: Tensor  # [B or 1, N] int64
-    placed: Placed
+    view: CacheView
 
 
 class ChainNetwork(HeadNetwork):
@@ -85,8 +85,8 @@ def chain_steps(
         drafted.append(chosen)
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
-            placed = Placed(buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype)
-            pairs = Pairs(chosen.token_ids, states[:, None], columns, placed)
+            view = CacheView(buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype)
+            pairs = Pairs(chosen.token_ids, states[:, None], columns, view)
             logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
     return joined(drafted)
 
@@ -130,11 +130,11 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
             num = token_ids.shape[1]
             positions = self.cache.row_lens.positions(num, first)
-            pairs = Pairs(token_ids, states, positions, self.cache.place(num, num_own[depth]))
-            given = self.network.run(depth, pairs, self.parts)  # [B, N, H]
+            pairs = Pairs(token_ids, states, positions, self.cache.view(num, num_own[depth]))
+            states_of_pairs = self.network.run(depth, pairs, self.parts)  # [B, N, H]
             num_own[depth] += num
-            outputs[depth] += given.unbind(1)
-            logits, feedback = self.network.read(given[:, -1], self.parts)
+            outputs[depth] += states_of_pairs.unbind(1)
+            logits, feedback = self.network.read(states_of_pairs[:, -1], self.parts)
             drafted.append(draft.choose(logits))
 
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
@@ -155,8 +155,8 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         if states is None or not new.width:
             return
         for depth in range(self.network.num_depths):
-            placed = self.cache.place(new.width)
-            outputs = self.network.run(depth, Pairs(new.token_ids, states, placed.columns, placed), self.parts)
+            view = self.cache.view(new.width)
+            outputs = self.network.run(depth, Pairs(new.token_ids, states, view.columns, view), self.parts)
             before = self.newest_outputs.get(depth)
             self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:

@@ -21,7 +21,7 @@ from hf_speculate.options.heads.layers import DecoderLayer, read_layer_config, w
 from hf_speculate.options.heads.load_network import ConfigSource
 from hf_speculate.options.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.options.heads.round import HeadDrafter, NewTokens
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 from hf_speculate.options.heads.unserved import unserved
 
 _MASK, _CONFIDENCE = "mask_embedding", "confidence_head.proj.weight"
@@ -38,7 +38,7 @@ class DFlashOptions:
     mask_token_id: int  # id of the other tokens of a block
     num_states: int  # A, target states that are concatenated for each token
     is_causal: tuple[bool, ...]  # by layer, whether tokens of a block hide those after them
-    samples_from_anchor: bool = False  # whether a slot predicts the token after it; otherwise the token at its place
+    samples_from_anchor: bool = False  # whether a slot predicts the token after it; otherwise its own token
     embedding_scale: float | None = None  # factor on the target's unscaled embeddings; None for the target's own scale
     logit_scale: float = 1.0  # factor on the logits
     softcapping: float | None = None  # bound of the logits by a tanh; None for no bound
@@ -62,8 +62,8 @@ class DFlashNetwork(FusingNetwork):
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(plan) for _ in range(layers.num_hidden_layers))
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
-        kind = self.options.markov_head
-        self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)
+        markov = self.options.markov_head
+        self.markov_head = None if markov is None else MarkovHead(markov, width, shapes)
         # its sigmoid estimates the probability that the target keeps a slot's token
         confidence = nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
         self.confidence_head = None if confidence is None else nn.ModuleDict({"proj": confidence})
@@ -83,13 +83,13 @@ class DFlashNetwork(FusingNetwork):
     def project(self, states: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
 
-    def read(self, context: Tensor, placed: Placed) -> None:
+    def read(self, context: Tensor, view: CacheView) -> None:
         """Put context states [B, N, H] into the keys and values of every layer."""
-        rotation = self.rotary(placed.columns, context.dtype)
+        rotation = self.rotary(view.columns, context.dtype)
         for index, layer in enumerate(self.layers):
-            placed.write(index, *layer.self_attn.keys_values(context, rotation))
+            view.write(index, *layer.self_attn.keys_values(context, rotation))
 
-    def fill(self, newest_ids: Tensor, placed: Placed, parts: TargetParts) -> Tensor:
+    def fill(self, newest_ids: Tensor, view: CacheView, parts: TargetParts) -> Tensor:
         """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
         options = self.options
         mask_id = options.mask_token_id if self.mask_embedding is None else 0  # whose embedding is then replaced
@@ -103,9 +103,9 @@ class DFlashNetwork(FusingNetwork):
             states = parts.embedded(token_ids)
         if self.mask_embedding is not None:
             states[:, 1:] = self.mask_embedding.reshape(-1)
-        rotation = self.rotary(placed.columns, states.dtype)
+        rotation = self.rotary(view.columns, states.dtype)
         for index, layer in enumerate(self.layers):
-            states = layer(states, rotation, placed, index)
+            states = layer(states, rotation, view, index)
         return self.norm(states)  # type: ignore[no-any-return]
 
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
@@ -120,13 +120,13 @@ class MarkovHead(nn.Module):
     sigmoid(gate(h, e)) ("gated"), or of tanh(output) of a recurrent unit over the block's slots ("rnn").
     """
 
-    def __init__(self, kind: str, width: int, shapes: Mapping[str, Sequence[int]]):
+    def __init__(self, variant: str, width: int, shapes: Mapping[str, Sequence[int]]):
         super().__init__()
         num_ids, rank = shapes["markov_head.markov_w1.weight"]
         self.markov_w1 = nn.Embedding(num_ids, rank)
         self.markov_w2 = nn.Linear(rank, shapes["markov_head.markov_w2.weight"][0], bias=False)
-        self.gate_proj = nn.Linear(width + rank, rank, bias=False) if kind == "gated" else None
-        self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if kind == "rnn" else None
+        self.gate_proj = nn.Linear(width + rank, rank, bias=False) if variant == "gated" else None
+        self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if variant == "rnn" else None
 
     def forward(self, embeddings: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The bias [B, Vd] of a slot with states [B, H] after tokens [B, r], and a recurrent unit's memory [B, r]."""
@@ -158,10 +158,10 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         network, options = self.network, self.network.options
         if new.states is not None and new.width:
-            network.read(new.states, self.cache.place(new.width))
+            network.read(new.states, self.cache.view(new.width))
             self.cache.advance(new.counts, new.lens)
-        placed = self.cache.place(options.block_size)
-        block = network.fill(new.newest_ids, placed, self.parts)  # [B, b, H]
+        view = self.cache.view(options.block_size)
+        block = network.fill(new.newest_ids, view, self.parts)  # [B, b, H]
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
         logits = network.logits(states, self.parts)  # [B, K, Vd]
@@ -198,7 +198,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
 
 def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
     """The DFlash or DSpark head that a config describes."""
-    config, found = source.config, source.found
+    config, head = source.config, source.recognised
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
     if fields.get("mask_token_id") is None:
         raise ConfigError(
@@ -206,12 +206,12 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         )
     is_muse = config.get("model_type") == "muse_glimmer_assistant"  # transformers' own class of z-lab's network
     layer_fields = source.layer_fields | _windows(source.layer_fields, fields, is_muse)
-    layers = read_layer_config(layer_fields, 5e5 if is_muse else _DEFAULT_THETA[found.format])
-    block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[found.format])
-    ids = source.hidden_layers or _layer_ids(fields, found.format, layers.num_hidden_layers, source.shape.num_layers)
-    samples_from_anchor = bool(fields.get("sample_from_anchor", found.kind == "dspark"))
+    layers = read_layer_config(layer_fields, 5e5 if is_muse else _DEFAULT_THETA[head.format])
+    block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[head.format])
+    ids = source.hidden_layers or _layer_ids(fields, head.format, layers.num_hidden_layers, source.shape.num_layers)
+    samples_from_anchor = bool(fields.get("sample_from_anchor", head.kind == "dspark"))
     scale = fields.get("input_embedding_scale")
-    has_markov = found.kind == "dspark" and fields.get("markov_rank")
+    has_markov = head.kind == "dspark" and fields.get("markov_rank")
     markov = str(fields.get("markov_head_type") or "vanilla") if has_markov else None
     if markov not in (None, "vanilla", "gated", "rnn"):
         raise unserved(f"a DSpark head with markov_head_type {markov!r}", "'vanilla', 'gated' or 'rnn'")
@@ -229,7 +229,7 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     notes = []
-    if not source.hidden_layers and found.format == "z-lab" and fields.get("target_layer_ids") is None:
+    if not source.hidden_layers and head.format == "z-lab" and fields.get("target_layer_ids") is None:
         notes.append(
             f"its config names no target_layer_ids, so it is taken to read layers {list(ids)}; if the acceptance rate "
             "is low, pass aux_layers="
@@ -243,17 +243,17 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
 def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     """Ids of target states as inputs of layers: z-lab names layers by their outputs, speculators by their inputs."""
     if head_format == "speculators":
-        given = fields.get("aux_hidden_state_layer_ids")
-        if not given:
+        layer_ids = fields.get("aux_hidden_state_layer_ids")
+        if not layer_ids:
             raise ConfigError(
                 "aux_hidden_state_layer_ids must be set for a speculators DFlash head, got none; pass aux_layers="
             )
-        return tuple(int(layer) for layer in given)
-    given = fields.get("target_layer_ids")
-    if given is None:  # evenly spaced from the second to the third last
+        return tuple(int(layer) for layer in layer_ids)
+    layer_ids = fields.get("target_layer_ids")
+    if layer_ids is None:  # evenly spaced from the second to the third last
         span, steps = num_target_layers - 4, max(num_layers - 1, 1)
-        given = [round(1 + index * span / steps) for index in range(num_layers)]
-    return tuple(int(layer) + 1 for layer in given)
+        layer_ids = [round(1 + index * span / steps) for index in range(num_layers)]
+    return tuple(int(layer) + 1 for layer in layer_ids)
 
 
 def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool) -> dict[str, Any]:
@@ -273,8 +273,8 @@ def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool
 def _causal_layers(fields: dict[str, Any], layers: Qwen3Config, is_muse: bool) -> tuple[bool, ...]:
     """By layer: what the config says for all; otherwise layers with a window are causal, and others are not."""
     windows = windows_of(layers)
-    for given in (fields.get("is_causal"), fields.get("causal")):
-        if given is not None:
-            return (bool(given),) * len(windows)
+    for is_causal in (fields.get("is_causal"), fields.get("causal")):
+        if is_causal is not None:
+            return (bool(is_causal),) * len(windows)
     hides_all = not is_muse and not fields.get("sliding_window_non_causal")
     return tuple(window is not None and hides_all for window in windows)

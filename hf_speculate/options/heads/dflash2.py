@@ -115,7 +115,7 @@ def read_dflash2(source: ConfigSource) -> tuple[HeadSpec, DFlash2Options]:
     if spec.draft_vocab_size != spec.vocab_size:
         raise unserved(f"a DFlash 2 head with draft_vocab_size {spec.draft_vocab_size}", "its whole vocabulary")
     if options.samples_from_anchor:
-        raise unserved("a DFlash 2 head with sample_from_anchor", "slots that predict the tokens at their places")
+        raise unserved("a DFlash 2 head with sample_from_anchor", "slots that predict their own tokens")
     width = options.layers.hidden_size
     most = {"conv_kernel_size": options.block_size, "selector_top_k": spec.vocab_size}
     sizes = {name: _size(fields, name, most.get(name, math.inf)) for name in _DEFAULTS}
@@ -145,12 +145,12 @@ def _size(fields: Mapping[str, Any], name: str, most: float) -> int:
 def _as_dflash(source: ConfigSource, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The config with what it leaves out and means otherwise than that of a DFlash head."""
     config, block_size = source.config, fields.get("block_size")
-    layer_ids = _LAYER_IDS[source.found.format]
+    layer_ids = _LAYER_IDS[source.recognised.format]
     if source.hidden_layers is None and not fields.get(layer_ids):
         raise ConfigError(
             f"{layer_ids} must be set for a DFlash 2 head, got none in config.json of {source.name}; pass aux_layers="
         )
-    if block_size is None and source.found.format == "z-lab":
+    if block_size is None and source.recognised.format == "z-lab":
         raise ConfigError(
             f"block_size must be set for a DFlash 2 head, got none; add it to config.json of {source.name}"
         )

@@ -19,7 +19,7 @@ from hf_speculate.options.heads.layers import DecoderLayer, Rotation, read_layer
 from hf_speculate.options.heads.load_network import ConfigSource
 from hf_speculate.options.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.options.heads.parallel import SlotInputs, SlotNetwork
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class FirstLayer(DecoderLayer):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(  # type: ignore[override]  # reads embeddings too
-        self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
+        self, embeddings: Tensor, states: Tensor, rotation: Rotation, view: CacheView
     ) -> Tensor:
         normed = self.hidden_norm(states)
         joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [B, N, 2H]
         residual = normed if self.norm_before_residual else states
-        return self.finish(residual, self.self_attn(joined, rotation, placed, 0))
+        return self.finish(residual, self.self_attn(joined, rotation, view, 0))
 
 
 class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
@@ -96,9 +96,9 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         else:
             embeddings = self.embed_tokens(parts.known(pairs.token_ids, self.embed_tokens.num_embeddings))
         rotation = self.rotary(pairs.positions, embeddings.dtype)
-        outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.placed)
+        outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.view)
         for index, layer in enumerate(list(self.layers)[1:], start=1):
-            outputs = layer(outputs, rotation, pairs.placed, index)
+            outputs = layer(outputs, rotation, pairs.view, index)
         return outputs
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
@@ -108,16 +108,16 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
         """See `SlotNetwork.fill`: a slot joins the mask token with the learnt state `mask_hidden`."""
         token_ids = inputs.token_ids.masked_fill(inputs.is_slot, self.mask_token_id)
-        empty, given = cast(Tensor, self.mask_hidden), cast(Tensor, inputs.states)  # a P-EAGLE head has both
-        states = torch.where(inputs.is_slot[:, :, None], self.project(empty), given)
-        outputs = self.run(0, Pairs(token_ids, states, inputs.placed.columns, inputs.placed), parts)
+        empty, states = cast(Tensor, self.mask_hidden), cast(Tensor, inputs.states)  # a P-EAGLE head has both
+        states = torch.where(inputs.is_slot[:, :, None], self.project(empty), states)
+        outputs = self.run(0, Pairs(token_ids, states, inputs.view.columns, inputs.view), parts)
         return self.norm(outputs)  # type: ignore[no-any-return]
 
 
 def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
     """The EAGLE-3 or P-EAGLE head that a config describes."""
-    config, found = source.config, source.found
-    if found.kind == "peagle" and config.get("mask_token_id") is None:
+    config, head = source.config, source.recognised
+    if head.kind == "peagle" and config.get("mask_token_id") is None:
         raise ConfigError("mask_token_id must be set for a P-EAGLE head, got none; add it to its config.json")
     eagle: dict[str, Any] = config.get("eagle_config") or {}
     flags = eagle | config
@@ -132,7 +132,7 @@ def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
         fc_norm=bool(flags.get("fc_norm")),
         norm_output=bool(flags.get("norm_output")),
         logit_scale=float(config.get("logit_scale") or 1.0),
-        mask_token_id=int(config["mask_token_id"]) if found.kind == "peagle" else None,
+        mask_token_id=int(config["mask_token_id"]) if head.kind == "peagle" else None,
     )
     if options.norm_before_fc and options.fc_norm:
         raise ConfigError(
@@ -140,7 +140,7 @@ def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
             "head was trained with"
         )
     notes = []
-    if options.norm_output and found.format == "original" and not (options.fc_norm or options.norm_before_fc):
+    if options.norm_output and head.format == "original" and not (options.fc_norm or options.norm_before_fc):
         notes.append(
             "it sets norm_output without fc_norm, as some trainers wrote for heads that do not feed back the "
             "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"

@@ -61,7 +61,7 @@ class HeadSpec:
     hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
     hidden_size: int  # H, the head's own width
     target_hidden_size: int  # Ht, the width of the states that it reads
-    vocab_size: int  # V, the vocabulary that it was made for
+    vocab_size: int  # V, the vocabulary that it was trained for
     draft_vocab_size: int  # Vd, how many of these ids it can propose
     max_draft_tokens: int | None = None  # the most that it proposes in a round; None if there is no bound
     default_draft_tokens: int | None = None  # K that its config recommends; None if it names none
@@ -222,7 +222,7 @@ class DraftHead:
                 for shift, ids in shifted.items():
                     states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
                     hits[shift] += _hits(self.with_layers(ids), target, text, states, choices)
-        accuracies = {shift: sum(found) / len(found) for shift, found in hits.items()}
+        accuracies = {shift: sum(shifted_hits) / len(shifted_hits) for shift, shifted_hits in hits.items()}
         check = LayerCheck(self.hidden_layers, accuracies, len(hits[0]))
         if accuracies[0] + _MARGIN < max(accuracies.values()):
             warnings.warn(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture
+from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture, concatenated
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
@@ -54,13 +54,13 @@ class HiddenStates(PerRow):
     def _add(self, states: Tensor, spans: Sequence[range]) -> None:
         offset = sum(piece.shape[1] for piece in self._pieces)
         before = self._columns or [[]] * len(spans)
-        self._columns = [own + [offset + one for one in span] for own, span in zip(before, spans, strict=True)]
+        self._columns = [own + [offset + column for column in span] for own, span in zip(before, spans, strict=True)]
         self._pieces.append(states)
 
     def take(self, device: torch.device) -> Tensor:
         """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count, N at most."""
         columns, most = self._columns, max(self.counts)
-        # Always a copy: the drafter could not write into a tensor made in inference mode.
+        # Always a copy: the drafter could not write into a tensor created in inference mode.
         states = torch.cat(self._pieces, dim=1)  # [B, S, D]
         if all(own == list(range(len(own))) for own in columns):
             states = states[:, :most]
@@ -74,13 +74,12 @@ class HiddenStates(PerRow):
         """[B, Q, D] of the wanted layers, captured or from the forward's output."""
         if output.captured is not None:
             return self._project(output.captured)
-        given = output.hidden_states or ()
-        few = [layer for layer in self._layers if not -len(given) <= layer < len(given) or given[layer] is None]
-        if few or any(given[layer].shape[1] < output.logits.shape[1] for layer in self._layers):
+        returned = output.hidden_states or ()
+        num = len(returned)
+        few = [layer for layer in self._layers if not -num <= layer < num or returned[layer] is None]
+        if few or any(returned[layer].shape[1] < output.logits.shape[1] for layer in self._layers):
             raise UnsupportedModelError(
                 f"the target must return a hidden state for every token, got none with output_hidden_states="
                 f"{self.wanted}; use a drafter that does not read them"
             )
-        states = [given[layer] for layer in self._layers]
-        is_one = len(states) == 1
-        return self._project(states[0] if is_one else torch.cat([one.to(states[0].device) for one in states], dim=-1))
+        return self._project(concatenated([returned[layer] for layer in self._layers]))

@@ -36,7 +36,7 @@ class LayerCapture:
         self._name = type(model).__name__
         decoder = model.get_decoder()
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        modules = next((found for found in _parts(decoder, _LAYERS) if len(found) == num_layers), None)
+        modules = next((part for part in _parts(decoder, _LAYERS) if len(part) == num_layers), None)
         norm = next(iter(_parts(decoder, _NORMS)), None)
         if modules is None or (norm is None and FINAL_STATE in self.layers):
             raise UnsupportedModelError(
@@ -75,8 +75,7 @@ class LayerCapture:
 
     def concatenated(self) -> Tensor:
         """[B, Q, A * D], the states of all layers in the last forward, concatenated in the order of the ids."""
-        states = [self.state(layer) for layer in self.layers]
-        return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
+        return concatenated([self.state(layer) for layer in self.layers])
 
     def _keep_output(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -88,6 +87,11 @@ class LayerCapture:
 
     def _keep(self, layer: int, states: Tensor) -> None:
         self._states[layer] = states.clone()  # a later layer may add to its input in place
+
+
+def concatenated(states: Sequence[Tensor]) -> Tensor:
+    """[B, Q, A * D] of A states [B, Q, D], which may lie on several devices."""
+    return states[0] if len(states) == 1 else torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
 def _parts(decoder: nn.Module, names: Sequence[str]) -> list[Any]:

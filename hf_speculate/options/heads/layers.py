@@ -10,7 +10,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from hf_speculate.models.context import context_len
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 
 _MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
 
@@ -46,7 +46,7 @@ def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """By layer, how many tokens a query attends to, itself included; None if all; empty without `layer_types`."""
     window = getattr(config, "sliding_window", None) or None  # some configs say 0 for none
     types = getattr(config, "layer_types", None) or ()
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 
 class Rotation(NamedTuple):
@@ -105,10 +105,10 @@ class Attention(nn.Module):
         values = self._heads(self.v_proj(states)).transpose(1, 2)
         return self._turned(self.k_proj(states), self.k_norm, rotation), values
 
-    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
         """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
-        keys, values = placed.write(layer, *self.keys_values(states, rotation))
-        attended = attend(self.queries(states, rotation), keys, values, placed.mask(layer))
+        keys, values = view.write(layer, *self.keys_values(states, rotation))
+        attended = attend(self.queries(states, rotation), keys, values, view.mask(layer))
         return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _turned(self, states: Tensor, norm: nn.RMSNorm | None, rotation: Rotation) -> Tensor:
@@ -141,8 +141,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
-        return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, placed, layer))
+    def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
+        return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, view, layer))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """[B, N, H] of the residual stream [B, N, H] and what attention adds to it."""

@@ -125,7 +125,7 @@ def load_drafter(
     """
     folder, shape = HeadFolder(head, subfolder), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
-    spec, kind = fit.spec, _KINDS[fit.spec.kind]
+    spec, loader = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
         raise UnsupportedModelError(
             f"a draft head must fit its target, got {spec.name} ({spec.kind}): {'; '.join(fit.problems)}; "
@@ -138,8 +138,8 @@ def load_drafter(
         spec = replace(spec, max_position_embeddings=context_len)
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
-    network = kind.load(LoadRequest(folder, spec, options, target, dtype, device))
-    loaded = DraftHead(spec, network, target.config, partial(kind.drafter, network))
+    network = loader.load(LoadRequest(folder, spec, options, target, dtype, device))
+    loaded = DraftHead(spec, network, target.config, partial(loader.drafter, network))
     loaded.check_target(target)
     return loaded
 
@@ -176,8 +176,9 @@ def _read(
             "read, and leave it out for those of the head's config"
         )
     with naming(f"{folder.source}/config.json", "the fields of a draft head"):
-        found = recognise(folder.config, folder.names, shape.model_type)
-        spec, options = _KINDS[found.kind].read(ConfigSource(folder.config, found, folder.name, shape, layers))
+        recognised = recognise(folder.config, folder.names, shape.model_type)
+        source = ConfigSource(folder.config, recognised, folder.name, shape, layers)
+        spec, options = _KINDS[recognised.kind].read(source)
     problems, notes = spec.problems_with(shape), list(spec.notes)
     if not problems and spec.vocab_size != shape.vocab_size:
         notes.append(

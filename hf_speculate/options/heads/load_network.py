@@ -36,7 +36,7 @@ class ConfigSource(NamedTuple):
     """The config of a draft head, and what it is read for."""
 
     config: dict[str, Any]  # content of `config.json`
-    found: HeadKind
+    recognised: HeadKind
     name: str  # of the folder or repository
     shape: TargetShape
     hidden_layers: tuple[int, ...] | None = None  # given by the caller; None for those of the config
@@ -63,8 +63,8 @@ class ConfigSource(NamedTuple):
         if fields.get("max_position_embeddings") and "max_position_embeddings" not in others:
             others["max_position_embeddings"] = context_len(read_layer_config(fields))
         sizes: dict[str, Any] = {
-            "kind": self.found.kind,
-            "format": self.found.format,
+            "kind": self.recognised.kind,
+            "format": self.recognised.format,
             "name": self.name,
             "hidden_size": hidden_size,
             "target_hidden_size": int(config.get("target_hidden_size") or hidden_size),

@@ -12,7 +12,7 @@ from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, l
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS, load_checkpoint_mtp
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
 from hf_speculate.options.heads.recognise import text_fields
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 from hf_speculate.options.heads.unserved import unserved
 
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,10 +30,10 @@ class SpeculatorsMtpLayer(DecoderLayer):
         self.final_layernorm = nn.RMSNorm(width, eps)
 
     def forward(  # type: ignore[override]  # reads embeddings too
-        self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
+        self, embeddings: Tensor, states: Tensor, rotation: Rotation, view: CacheView
     ) -> Tensor:
         joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)  # [B, N, 2H]
-        return self.final_layernorm(super().forward(self.input_proj(joined), rotation, placed, 0))  # type: ignore[no-any-return]
+        return self.final_layernorm(super().forward(self.input_proj(joined), rotation, view, 0))  # type: ignore[no-any-return]
 
 
 class SpeculatorsMtpNetwork(ChainNetwork):
@@ -47,14 +47,14 @@ class SpeculatorsMtpNetwork(ChainNetwork):
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         embeddings = parts.embedded(pairs.token_ids)
         rotation = self.rotary(pairs.positions, embeddings.dtype)
-        return self.layers[0](embeddings, pairs.states, rotation, pairs.placed)  # type: ignore[no-any-return]
+        return self.layers[0](embeddings, pairs.states, rotation, pairs.view)  # type: ignore[no-any-return]
 
 
 def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
     """The MTP layers that the config of a speculators head or of a target describes."""
     source.check_no_layers("MTP layers, which read the last state")
     fields = source.layer_fields
-    if source.found.format == "speculators":
+    if source.recognised.format == "speculators":
         if fields.get("model_type") not in _DENSE_LAYERS:
             raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
         return source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1})

@@ -22,7 +22,7 @@ from hf_speculate.options.heads.layers import windows_of
 from hf_speculate.options.heads.load_network import LoadRequest, load_into, naming
 from hf_speculate.options.heads.network import TargetParts
 from hf_speculate.options.heads.recognise import num_mtp_layers
-from hf_speculate.options.heads.row_cache import LayerMask, PlacedCache
+from hf_speculate.options.heads.row_cache import LayerMask, TransformersCache
 
 _NUMBERED_TARGETS = ("deepseek_v3", "glm4_moe")
 _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -61,9 +61,9 @@ class CheckpointMtpNetwork(ChainNetwork):
             embeddings,
             pairs.states,
             position_embeddings=parts.rotation(embeddings, pairs.positions),
-            attention_mask=pairs.placed.mask(depth),
+            attention_mask=pairs.view.mask(depth),
             position_ids=pairs.positions,
-            **{CACHE_NAME: PlacedCache(pairs.placed)},
+            **{CACHE_NAME: TransformersCache(pairs.view)},
         )
 
 
@@ -73,22 +73,22 @@ def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
     is_prefixed = request.folder.config.get("model_type") in _PREFIXED_TARGETS
     with naming(file, "the weights of the target's MTP layers"):
         stored = _fused(_prefixed_weights(request) if is_prefixed else _numbered_weights(request))
-        found = sorted({int(name.partition(".")[0]) for name in stored})
+        indices = sorted({int(name.partition(".")[0]) for name in stored})
     if not stored:
         raise UnsupportedModelError(
             f"{file} must hold the weights of the target's MTP layers, got none; use another head, or the checkpoint "
             "as it was published"
         )
-    if found != list(range(num_layers)):
+    if indices != list(range(num_layers)):
         raise ConfigError(
-            f"{file} must hold the {num_layers} MTP layers that config.json names, got the layers {found}; check that "
-            "both belong together, and download or save them again"
+            f"{file} must hold the {num_layers} MTP layers that config.json names, got the layers {indices}; check "
+            "that both belong together, and download or save them again"
         )
     config = _layer_config(request, num_layers, is_prefixed)
     decoder = request.target.get_decoder()
-    kinds = type(decoder.layers[-1]), type(decoder.norm)
+    types = type(decoder.layers[-1]), type(decoder.norm)
     with torch.device("meta"):
-        layers = nn.ModuleList([MtpLayer(config, *kinds, depth) for depth in range(num_layers)])
+        layers = nn.ModuleList([MtpLayer(config, *types, depth) for depth in range(num_layers)])
     load_into(layers, stored, request)
     return CheckpointMtpNetwork(layers, config, request.spec.vocab_size)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
 from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
-from hf_speculate.options.heads.row_cache import Placed
+from hf_speculate.options.heads.row_cache import CacheView
 
 
 class SlotInputs(NamedTuple):
@@ -25,7 +25,7 @@ class SlotInputs(NamedTuple):
     token_ids: Tensor  # [B, N] int64; in slots anything
     states: Tensor | None  # [B, N, H], the target's after `project`; in slots anything
     is_slot: Tensor  # [B, N] bool, true in slots and after them
-    placed: Placed  # columns are positions
+    view: CacheView  # columns are positions
 
 
 class SlotNetwork(HeadNetwork):
@@ -57,7 +57,7 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         is_slot = torch.arange(width, device=self.device) >= new.lens[:, None]  # [B, N]
         token_ids = torch.nn.functional.pad(new.token_ids, (0, num_slots))
         states = None if new.states is None else torch.nn.functional.pad(new.states, (0, 0, 0, num_slots))
-        placed = self.cache.place(width)
-        outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, placed), self.parts)
+        view = self.cache.view(width)
+        outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, view), self.parts)
         self.cache.advance(new.counts, new.lens)
         return outputs

@@ -19,7 +19,7 @@ from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, check_weights, naming
 from hf_speculate.options.heads.network import TargetParts
 from hf_speculate.options.heads.parallel import SlotInputs, SlotNetwork
-from hf_speculate.options.heads.row_cache import PlacedCache
+from hf_speculate.options.heads.row_cache import TransformersCache
 from hf_speculate.options.heads.unserved import unserved
 
 _HEAD = "lm_head.weight"
@@ -37,14 +37,14 @@ class PardNetwork(SlotNetwork):
         token_ids = parts.known(inputs.token_ids, int(self.model.config.vocab_size))
         token_ids = token_ids.masked_fill(inputs.is_slot, self.pard_token)
         # given in any case, or the model would make one from the cache's length
-        mask = replace(inputs.placed, is_bare=False).mask(0)  # [B, 1, N, T]
+        mask = replace(inputs.view, is_bare=False).mask(0)  # [B, 1, N, T]
         decoder: Any = self.model.get_decoder()
         output = decoder(
             input_ids=token_ids,
             attention_mask=mask,
-            position_ids=inputs.placed.columns,
+            position_ids=inputs.view.columns,
             use_cache=True,
-            **{CACHE_NAME: PlacedCache(inputs.placed)},
+            **{CACHE_NAME: TransformersCache(inputs.view)},
         )
         return output.last_hidden_state  # type: ignore[no-any-return]
 

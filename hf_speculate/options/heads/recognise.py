@@ -28,11 +28,11 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
         UnsupportedModelError: the kind is not served, or not recognised.
     """
     check_config(config)
-    kind = config.get("speculators_model_type")
-    if kind is not None:
-        if kind not in SPECULATORS_KINDS:
-            raise unserved(f"the speculators model type {kind!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
-        return HeadKind(kind, "speculators")
+    model_type = config.get("speculators_model_type")
+    if model_type is not None:
+        if model_type not in SPECULATORS_KINDS:
+            raise unserved(f"the speculators model type {model_type!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
+        return HeadKind(model_type, "speculators")
     architectures = _architectures(config)
     if _is_dflash2(config):
         return HeadKind("dflash2", "z-lab")
@@ -51,8 +51,8 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
         return HeadKind("eagle3", "original")
     if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names and "lm_head.weight" not in names:
         raise unserved("an EAGLE-1 or EAGLE-2 head", "EAGLE-3's three target states")
-    found = f"model_type {config.get('model_type')!r} with architectures {config.get('architectures')}"
-    raise unserved(found, "a config that names the kind")
+    seen = f"model_type {config.get('model_type')!r} with architectures {config.get('architectures')}"
+    raise unserved(seen, "a config that names the kind")
 
 
 def is_head(config: dict[str, Any]) -> bool:

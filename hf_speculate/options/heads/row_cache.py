@@ -29,8 +29,8 @@ class LayerMask(NamedTuple):
 
 
 @dataclass
-class Placed:
-    """Where the tokens of one forward are written, and what they attend to."""
+class CacheView:
+    """A `RowCache` for one forward: where its tokens are written, and what they attend to."""
 
     buffers: Buffers
     capacity: int  # columns of the buffers
@@ -40,7 +40,7 @@ class Placed:
     layer_masks: Sequence[LayerMask]
     dtype: torch.dtype  # of the masks
     is_bare: bool = False  # whether each token sees all `width` columns, so that layers without a window need no mask
-    made: dict[LayerMask, Tensor] = field(default_factory=dict)  # additive masks, see `mask`
+    masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # additive masks, see `mask`
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
@@ -56,9 +56,9 @@ class Placed:
         key = self.layer_masks[layer]
         if self.is_bare and key.first == 0 and (key.window is None or key.window >= self.width):
             return None
-        if key not in self.made:
-            self.made[key] = additive(self._hidden(*key), self.dtype)
-        return self.made[key]
+        if key not in self.masks:
+            self.masks[key] = additive(self._hidden(*key), self.dtype)
+        return self.masks[key]
 
     def _hidden(self, window: int | None, first: int, is_causal: bool) -> Tensor:
         seen = torch.arange(self.width, device=self.columns.device)  # [T]
@@ -89,15 +89,15 @@ class RowCache(PerRow):
         self._layer_masks, self._dtype = layer_masks, weight.dtype
         self._row_ids = torch.arange(batch_size, device=weight.device)[:, None]  # [B, 1]
 
-    def place(self, num_tokens: int, offset: int = 0) -> Placed:
-        """Make room for N tokens behind each row's end and the `offset` columns that this round wrote; see `Placed`."""
+    def view(self, num_tokens: int, offset: int = 0) -> CacheView:
+        """Make room for N tokens behind each row's end and the `offset` columns that this round wrote."""
         longest = max(self.row_lens.on_host, default=0) + offset + num_tokens
         aligned = -(-longest // _ALIGNMENT) * _ALIGNMENT
         is_bare = num_tokens == 1 and self.row_lens.is_even
         self.reserve(aligned)
         columns, width = self.row_lens.positions(num_tokens, offset), longest if is_bare else aligned
         layer_masks, dtype = self._layer_masks, self._dtype
-        return Placed(self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare)
+        return CacheView(self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare)
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
@@ -115,18 +115,18 @@ class RowCache(PerRow):
         self.buffers = {layer: (pad(keys, more), pad(values, more)) for layer, (keys, values) in self.buffers.items()}
 
 
-class PlacedCache(Cache):
+class TransformersCache(Cache):
     """A transformers `Cache` for one forward over a `RowCache`."""
 
-    def __init__(self, placed: Placed):
+    def __init__(self, view: CacheView):
         super().__init__(layers=[])
-        self._placed = placed
+        self._view = view
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self._placed.write(layer_idx, key_states, value_states)
+        return self._view.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that attention reads: a row's own length is in no Python number."""
-        return self._placed.width
+        return self._view.width

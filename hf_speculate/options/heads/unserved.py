@@ -40,10 +40,10 @@ UNSERVED_KINDS = (
 _NAMING_FIELDS = ("architectures", "speculators_model_type", "model_type", "projector_type", "fusion_mode")
 
 
-def unserved(found: str, allowed: str = "") -> UnsupportedModelError:
-    """The error for a head that is recognised and not served; `allowed` is what is served in its place."""
+def unserved(got: str, allowed: str = "") -> UnsupportedModelError:
+    """The error for a head that is recognised and not served; `allowed` is what is served instead."""
     return UnsupportedModelError(
-        f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, got {found}; use "
+        f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, got {got}; use "
         "another head, or load an ordinary draft model and pass it as assistant_model"
     )
 
@@ -64,9 +64,9 @@ def unserved_kind(config: dict[str, Any]) -> str:
 
 def check_config(config: dict[str, Any]) -> None:
     """Refuse by name a head that is not served, and what a head of a served kind must not have."""
-    kind = unserved_kind(config)
-    if kind:
-        raise unserved(kind)
+    name = unserved_kind(config)
+    if name:
+        raise unserved(name)
     layer, dflash = _nested(config, "transformer_layer_config") or config, _nested(config, "dflash_config")
     fields = config | dflash
     architectures = " ".join(_names_in(config))
@@ -76,7 +76,7 @@ def check_config(config: dict[str, Any]) -> None:
     has_sinks = dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias")
     is_dspark = "DSpark" in architectures and "speculators_model_type" not in config
     is_quantised = config.get("quantization_config") and (is_head or dflash)
-    for is_found, found, allowed in (
+    for has_it, got, allowed in (
         (is_head and layer.get("kv_lora_rank"), "a draft with latent attention (MLA, kv_lora_rank)", _DENSE),
         (has_experts or fields.get("draft_ffn_type") == "moe", "a draft with experts", _DENSE),
         (is_quantised, "a quantised head (quantization_config)", PLAIN_WEIGHTS),
@@ -88,16 +88,16 @@ def check_config(config: dict[str, Any]) -> None:
         (has_sinks, "a DFlash head with attention sinks", "attention without sinks"),
         (is_dspark, "a DSpark head outside the speculators format", "speculators_model_type 'dspark'"),
     ):
-        if is_found:
-            raise unserved(found, allowed)
+        if has_it:
+            raise unserved(got, allowed)
 
 
 def check_weight_names(names: Collection[str]) -> None:
     """Refuse by name a head that is not served, from names of weights without a leading "model."."""
     for entry in UNSERVED_KINDS:
-        found = next((name for name in names if entry.weights and name.startswith(entry.weights)), None)
-        if found is not None:
-            raise unserved(f"{entry.kind} ({found})")
+        match = next((name for name in names if entry.weights and name.startswith(entry.weights)), None)
+        if match is not None:
+            raise unserved(f"{entry.kind} ({match})")
 
 
 def _names_in(config: dict[str, Any]) -> Iterator[str]:

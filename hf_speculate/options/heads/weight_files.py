@@ -28,9 +28,9 @@ def first_file(folder: Path) -> Path:
     """
     path = next((folder / name for name in _FIRST_FILES if (folder / name).is_file()), None)
     if path is None:
-        found = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
         raise UnsupportedModelError(
-            f"{folder} must hold one of {', '.join(_FIRST_FILES)}, got {found}; save the weights in one of these files"
+            f"{folder} must hold one of {', '.join(_FIRST_FILES)}, got {names}; save the weights in one of these files"
         )
     return path
 
