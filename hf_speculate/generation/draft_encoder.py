@@ -3,10 +3,9 @@
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from hf_speculate.engine.call import Call
 from hf_speculate.engine.draft_faults import DraftFaults
-from hf_speculate.engine.ranks import Ranks
 from hf_speculate.errors import SpeculateError
 from hf_speculate.generation.model_inputs import draft_inputs
 from hf_speculate.models.context import encoder_context_len
@@ -16,23 +15,21 @@ from hf_speculate.stats import SpeculationStats
 
 
 def read_inputs(
-    stats: SpeculationStats,
-    ranks: Ranks,
-    draft: PreTrainedModel,
-    target: PreTrainedModel,
-    inputs: Tensor | None,
-    *others: Any,
+    call: Call, stats: SpeculationStats, inputs: Tensor | None, model_kwargs: dict[str, Any]
 ) -> ExtraInputs | None:
     """As `draft_inputs`; None, with the reason in the statistics, if the draft's encoder cannot read the inputs."""
-    name, read = f"the encoder of the drafter (model {type(draft).__name__})", None
-    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), ranks)
+    draft, read = call.draft, None
+    if draft is None:
+        return draft_inputs(call, inputs, model_kwargs)
+    name = f"the encoder of the drafter (model {type(draft).__name__})"
+    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), call.ranks)
     longest, encoder = encoder_context_len(draft.config), draft.get_encoder()
-    is_text = inputs is not None and inputs.ndim == 2 and encoder is not target.get_encoder()
+    is_text = inputs is not None and inputs.ndim == 2 and encoder is not call.target.get_encoder()
     is_long = is_text and inputs is not None and longest is not None and inputs.shape[1] > longest
-    if ranks.any(is_long):
+    if call.ranks.any(is_long):
         faults.report(f"plain decoding, because {name} reads {longest} tokens at most")
         return None
     with faults:
-        read = draft_inputs(draft, target, inputs, *others)
+        read = draft_inputs(call, inputs, model_kwargs)
     faults.meet()
     return read

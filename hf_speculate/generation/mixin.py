@@ -19,6 +19,7 @@ from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.engine.row_lists import refilled_rows
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.arguments import (
@@ -115,7 +116,7 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     bound, clock = bind(_plain_generate(model), (), kwargs), _started_clock()
     source, config, declined = _find_source(model, bound, {})
     decoding = _make_decoding(model, bound.call, source or CONTINUOUS, config, declined, clock)
-    _run(model, bound, replace(decoding, first_row=first_row, on_prepared=calls.append))
+    _run(model, bound, replace(decoding, row_lists=refilled_rows(first_row), on_prepared=calls.append))
     return calls[-1]
 
 

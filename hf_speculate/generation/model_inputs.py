@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.cache.layers import fixed_layers
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.draft.vocab_mapping import VocabMapping
+from hf_speculate.engine.call import Call, Prompts
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
@@ -26,9 +26,10 @@ _BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of 
 
 
 def target_inputs(
-    model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any], *, has_positions: bool
+    model: PreTrainedModel, prompts: Prompts, model_kwargs: dict[str, Any], *, has_positions: bool
 ) -> ExtraInputs:
     """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
+    input_ids, num_query = prompts.input_ids, prompts.query_ids.shape[1]
     if model.config.is_encoder_decoder:
         names = [name for name in ("encoder_outputs", "attention_mask") if model_kwargs.get(name) is not None]
         every = {name: model_kwargs[name] for name in names}
@@ -58,15 +59,9 @@ def target_inputs(
     return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
 
 
-def draft_inputs(
-    draft: PreTrainedModel | None,
-    target: PreTrainedModel,
-    inputs: Tensor | None,
-    model_kwargs: dict[str, Any],
-    num_rows: int,
-    vocabulary: VocabMapping | None,
-) -> ExtraInputs:
+def draft_inputs(call: Call, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> ExtraInputs:
     """What the draft model reads besides the text: the target's encoder output, or that of its own for `inputs`."""
+    draft = call.draft
     if draft is None:
         return ExtraInputs()
     outputs = model_kwargs.get("encoder_outputs")
@@ -76,15 +71,15 @@ def draft_inputs(
         return ExtraInputs({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)} if reads else None)
     mask = model_kwargs.get("attention_mask")
     encoder: Any = draft.get_encoder()
-    if encoder is not target.get_encoder():
+    if encoder is not call.target.get_encoder():
         if inputs is None:
             raise UnsupportedGenerationError(
                 "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of its own, "
                 f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
             )
-        if vocabulary is not None and encoder.main_input_name == "input_ids":
-            inputs = vocabulary.encoded(inputs.cpu())
-        num_copies = num_rows // inputs.shape[0]
+        if call.vocabulary is not None and encoder.main_input_name == "input_ids":
+            inputs = call.vocabulary.encoded(inputs.cpu())
+        num_copies = call.batch_size // inputs.shape[0]
         arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
         parameters = inspect.signature(encoder.forward).parameters
         for name in ("attention_mask", *_OF_ENCODERS):

@@ -12,10 +12,9 @@ from hf_speculate.cache.static import described, is_static
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
-from hf_speculate.draft.vocab_mapping import VocabMapping
+from hf_speculate.engine.call import Call
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
-from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import vocab_size_of
 
 # Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
@@ -46,27 +45,31 @@ def check_call(
     declined: Sequence[str],  # arguments that would have another source draft, for another target
 ) -> None:
     """Refuse arguments, before transformers prepares the call."""
-    refused = {
-        "inputs_embeds": not source.reads_embeds and call.get("inputs_embeds") is not None,
-        "return_token_timestamps": bool(call.get("return_token_timestamps")),
-        **dict.fromkeys(declined, True),
-    }
-    _refuse(refused, f"with {source.argument}, got one; {source.hint}")
-    others = {
-        "custom_generate": call.get("custom_generate") is not None,
-        "speculation_type": bool(setting(model, call, "speculation_type")),
-    }
-    for name, is_given in others.items():
-        if is_given:
-            raise UnsupportedGenerationError(f"{name} cannot be combined with {source.argument}; omit one of them")
+
+    def refused(name: str, got: str = "one") -> UnsupportedGenerationError:
+        return UnsupportedGenerationError(f"{name} must be left out with {source.argument}, got {got}; {source.hint}")
+
+    def exclusive(name: str) -> UnsupportedGenerationError:
+        return UnsupportedGenerationError(f"{name} cannot be combined with {source.argument}; omit one of them")
+
+    if call.get("inputs_embeds") is not None and not source.reads_embeds:
+        raise refused("inputs_embeds")
+    if call.get("return_token_timestamps"):
+        raise refused("return_token_timestamps")
+    if declined:
+        raise refused(declined[0])
+    if call.get("custom_generate") is not None:
+        raise exclusive("custom_generate")
+    if setting(model, call, "speculation_type"):
+        raise exclusive("speculation_type")
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
         raise UnsupportedGenerationError(
             f"attention_mask must be [B, P] over inputs_embeds with {source.argument}, got {list(mask.shape)}; "
             "pass which of them are padding"
         )
-    is_paged = call.get("cache_implementation") == "paged"  # transformers would batch continuously, past our loop
-    _refuse({"cache_implementation": is_paged}, f"with {source.argument}, got 'paged'; {source.hint}")
+    if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
+        raise refused("cache_implementation", "'paged'")
     span = config.relax_only_inside
     if span is not None and max(span) >= (size := vocab_size_of(model)):
         raise ConfigError(
@@ -108,24 +111,36 @@ def check_prepared(
             f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {source.hint}"
         )
     returns_attentions = bool(generation_config.output_attentions)
-    _refuse(
-        {"output_attentions": has_encoder and returns_attentions},
-        f"for an encoder-decoder with {source.argument}, got True; {source.hint}",
-    )
+    if has_encoder and returns_attentions:
+        raise UnsupportedGenerationError(
+            f"output_attentions must be left out for an encoder-decoder with {source.argument}, got True; {source.hint}"
+        )
     for name in CACHE_NAMES:
         if model_kwargs.get(name) is not None:
             _check_cache(model_kwargs[name], source)
     num_rows, num_ids = input_ids.shape
     if num_ids == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {source.hint}")
-    one_row_only = {
-        source.argument: source.is_single_row,
-        "streamer": streamer is not None,
-        "output_hidden_states": bool(generation_config.output_hidden_states),
-        "output_attentions": returns_attentions,
-    }
     if num_rows > 1:
-        _refuse(one_row_only, f"for more than one row, got {num_rows} rows; decode the rows one by one")
+        _check_rows(num_rows, generation_config, streamer, source)
+
+
+def _check_rows(num_rows: int, generation_config: GenerationConfig, streamer: object, source: DraftSource) -> None:
+    """Refuse what serves a single row only."""
+
+    def refused(name: str) -> UnsupportedGenerationError:
+        return UnsupportedGenerationError(
+            f"{name} must be left out for more than one row, got {num_rows} rows; decode the rows one by one"
+        )
+
+    if source.is_single_row:
+        raise refused(source.argument)
+    if streamer is not None:
+        raise refused("streamer")
+    if generation_config.output_hidden_states:
+        raise refused("output_hidden_states")
+    if generation_config.output_attentions:
+        raise refused("output_attentions")
 
 
 def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
@@ -144,35 +159,33 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
 
 def check_synced(generation_config: GenerationConfig, is_static: bool, source: DraftSource) -> None:
     """Refuse arguments with which synced ranks would run different numbers of forwards."""
-    refused = {
-        source.unsynced: bool(source.unsynced),
-        "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
-        "cache_implementation and compile_config": is_static,
-    }
-    _refuse(
-        refused,
-        f"with synced_gpus and {source.argument}, got one; ranks of different texts would run different numbers of "
-        "forwards",
-    )
+
+    def refused(name: str) -> UnsupportedGenerationError:
+        return UnsupportedGenerationError(
+            f"{name} must be left out with synced_gpus and {source.argument}, got one; ranks of different texts would "
+            "run different numbers of forwards"
+        )
+
+    if source.unsynced:
+        raise refused(source.unsynced)
+    if generation_config.prefill_chunk_size is not None:
+        raise refused("prefill_chunk_size")
+    if is_static:
+        raise refused("cache_implementation and compile_config")
 
 
-def check_context(
-    context: ExtraInputs,
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
-    assistant: PreTrainedModel | None,
-    vocabulary: VocabMapping | None,
-) -> None:
-    """Refuse arguments that exclude inputs besides the text."""
-    if not context.prompt_names:
+def check_extra_inputs(call: Call) -> None:
+    """Refuse what excludes inputs of the target besides the text."""
+    names, size, input_ids = call.target_inputs.prompt_names, call.prefill_chunk_size, call.prompts.input_ids
+    if not names:
         return
-    size = generation_config.prefill_chunk_size
-    _refuse(
-        {"prefill_chunk_size": size is not None},
-        f"with {', '.join(context.prompt_names)}, got {size}; feed such a prompt at once",
-    )
-    if assistant is not None and input_ids.shape[1]:
-        embeddings: Any = assistant.get_input_embeddings()
+    if size is not None:
+        raise UnsupportedGenerationError(
+            f"prefill_chunk_size must be left out with {', '.join(names)}, got {size}; feed such a prompt at once"
+        )
+    if call.draft is not None and input_ids.shape[1]:
+        embeddings: Any = call.draft.get_input_embeddings()
+        vocabulary = call.vocabulary
         size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.table.draft_ids)
         smallest, largest = int(input_ids.min()), int(input_ids.max())
         if largest >= size or smallest < 0:
@@ -180,13 +193,6 @@ def check_context(
                 f"ids of the prompt must be below {size} for assistant_model, which reads placeholders as text, got "
                 f"{largest if largest >= size else smallest}; use a draft whose embeddings hold them"
             )
-
-
-def _refuse(refused: dict[str, bool], reason: str) -> None:
-    """Refuse the first of the named arguments that is given."""
-    for name, is_given in refused.items():
-        if is_given:
-            raise UnsupportedGenerationError(f"{name} must be left out {reason}")
 
 
 def _check_cache(cache: Any, source: DraftSource) -> None:
