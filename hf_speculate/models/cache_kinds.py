@@ -1,7 +1,7 @@
-"""Cache kinds: what the KV cache of a model may be, and the plan that chooses one of them."""
+"""Cache kinds: what the KV cache of a model may be, and how one of them is chosen."""
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,13 +25,21 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Start:
-    """The states that a model begins a call with."""
+class CacheRequest:
+    """What the KV cache of a model depends on: the states that it begins a call with, and what is asked of them."""
 
     model: PreTrainedModel
     cache: Cache | None  # its layers tell what each attends to; None for a draft model
-    attention_mask: Tensor | None  # [B, T] int64 over the cache's states and the prompt
+    attention_mask: Tensor | None  # [B, T] int64 over the cache's states and the prompt, on the device
     device: torch.device
+    requested: str = "auto"  # or "dynamic", or "preallocated"
+    is_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
+    is_kept: bool = False  # whether the cache outlives the call
+    records_attentions: bool = False  # whether the call returns attention weights, which have the shape of the states
+    crosses: bool = False  # whether layers attend to an encoder's output too
+    max_columns: int | None = None  # the longest that a row can become, padding included
+    num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
+    handed_on: HandedOn = EVERYTHING  # what reaches the model's text decoder
 
     @cached_property
     def layers(self) -> Cache:
@@ -54,15 +62,15 @@ GROWING = Buffers()
 class CacheKind:
     """A kind of KV cache: whether a model's states can be of it, and how such a cache is made."""
 
-    def obstacle(self, plan: "CachePlan", start: Start) -> str:
+    def obstacle(self, request: CacheRequest) -> str:
         """Why the states of the model cannot be of this kind; empty if they can."""
         return ""
 
-    def remark(self, plan: "CachePlan", start: Start) -> str:
+    def remark(self, request: CacheRequest) -> str:
         """What a user may want to know about the cache; empty for nothing."""
         return ""
 
-    def make(self, plan: "CachePlan", start: Start, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
         """The KV cache of B rows."""
         raise NotImplementedError
 
@@ -75,59 +83,38 @@ def find_kind(name: str) -> CacheKind:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The KV cache of one model: what its kind depends on, and the kind once `choose` has found it."""
+    """The KV cache of one model."""
 
-    requested: str  # "auto", "dynamic" or "preallocated"
-    is_cache_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
-    is_cache_kept: bool = False  # whether the cache outlives the call
-    records_attentions: bool = False  # whether the call returns attention weights, which have the shape of the states
-    crosses: bool = False  # whether layers attend to an encoder's output too
-    max_columns: int | None = None  # the longest that a row can become, padding included
-    num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
-    handed_on: HandedOn = EVERYTHING  # what reaches the model's text decoder
-    kind: str = ""  # "dynamic", "preallocated" or "hybrid"; empty before `choose`
+    request: CacheRequest
+    kind: str  # "dynamic", "preallocated" or "hybrid"
     reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.reason})" if self.reason else self.kind
 
-    def choose(
-        self, model: PreTrainedModel, cache: Cache | None, attention_mask: Tensor | None, device: torch.device
-    ) -> "CachePlan":
-        """The plan with the kind for what a call begins with, see `Start`.
+    def make(self, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
+        """The KV cache of B rows."""
+        return find_kind(self.kind).make(self.request, batch_size, buffers)
 
-        It is hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
-        """
-        start = Start(model, cache, attention_mask, device)
-        wants = self.requested == "preallocated" or (self.requested == "auto" and not self.is_cache_passed)
-        reason = find_kind("preallocated").obstacle(self, start) if wants else ""
-        if reason and self.requested == "preallocated":
-            raise UnsupportedModelError(
-                f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
-                "leave it out"
-            )
-        if is_recurrent(start.layers):
-            return replace(self, kind="hybrid", reason=find_kind("hybrid").remark(self, start))
-        if wants and not reason:
-            return replace(self, kind="preallocated")
-        if obstacle := find_kind("dynamic").obstacle(self, start):
-            raise UnsupportedModelError(
-                f"states of {type(model).__name__} must be preallocated, for {obstacle}, got "
-                f"{reason or 'a dynamic cache'}; leave the cache and speculation_cache out, or decode plainly"
-            )
-        return replace(self, kind="dynamic", reason=reason)
 
-    def make(
-        self,
-        model: PreTrainedModel,
-        cache: Cache | None,
-        batch_size: int,
-        attention_mask: Tensor | None,
-        device: torch.device,
-        buffers: Buffers = GROWING,
-    ) -> KVCache:
-        """The KV cache of the kind chosen with the same arguments."""
-        return find_kind(self.kind).make(self, Start(model, cache, attention_mask, device), batch_size, buffers)
+def plan_cache(request: CacheRequest) -> CachePlan:
+    """The cache of a model: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
+    wants = request.requested == "preallocated" or (request.requested == "auto" and not request.is_passed)
+    reason, name = find_kind("preallocated").obstacle(request) if wants else "", type(request.model).__name__
+    if reason and request.requested == "preallocated":
+        raise UnsupportedModelError(
+            f"speculation_cache must be auto or dynamic for {name}, got 'preallocated': {reason}; leave it out"
+        )
+    if is_recurrent(request.layers):
+        return CachePlan(request, "hybrid", find_kind("hybrid").remark(request))
+    if wants and not reason:
+        return CachePlan(request, "preallocated")
+    if obstacle := find_kind("dynamic").obstacle(request):
+        raise UnsupportedModelError(
+            f"states of {name} must be preallocated, for {obstacle}, got {reason or 'a dynamic cache'}; leave the "
+            "cache and speculation_cache out, or decode plainly"
+        )
+    return CachePlan(request, "dynamic", reason)
 
 
 def windows_in(cache: Cache) -> set[int | None]:

@@ -11,7 +11,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, only_attends, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.compat import attention_name
-from hf_speculate.models.cache_kinds import Buffers, CacheKind, CachePlan, Start, windows_in
+from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest, windows_in
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
 from hf_speculate.models.language_model import takes_positions
 from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_kind
@@ -26,25 +26,25 @@ _WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no
 class PreallocatedKind(CacheKind):
     """States in buffers that are written at each row's own end."""
 
-    def obstacle(self, plan: CachePlan, start: Start) -> str:
-        return next(_obstacles(plan, start), "")
+    def obstacle(self, request: CacheRequest) -> str:
+        return next(_obstacles(request), "")
 
-    def make(self, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
-        kept_cache = start.cache if plan.is_cache_kept else None
-        windows = tuple(window_of(layer) for layer in holding(start.layers.layers))
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+        kept_cache = request.cache if request.is_kept else None
+        windows = tuple(window_of(layer) for layer in holding(request.layers.layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
-        is_mask_per_row = bool(limit_reason(start.model, Limit.MASK_PER_ROW))
-        kinds = LayerKinds(windows, by_name, start.model.dtype, is_mask_per_row)
-        shape = batch_size, start.attention_mask, start.device, plan.max_columns
+        is_mask_per_row = bool(limit_reason(request.model, Limit.MASK_PER_ROW))
+        kinds = LayerKinds(windows, by_name, request.model.dtype, is_mask_per_row)
+        shape = batch_size, request.attention_mask, request.device, request.max_columns
         return PreallocatedKVCache(kinds, *shape, kept_cache, *buffers)
 
 
 KIND = PreallocatedKind()
 
 
-def _obstacles(plan: CachePlan, start: Start) -> Iterator[str]:
+def _obstacles(request: CacheRequest) -> Iterator[str]:
     """Why the states cannot be preallocated; nothing where they can."""
-    model, cache = start.model, start.layers
+    model, cache = request.model, request.layers
     if is_recurrent(cache):
         yield "it has recurrent layers"
     if quirk := limit_reason(model, Limit.ONLY_DYNAMIC):
@@ -52,13 +52,13 @@ def _obstacles(plan: CachePlan, start: Start) -> Iterator[str]:
     config, decoder = model.config.get_text_config(decoder=True), text_decoder(model)
     if (attention := attention_name(config)) not in _ATTENTIONS:
         yield f"its attention is {attention}"
-    if plan.crosses:
+    if request.crosses:
         yield "its layers attend to an encoder's output"
     if not takes_positions(model):
         yield "it takes no position_ids"
     if not makes_causal_masks(decoder):
         yield f"its {type(decoder).__name__} makes masks in a way of its own"
-    yield from _obstacles_of_wrapper(model, plan.handed_on)
+    yield from _obstacles_of_wrapper(model, request.handed_on)
     if getattr(config, "alibi", False):
         yield "its positions are biases of the attention"
     names, windows = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1]), windows_in(cache)
@@ -76,11 +76,11 @@ def _obstacles(plan: CachePlan, start: Start) -> Iterator[str]:
         yield "its cache was made without its config, and knows no windows"
     if cache.offloading:
         yield "its cache is offloaded"
-    if plan.records_attentions:
+    if request.records_attentions:
         yield "attention weights are returned"
-    if torch.is_autocast_enabled(start.device.type):
+    if torch.is_autocast_enabled(request.device.type):
         yield "autocast picks the dtypes"
-    if has_holes(start.attention_mask):
+    if has_holes(request.attention_mask):
         yield "the attention mask has holes"
 
 

@@ -13,7 +13,7 @@ from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.errors import ShapeError
-from hf_speculate.models.cache_kinds import CachePlan
+from hf_speculate.models.cache_kinds import CacheRequest, plan_cache
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.buffer_pool import BufferPool, max_pooled_bytes
 from hf_speculate.types import KVState
@@ -100,8 +100,8 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    plan = CachePlan("dynamic" if kind == "bloom" else choice)
-    cache = plan.choose(model, passed, mask, device).make(model, passed, 3, mask, device)
+    request = CacheRequest(model, passed, mask, device, "dynamic" if kind == "bloom" else choice)
+    cache = plan_cache(request).make(3)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
     make = torch.Generator().manual_seed(5)

@@ -67,7 +67,8 @@ def _was_run(device: torch.device) -> bool:
 
 def _num_bytes(one: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
     """Of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
-    num_kv_values = (one.cache.max_columns or 0) * kv_values_per_token(one.model.config.get_text_config(decoder=True))
+    config, num_columns = one.model.config.get_text_config(decoder=True), one.cache.request.max_columns or 0
+    num_kv_values = num_columns * kv_values_per_token(config)
     num_logits = 2 * vocab_size_of(one.model) * (sum(num + 1 for num in lens) if one.part == "target" else 1)
     return batch_size * (num_kv_values + num_logits) * one.model.dtype.itemsize
 

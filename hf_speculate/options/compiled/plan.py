@@ -62,7 +62,7 @@ class CompiledRunners(Runners):
     def buffers(self, one: ModelPlan) -> Buffers:
         # eager forwards make inference tensors, which no later call could write to
         pool = BufferPool.of(one.model) if one.part in self.parts else None
-        return Buffers(self._capacity(one.cache.max_columns or 0, one.device), pool)
+        return Buffers(self._capacity(one.cache.request.max_columns or 0, one.device), pool)
 
     def language_model(
         self,

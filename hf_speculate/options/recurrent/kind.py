@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models.cache_kinds import Buffers, CacheKind, CachePlan, Start
+from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest
 from hf_speculate.models.memory import memory_bytes
 from hf_speculate.options.recurrent.hybrid_cache import HybridKVCache
 from hf_speculate.options.recurrent.mixer_steps import SteppedMixer
@@ -28,14 +28,14 @@ MAX_STATE_SHARE = 0.05
 class HybridKind(CacheKind):
     """States of models with recurrent layers."""
 
-    def obstacle(self, plan: CachePlan, start: Start) -> str:
-        return stepped_model(start.model, start.layers).obstacle
+    def obstacle(self, request: CacheRequest) -> str:
+        return stepped_model(request.model, request.layers).obstacle
 
-    def remark(self, plan: CachePlan, start: Start) -> str:
-        return rollback_text(start.model, start.layers, plan.num_recurrent_states, start.device)
+    def remark(self, request: CacheRequest) -> str:
+        return rollback_text(request.model, request.layers, request.num_recurrent_states, request.device)
 
-    def make(self, plan: CachePlan, start: Start, batch_size: int, buffers: Buffers) -> KVCache:
-        return make_hybrid_cache(start.model, start.cache, batch_size, start.attention_mask, start.device)
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+        return make_hybrid_cache(request.model, request.cache, batch_size, request.attention_mask, request.device)
 
 
 KIND = HybridKind()
