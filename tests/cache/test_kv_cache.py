@@ -226,6 +226,29 @@ def test_the_longest_unused_go_past_the_limit_of_bytes():
     assert small.take(shape_of(), 1) is None
 
 
-def test_the_limit_grows_with_the_model():
-    assert max_pooled_bytes(10 << 20) == 1 << 30
-    assert max_pooled_bytes(16 << 30) == 4 << 30  # a call of an 8B model at B = 8 and 2,048 columns takes 2 GiB
+class Packed(torch.Tensor):
+    """A weight [N] bfloat16 that is stored in data [N / 2] uint8."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return cls._make_wrapper_subclass(cls, (2 * len(data),), dtype=torch.bfloat16, device=data.device)
+
+    def __init__(self, data):
+        self.data_ = data
+
+    def __tensor_flatten__(self):
+        return ["data_"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return args[0]  # a parameter detaches it
+
+
+def test_the_limit_grows_with_the_bytes_of_the_stored_weights():
+    def limit_of(weight):
+        return max_pooled_bytes(torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)]))
+
+    assert limit_of(torch.empty(10 << 20, dtype=torch.uint8, device="meta")) == 1 << 30
+    # a call of an 8B model at B = 8 and 2,048 columns takes 2 GiB
+    assert limit_of(torch.empty(8 << 30, dtype=torch.bfloat16, device="meta")) == 4 << 30
+    assert limit_of(Packed(torch.empty(6 << 30, dtype=torch.uint8, device="meta"))) == 3 << 29

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.model_state import model_state
+from hf_speculate.models.module_walk import weight_bytes
 
 # Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
 # half precision, and at least as much as for 8,192 of them.
@@ -27,7 +28,7 @@ class BufferPool:
     @classmethod
     def of(cls, model: nn.Module) -> "BufferPool":
         """The idle buffers of a model, whose weights bound them."""
-        return model_state(model).get(cls, lambda: cls(max_pooled_bytes(_num_weight_bytes(model))))
+        return model_state(model).get(cls, lambda: cls(max_pooled_bytes(model)))
 
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
         """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
@@ -50,13 +51,9 @@ class BufferPool:
                 self._idle.popitem(last=False)
 
 
-def max_pooled_bytes(num_weight_bytes: int) -> int:
-    """Bytes of idle buffers that are kept for a model of so many bytes."""
-    return max(num_weight_bytes // POOLED_SHARE, MIN_POOLED_BYTES)
-
-
-def _num_weight_bytes(model: nn.Module) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+def max_pooled_bytes(model: nn.Module) -> int:
+    """Bytes of idle buffers that are kept for a model."""
+    return max(sum(map(weight_bytes, model.parameters())) // POOLED_SHARE, MIN_POOLED_BYTES)
 
 
 def _key(shape: BufferShape) -> Hashable:
