@@ -35,7 +35,7 @@ class RunnerRequest:
     """The fixed buffers and compiled forwards that a call asks for."""
 
     is_static: bool = False  # whether buffers never grow
-    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # of the models, "target" and "draft"
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by model, "target" and "draft"
     min_columns: int = 0  # columns that buffers have at least
     reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
 
@@ -90,7 +90,7 @@ class Call:
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
-    row_lists: RowLists = ONE_CALL  # whether rows leave, so that others may take their places
+    row_lists: RowLists = ONE_CALL  # whether rows leave, so that others may join
 
     @property
     def do_sample(self) -> bool:

@@ -50,7 +50,7 @@ class RowProgress(NamedTuple):
     | with fewer than Q tokens behind its pads  | its padding, some of which is then read as text    |
     """
 
-    length: int  # of the row
+    length: int  # all columns
     num_seen: int  # what the drafter has read, drafts of its own among them
     prompt_len: int
     is_finished: bool
@@ -77,7 +77,7 @@ class DraftSession(PerRow):
     PARTS = ("drafter", "kv_cache", "hidden_states", "_seen_lens")
 
     drafter: Drafter
-    kv_cache: KVCache | None  # of the draft model
+    kv_cache: KVCache | None  # the draft model's
     strategy: SampleStrategy
     padding_id: int | None = None  # drafted for finished rows in lock step
     reuse: DraftReuse | None = None

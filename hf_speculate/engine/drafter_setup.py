@@ -34,8 +34,8 @@ def begin_source(call: Call, stats: SpeculationStats, prepared: Mapping[str, Any
 
 def make_drafter(plan: Plan, stats: SpeculationStats, faults: DraftFaults) -> Drafter:
     """The drafter of a planned call, which then says which errors of its own are the caller's."""
-    told = draft_plan(plan, stats.add_eager_part, partial(faults.meet, is_last=False))
-    drafter = plan.call.source.make_drafter(told)
+    source_plan = draft_plan(plan, stats.add_eager_part, partial(faults.meet, is_last=False))
+    drafter = plan.call.source.make_drafter(source_plan)
     faults.is_callers = drafter.is_callers
     return drafter
 

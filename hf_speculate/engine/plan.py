@@ -105,7 +105,7 @@ class Plan:
 
 
 def with_working_kernels(call: Call, stats: SpeculationStats) -> Call:
-    """The call, with torch in place of kernels that were seen to fail; an error if it names kernels that cannot run."""
+    """The call, with torch for kernels that were seen to fail; an error if it names kernels that cannot run."""
     for model in call.models:
         check_backend(call.config.verifier_backend, device_of(model))
     if call.config.verifier_backend == "torch" or all(device_of(model).type != "cuda" for model in call.models):
@@ -152,8 +152,8 @@ def make_plan(call: Call, self_test: str = "") -> Plan:
     )
 
 
-def places_by_column(model: PreTrainedModel) -> bool:
-    """Whether the target places tokens by their column in the cache, so that all rows must advance together."""
+def positions_by_column(model: PreTrainedModel) -> bool:
+    """Whether the target takes columns of the cache as positions, so that all rows must advance together."""
     return counts_columns(model) or (takes_positions(model) and not HandedOn.of(model).positions)
 
 
@@ -163,7 +163,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def _fed_pad_token_id(call: Call) -> int:
-    """The padding token of the call, or 0 in place of one without an embedding, at which plain `generate` fails."""
+    """The padding token of the call, or 0 if it has no embedding, at which plain `generate` fails."""
     pad = call.pad_token_id or 0
     return pad if 0 <= pad < vocab_size_of(call.target) else 0
 
@@ -182,7 +182,7 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
         )
     if call.batch_size == 1:
         return ""
-    counting = {type(call.target).__name__} if places_by_column(call.target) else set()
+    counting = {type(call.target).__name__} if positions_by_column(call.target) else set()
     counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"

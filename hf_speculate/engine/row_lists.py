@@ -6,7 +6,7 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 
-_OPTION = "hf_speculate.options.refill.row_groups"  # imported where rows leave, so that others may take their places
+_OPTION = "hf_speculate.options.refill.row_groups"  # imported where rows leave, so that others may join
 
 
 class RowLists:

@@ -39,13 +39,13 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
     positional_names: list[str] = []
-    for place, (name, parameter) in enumerate(signature.parameters.items()):
+    for position, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call.update(call.pop(name, {}))
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and call.pop(name, ()):
-            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + place :]  # None stands for self
+            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + position :]  # None stands for self
             call.update(named)
-            positional_names = [*list(signature.parameters)[:place], *dict(named)]
+            positional_names = [*list(signature.parameters)[:position], *dict(named)]
     return BoundCall(plain, call, positional_names)
 
 
@@ -59,7 +59,7 @@ def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
 
 
 def take_over(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
-    """The value of a field that speculation handles itself; in its place transformers gets `left`."""
+    """The value of a field that speculation handles itself; transformers gets `left` instead."""
     value = setting(model, call, name)
     if value not in (None, left):
         call[name] = left

@@ -60,7 +60,7 @@ class SpeculativeDecoding:
     is_static: bool  # whether the call asks for fixed buffers
     clock: StageClock  # that was made when the call began
     row_lists: RowLists = ONE_CALL
-    # gets the prepared call in place of decoding it, so that its rows may join others; None to decode
+    # gets the prepared call instead of decoding it, so that its rows may join others; None to decode
     on_prepared: Callable[[Prepared], object] | None = None
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ class SpeculativeDecoding:
 
 
 def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache | None:
-    """The static cache that a call passes, if any; a dynamic one with its states stands in its place then."""
+    """The static cache that a call passes, if any; a dynamic one with its states replaces it."""
     cache: Cache = model_kwargs[cache_name(model)]
     if not is_static(cache):
         return None

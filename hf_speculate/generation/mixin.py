@@ -43,7 +43,7 @@ from hf_speculate.verify.base import check_verifier
 LOGGER = logging.getLogger("hf_speculate")
 Generate = Callable[..., GenerateOutput | Tensor]
 _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
-# of ours alone: transformers has the others, too
+# transformers has the other ones, too
 _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), name)}
 
 

@@ -26,7 +26,7 @@ from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import plan_target_cache
-from hf_speculate.engine.plan import attention_of, places_by_column
+from hf_speculate.engine.plan import attention_of, positions_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folded_attention_for
@@ -132,7 +132,7 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     differences = [relative_difference(plain.logits[:, : num_tokens + 1], together)]
     if num_tokens > 2:
         num_again = num_tokens - 2
-        is_lock_step = places_by_column(model) or batch_size == 1
+        is_lock_step = positions_by_column(model) or batch_size == 1
         counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
         kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
         cache.crop(num_tokens - kept)
