@@ -71,18 +71,18 @@ class AssistantModel(DraftSource):
         return HistoryKey(self.model, ("model", False))
 
     def make_drafter(self, plan: DraftPlan) -> ModelDrafter:
-        setup, model, device = plan.setup, self.model, device_of(self.model)
+        model, device = self.model, device_of(self.model)
         context, is_synced = context_of(model, plan.prompt_len), plan.meet is not None
         max_position = plan.max_position if context is None else min(plan.max_position, context.num_tokens - 1)
-        if context is not None and context.num_tokens >= setup.max_length and not is_synced:
+        if context is not None and context.num_tokens >= plan.max_length and not is_synced:
             context = None  # out of reach; another rank's rows may be longer
-        chunk_size = None if is_synced else draft_chunk_size(setup.target, model, plan.num_query)
+        chunk_size = None if is_synced else draft_chunk_size(plan.target, model, plan.num_query)
         settings = DraftSettings(
-            eos_token_ids=upload(sorted(setup.eos_token_ids), device) if setup.eos_token_ids else None,
-            confidence_threshold=setup.confidence_threshold,
-            keeps_logits=setup.keeps_logits,
-            stream=setup.stream,
-            backend=setup.backend,
+            eos_token_ids=upload(sorted(plan.eos_token_ids), device) if plan.eos_token_ids else None,
+            confidence_threshold=plan.confidence_threshold,
+            keeps_logits=plan.keeps_logits,
+            stream=plan.stream,
+            backend=plan.backend,
         )
         compiled = plan.make_compiled(max_position, chunk_size, settings, context)
         if compiled is not None:
@@ -94,7 +94,7 @@ class AssistantModel(DraftSource):
             return ModelDrafter(inferencer, plan.row_processors, settings, context)
         translated = TranslatedLanguageModel(self.vocabulary, *arguments)
         inferencer = Inferencer(translated, *rest)
-        return TranslatedDrafter(inferencer, translated, plan.row_processors, settings, context, setup.device)
+        return TranslatedDrafter(inferencer, translated, plan.row_processors, settings, context, plan.device)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Warn once if next to none of its tokens were accepted; equal sizes of different vocabularies do this."""

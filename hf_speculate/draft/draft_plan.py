@@ -10,21 +10,18 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.models.context import Context
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.processors import BlockLogitsProcessorList
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """What a drafter is made from; all but the first two fields concern draft models."""
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan(DrafterSetup):
+    """What a drafter is made from: what every drafter is told, the settings, and what concerns draft models."""
 
-    setup: DrafterSetup  # what custom drafters are told, too
     config: SpeculationConfig
     inputs: ExtraInputs  # what the model reads besides tokens
     prompt_len: int  # tokens of the longest prompt
     num_query: int  # tokens of a prompt that the target reads in one forward
     max_position: int  # the position id of the last token that the target reads in a row without padding
-    processors: BlockLogitsProcessorList  # of the drafted logits
-    row_processors: Any  # the same, in groups if rows leave the batch one by one
+    row_processors: Any  # the logits processors of the draft, in groups if rows leave the batch one by one
     is_distributed: bool  # whether several processes decode the call
     meet: Callable[[], None] | None  # called before each forward, by synced ranks; None without them
     # makes the drafter of compiled forwards from its largest position, prompt tokens per forward, settings and context;

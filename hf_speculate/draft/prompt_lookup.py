@@ -36,18 +36,18 @@ class PromptLookup(DraftSource):
         return HistoryKey(None, ("none", True))
 
     def make_drafter(self, plan: DraftPlan) -> Drafter:
-        return SuffixDrafter(self.suffix_settings(plan), plan.setup.device)
+        return SuffixDrafter(self.suffix_settings(plan), plan.device)
 
     def suffix_settings(self, plan: DraftPlan) -> SuffixSettings:
         """How rows are continued after a match."""
-        config, setup = plan.config, plan.setup
+        config = plan.config
         return SuffixSettings(
             max_draft_tokens=config.prompt_lookup_num_tokens or config.max_draft_tokens,
             max_match_len=config.max_matching_ngram_size,
-            eos_token_ids=setup.eos_token_ids,
-            vocab_size=setup.vocab_size,
+            eos_token_ids=plan.eos_token_ids,
+            vocab_size=plan.vocab_size,
             store=self.store,
-            num_pads=setup.num_pads,
+            num_pads=plan.num_pads,
         )
 
 

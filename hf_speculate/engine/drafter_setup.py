@@ -92,13 +92,12 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
         return plan.runners.model_drafter(draft, max_position, on_failure, *rest)
 
     return DraftPlan(
-        setup=setup,
+        **vars(setup),
         config=call.config,
         inputs=call.draft_inputs,
         prompt_len=call.prompts.input_ids.shape[1] - min(setup.num_pads),
         num_query=call.prefill_chunk_size or call.prompts.query_ids.shape[1],
         max_position=call.max_position,
-        processors=processors,
         row_processors=call.row_lists.processors(processors, call.batch_size),
         is_distributed=call.ranks.is_distributed,
         meet=meet if call.ranks.is_synced else None,

@@ -26,8 +26,9 @@ class EndPadding:
     """Brings the KV cache of finished rows to the length of the longest row.
 
     Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
-    row reads these tokens instead of drafts, in the rounds of the other rows. Tokens that it still lacks after the last
-    round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
+    row reads these tokens instead of drafts, in the rounds of the other rows, which run anyway. Tokens that it still
+    lacks after the last round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows
+    are rolled back.
     """
 
     pad_token_id: int | None  # None if nothing is fed

@@ -222,7 +222,7 @@ class HybridSource(DraftSource):
 
     def make_drafter(self, plan: DraftPlan) -> Drafter:
         model, settings = self.with_model.make_drafter(plan), self.lookup.suffix_settings(plan)
-        return HybridDrafter(model, settings, plan.config.max_model_tokens, plan.setup.device)
+        return HybridDrafter(model, settings, plan.config.max_model_tokens, plan.device)
 
     def keep(self, token_ids: Sequence[int]) -> None:
         self.lookup.keep(token_ids)
