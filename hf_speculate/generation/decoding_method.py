@@ -27,8 +27,8 @@ from hf_speculate.engine.row_lists import ONE_CALL, RowLists
 from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
-from hf_speculate.generation.draft_encoder import read_inputs
-from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
+from hf_speculate.generation.draft_inputs import read_draft_inputs
+from hf_speculate.generation.model_inputs import target_inputs
 from hf_speculate.generation.validate_call import (
     check_extra_inputs,
     check_mask,
@@ -37,7 +37,6 @@ from hf_speculate.generation.validate_call import (
     check_synced,
 )
 from hf_speculate.generation.validate_models import check_target
-from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.models.quirks import is_shown
@@ -175,22 +174,17 @@ class SpeculativeDecoding:
             has_compiled = generation_config.compile_config is not None
             check_synced(generation_config, is_fixed or has_compiled, source)
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
-        tensor = inputs_tensor if reads_tensor else None
-        read_by_draft: ExtraInputs | None
-        if call.draft is not None and call.draft.config.is_encoder_decoder:
-            read_by_draft = read_inputs(replace(call, ranks=ranks), self.stats, tensor, model_kwargs)
-        else:
-            read_by_draft = draft_inputs(call, tensor, model_kwargs)
-        if read_by_draft is None:  # the draft cannot read what the target has read
-            source = source.without_model()
-        return replace(
-            call,
-            source=source,
-            config=call.config if read_by_draft is not None else source.settings(call.config),
-            static=static_request(call.target, source.model, generation_config, is_fixed, source.eager_reason),
-            draft_inputs=read_by_draft or ExtraInputs(),
-            ranks=ranks,
-        )
+        call = replace(call, ranks=ranks)
+        if call.draft is not None and (call.draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
+            tensor = inputs_tensor if reads_tensor else None
+            inputs = read_draft_inputs(call, call.draft, self.stats, tensor, model_kwargs)
+            if inputs is None:  # the draft cannot read what the target has read
+                source = source.without_model()
+                call = replace(call, source=source, config=source.settings(call.config))
+            else:
+                call = replace(call, draft_inputs=inputs)
+        static = static_request(call.target, source.model, generation_config, is_fixed, source.eager_reason)
+        return replace(call, static=static)
 
     def _decode(self, prepared: Prepared, static_cache: Cache | None, encoded: object) -> GenerateOutput | Tensor:
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call

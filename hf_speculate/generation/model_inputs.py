@@ -1,17 +1,14 @@
-"""Model inputs besides the text: encoder outputs, images, and positions of a model's own."""
+"""What the target reads besides the text: encoder outputs, images, and positions of its own."""
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.cache.layers import fixed_layers
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.engine.call import Call, Prompts
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.engine.call import Prompts
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
 
@@ -20,7 +17,6 @@ attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep 
 past_key_values return_dict use_cache
 """
 _OWN = set(_OWN_NAMES.split())  # arguments that our own loop gives itself, or to nobody
-_OF_ENCODERS = ("global_attention_mask", "pixel_values")  # which an encoder reads beside its main input
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of which the prompt's last one goes on
 
@@ -59,45 +55,6 @@ def target_inputs(
     return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
 
 
-def draft_inputs(call: Call, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> ExtraInputs:
-    """What the draft model reads besides the text: the target's encoder output, or that of its own for `inputs`."""
-    draft = call.draft
-    if draft is None:
-        return ExtraInputs()
-    outputs = model_kwargs.get("encoder_outputs")
-    if not draft.config.is_encoder_decoder:
-        takes_outputs = "encoder_outputs" in inspect.signature(type(draft).forward).parameters
-        reads = takes_outputs and outputs is not None
-        return ExtraInputs({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)} if reads else None)
-    mask = model_kwargs.get("attention_mask")
-    encoder: Any = draft.get_encoder()
-    if encoder is not call.target.get_encoder():
-        if inputs is None:
-            raise UnsupportedGenerationError(
-                "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of its own, "
-                f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
-            )
-        if call.vocabulary is not None and encoder.main_input_name == "input_ids":
-            inputs = call.vocabulary.encoded(inputs.cpu())
-        num_copies = call.batch_size // inputs.shape[0]
-        arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
-        parameters = inspect.signature(encoder.forward).parameters
-        for name in ("attention_mask", *_OF_ENCODERS):
-            value = model_kwargs.get(name)
-            if value is not None and name in parameters and name != encoder.main_input_name:
-                arguments[name] = _as_read_by(encoder, value[::num_copies])
-        with torch.no_grad():
-            outputs = encoder(**arguments, return_dict=True)
-        if num_copies > 1:
-            outputs = type(outputs)(last_hidden_state=outputs[0].repeat_interleave(num_copies, dim=0))
-    else:
-        outputs = _as_read_by(draft.get_decoder(), outputs)
-    every = {"encoder_outputs": outputs}
-    if mask is not None:
-        every["attention_mask"] = mask.to(device_of(draft))
-    return ExtraInputs(every, prefix=text_prefix(draft))
-
-
 def _decoder_positions(
     model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
@@ -115,14 +72,6 @@ def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device)
     """[1, Q] int64: position ids that count the columns of the KV cache, as models do without `position_ids`."""
     start = model_kwargs[CACHE_NAME].get_seq_length()
     return torch.arange(start, start + num_query, device=device)[None]
-
-
-def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
-    """A copy of a tensor, or of an output's, where the model is; numbers with a fraction in the model's dtype."""
-    device, dtype = device_of(model), model.dtype
-    return tree_map_only(
-        Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype), value
-    )
 
 
 def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
