@@ -115,15 +115,8 @@ class SpeculativeDecoding:
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
             self_test = check_decoding(call, generation_config, model_kwargs, self.source)
         call = with_working_kernels(call, self.stats)
-        prepared_inputs = {
-            "input_ids": input_ids,
-            "generation_config": generation_config,
-            "model_kwargs": model_kwargs,
-            "inputs_tensor": input_ids if inputs_tensor is None else inputs_tensor,
-            "logits_processor": call.processors,
-            "vocab_size": vocab_size_of(model),
-        }
-        call = begin_source(call, self.stats, prepared_inputs)
+        for_generators = _for_generators(call, generation_config, inputs_tensor, model_kwargs)
+        call = begin_source(call, self.stats, for_generators)
         prepared = build_decoder(make_plan(call, self_test), self.stats, self.clock)
         if self.on_prepared is not None:
             self.on_prepared(prepared)
@@ -236,3 +229,18 @@ def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) 
         return None
     model_kwargs[cache_name(model)] = static_copies().dynamic_copy(cache, model.config.get_text_config(decoder=True))
     return cache
+
+
+def _for_generators(
+    call: Call, generation_config: GenerationConfig, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What transformers hands to its candidate generators."""
+    input_ids = call.prompts.input_ids
+    return {
+        "input_ids": input_ids,
+        "generation_config": generation_config,
+        "model_kwargs": model_kwargs,
+        "inputs_tensor": input_ids if inputs_tensor is None else inputs_tensor,
+        "logits_processor": call.processors,
+        "vocab_size": vocab_size_of(call.target),
+    }
