@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig
 
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.engine.call import RunnerRequest
+from hf_speculate.engine.call import Call, RunnerRequest
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_kinds import GROWING, Buffers
@@ -88,22 +88,17 @@ def find_runners(
     return runners
 
 
-def static_request(
-    model: PreTrainedModel,
-    assistant: PreTrainedModel | None,
-    config: GenerationConfig,
-    is_static: bool,
-    eager_draft: str,  # why the assistant is not compiled; empty if it may be
-) -> RunnerRequest:
+def static_request(call: Call, is_static: bool) -> RunnerRequest:
     """The fixed buffers and compiled forwards that a call asks for: no more than plain `generate` would compile."""
+    config, eager_draft = call.generation_config, call.source.eager_reason
     if not is_static and config.compile_config is None:
         return RunnerRequest()
-    models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
-    configs = {part: compile_config_of(part_model, config) for part, part_model in models.items()}
+    models = {"target": call.target} if call.draft is None else {"target": call.target, "draft": call.draft}
+    configs = {part: compile_config_of(model, config) for part, model in models.items()}
     settings = {part: compile_config for part, compile_config in configs.items() if compile_config is not None}
     reason = ""
     if config.compile_config is not None and "target" not in settings:
-        reason = f"eager forwards: plain generate() would not compile with this compile_config on {model.device}"
+        reason = f"eager forwards: plain generate() would not compile with this compile_config on {call.target.device}"
     if config.output_hidden_states or config.output_attentions:
         if "target" in settings or reason:
             reason = "eager forwards, because hidden states or attentions are returned"

@@ -22,7 +22,7 @@ from hf_speculate.engine.call import Call, Prompts
 from hf_speculate.engine.drafter_setup import begin_source
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.plan import make_plan, with_working_kernels
-from hf_speculate.engine.ranks import find_ranks
+from hf_speculate.engine.ranks import Ranks, find_ranks
 from hf_speculate.engine.row_lists import ONE_CALL, RowLists
 from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -109,7 +109,10 @@ class SpeculativeDecoding:
             row_lists=self.row_lists,
         )
         check_extra_inputs(call)
-        call = self._with_draft_inputs(call, inputs_tensor, model_kwargs, self.is_static or static_cache is not None)
+        is_fixed = self.is_static or static_cache is not None
+        call = replace(call, ranks=self._ranks(call, is_fixed))
+        call = self._with_draft_inputs(call, inputs_tensor, model_kwargs)
+        call = replace(call, static=static_request(call, is_fixed))
         self_test = ""
         if not is_shown(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
@@ -157,27 +160,25 @@ class SpeculativeDecoding:
             check_room(room, max_tokens - 1)
         return prompts
 
-    def _with_draft_inputs(
-        self, call: Call, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any], is_fixed: bool
-    ) -> Call:
-        """The call with its ranks, what the draft model reads besides tokens, and the compiled forwards asked for."""
-        generation_config, source = call.generation_config, call.source
+    def _ranks(self, call: Call, is_fixed: bool) -> Ranks:
+        """The processes that decode the call together."""
         ranks = find_ranks(self.passed.get("synced_gpus"), call.models, call.prompts.input_ids.device)
         if ranks.is_synced:
-            has_compiled = generation_config.compile_config is not None
-            check_synced(generation_config, is_fixed or has_compiled, source)
+            has_compiled = call.generation_config.compile_config is not None
+            check_synced(call.generation_config, is_fixed or has_compiled, call.source)
+        return ranks
+
+    def _with_draft_inputs(self, call: Call, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]) -> Call:
+        """The call with what its draft model reads besides tokens, or without that model if it cannot read them."""
+        draft = call.draft
+        if draft is None or not (draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
+            return call
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
-        call = replace(call, ranks=ranks)
-        if call.draft is not None and (call.draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
-            tensor = inputs_tensor if reads_tensor else None
-            inputs = read_draft_inputs(call, call.draft, self.stats, tensor, model_kwargs)
-            if inputs is None:  # the draft cannot read what the target has read
-                source = source.without_model()
-                call = replace(call, source=source, config=source.settings(call.config))
-            else:
-                call = replace(call, draft_inputs=inputs)
-        static = static_request(call.target, source.model, generation_config, is_fixed, source.eager_reason)
-        return replace(call, static=static)
+        inputs = read_draft_inputs(call, draft, self.stats, inputs_tensor if reads_tensor else None, model_kwargs)
+        if inputs is not None:
+            return replace(call, draft_inputs=inputs)
+        source = call.source.without_model()
+        return replace(call, source=source, config=source.settings(call.config))
 
     def _decode(self, prepared: Prepared, static_cache: Cache | None, encoded: object) -> GenerateOutput | Tensor:
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
