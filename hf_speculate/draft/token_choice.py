@@ -118,7 +118,9 @@ class RoundDraft(ChosenTokens):
             except Exception as error:
                 chooser.processor_error = error
                 raise
-            scores = torch.where((processed == -torch.inf).all(-1, True), scores.to(processed), processed)  # all banned
+            if vocabulary.size is not None:  # all that a head with fewer ids proposes may be banned
+                processed = torch.where((processed == -torch.inf).all(-1, True), scores.to(processed), processed)
+            scores = processed
         best = scores.argmax(dim=-1) if self._draws is None else self._draws.draw(scores)
         token_ids = best if is_mapped else vocabulary.ids(best)
         if history is not None:
