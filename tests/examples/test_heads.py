@@ -7,14 +7,16 @@ import torch
 
 import hf_speculate
 from hf_speculate.options.heads.load import load_drafter
+from hf_speculate.options.heads.network import TargetParts
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.options.heads.designs import EAGLE3, make_weights, write_speculators
+from tests.options.heads.designs import DFLASH, DFLASH2, EAGLE3, make_weights, write_speculators
 from tests.options.heads.rounds import Rounds, random_texts, states_of, target_of
+from tests.options.heads.test_against_reference import reference_of
 from tests.tiny import make_model, make_small_model, ragged_prompts
 
-MIN_LENGTH = 3.0  # mean acceptance length at K = 5
+MIN_LENGTHS = {"eagle3": 3.0, "dflash": 2.0, "dflash2": 1.5}  # mean acceptance lengths at K = 5
 NUM_STEPS = 4
 TOLERANCE = 1e-9
 
@@ -33,17 +35,35 @@ def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
             torch.testing.assert_close(logits[0, len(text) - 2], expected, rtol=0, atol=TOLERANCE)
 
 
-def test_the_saved_head_drafts_long_greedy_texts(import_example):
+@pytest.mark.parametrize("design", [DFLASH, DFLASH2.with_options(selector_top_k=32)], ids=["DFlash", "DFlash 2"])
+def test_blocks_give_the_logits_of_drafts(import_example, design, tmp_path):
+    blocks, target = import_example("training.dflash.blocks"), target_of()
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
+    parts = TargetParts(target, head.network.vocabulary, target.device, target.dtype)
+    texts, starts = torch.tensor(random_texts([12, 12], seed=3)), torch.tensor([[3, 7], [6, 2]])
+    states = torch.stack([states_of(target, text, design.aux_layers) for text in texts.tolist()])
+    found = blocks.block_logits(head.network, parts, texts, states, starts)
+    reference = reference_of(design, make_weights(design), target)
+    for block, start in enumerate(starts.flatten().tolist()):
+        row = texts[block // starts.shape[1]].tolist()
+        text, drafted = row[: start + 1], row[start + 1 :]
+        expected = reference.logits(text, states_of(target, text[:-1], design.aux_layers), drafted, NUM_STEPS)
+        torch.testing.assert_close(found.selected[block], expected, rtol=0, atol=TOLERANCE)
+        assert (found.parallel is found.selected) == (design is DFLASH)
+
+
+@pytest.mark.parametrize("name", MIN_LENGTHS)
+def test_the_saved_heads_draft_long_greedy_texts(import_example, name):
     measure, models = import_example("training.measure_eagle3"), import_example("models")
     target = measure.load_model(models.PAIR / "target", torch.float32, "cpu")
-    head, stats = load_drafter(models.EAGLE3, target), hf_speculate.SpeculationStats()
+    head, stats = load_drafter(models.EAGLE3.parent / name, target), hf_speculate.SpeculationStats()
     tokenizer = measure.load_tokenizer(models.PAIR / "target")
     inputs = tokenizer(models.read_questions(measure.PROMPTS, 8), return_tensors="pt", padding=True)
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"max_new_tokens": 48}
     plain = target.generate(**inputs, do_sample=False)
     options = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
     assert_equal_ids(plain, hf_speculate.generate(target, **inputs, assistant_model=head, do_sample=False, **options))
-    assert stats.mean_acceptance_length > MIN_LENGTH
+    assert stats.mean_acceptance_length > MIN_LENGTHS[name]
 
 
 AUX_LAYERS = [1, 2]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
-TABLES = ("embed", "lm_head")
+TABLES = ("embed", "lm_head", "codebook")
 
 
 def orthogonalize(stack: torch.Tensor) -> torch.Tensor:
