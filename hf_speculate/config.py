@@ -91,7 +91,7 @@ class SpeculationConfig:
             custom lossy verifiers may use it too.
         relax_only_inside: ids (open, close) of tokens around spans, such as those of a thinking model; a lossy verifier
             applies inside of them only, a lossless one elsewhere. `None` applies the verifier everywhere.
-        draft_sampling: "sample" or "argmax", how drafts are chosen with `do_sample=True`; `None`: as the source does.
+        draft_sampling: "sample" or "argmax", how the draft chooses tokens with `do_sample=True`.
         num_assistant_tokens: tokens to draft per round, 1..128; with "adaptive" the maximum. `None` is 10 with
             "adaptive", else 5. A list of one number per output row, 0..128, limits the drafts of each row, those of
             prompt lookup too, in every round; a row with 0 decodes plainly.
@@ -133,7 +133,7 @@ class SpeculationConfig:
     entropy_epsilon: float = 0.0
     typical_correction: str | None = None
     relax_only_inside: Sequence[int] | None = None
-    draft_sampling: str | None = None
+    draft_sampling: str = "sample"
     num_assistant_tokens: int | Sequence[int] | None = None
     num_assistant_tokens_schedule: str | None = None
     assistant_confidence_threshold: float | None = None

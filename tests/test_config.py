@@ -26,7 +26,7 @@ VALUES = {
     "entropy_epsilon": (0.01, 0.02, 0.03, 0.04, 0.0),
     "typical_correction": ("sample", "argmax", "sample", "argmax", "sample"),
     "relax_only_inside": ((1, 2), (3, 4), (5, 6), (7, 8), None),
-    "draft_sampling": ("sample", "argmax", "sample", "argmax", None),
+    "draft_sampling": ("sample", "argmax", "sample", "argmax", "sample"),
     "num_assistant_tokens": (2, 3, 4, 6, None),
     "num_assistant_tokens_schedule": ("heuristic", "constant", "heuristic_transient", "heuristic", None),
     "assistant_confidence_threshold": (0.1, 0.2, 0.3, 0.4, None),

@@ -83,7 +83,7 @@ class DraftSource:
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
         """Whether drafts are sampled; if not, they are point masses."""
-        return do_sample and config.draft_sampling in (None, "sample")
+        return do_sample and config.draft_sampling == "sample"
 
     def history_key(self) -> HistoryKey:
         """Under which its calls share what they have measured."""

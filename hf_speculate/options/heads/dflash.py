@@ -76,10 +76,6 @@ class DFlashNetwork(FusingNetwork):
         has_own = self.embed_tokens is not None or self.mask_embedding is not None
         return 0 if has_own else self.options.mask_token_id + 1
 
-    @property
-    def draws_are_independent(self) -> bool:
-        return self.markov_head is None
-
     def project(self, states: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
 

@@ -71,10 +71,6 @@ class DFlash2Network(DFlashNetwork):
         self.confidence_head = None
         self.candidate_selector = CandidateSelector(plan.options.layers.hidden_size, plan.options)
 
-    @property
-    def draws_are_independent(self) -> bool:
-        return False
-
     def make_layer(self, plan: NetworkPlan) -> DecoderLayer:
         options: DFlash2Options = plan.options
         return ConvolvedLayer(options.layers, plan.has_head_norms, options.num_taps, options.group_size)

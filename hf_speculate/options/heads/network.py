@@ -88,11 +88,6 @@ class HeadNetwork(nn.Module, ABC):
         """V that a target must have at least, because the network looks up tokens of its own in the target's table."""
         return 0
 
-    @property
-    def draws_are_independent(self) -> bool:
-        """Whether tokens are chosen without the drafted ones before them, so that sampled ones rarely fit together."""
-        return False
-
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
         """[..., Vd] of states [..., H] after the final norm."""
         return parts.logits(normed)

@@ -54,11 +54,6 @@ class HeadSource(FactorySource):
             return config
         return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
 
-    def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
-        if config.draft_sampling is None and self.head.network.draws_are_independent:
-            return False
-        return super().samples(config, do_sample)
-
     def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
         return self.head(setup)
 
