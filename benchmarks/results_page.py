@@ -13,6 +13,7 @@ import acceptance
 import compilation
 import drafters
 import end_to_end
+import fitted_heads
 import hybrids
 import memory
 import never_slower
@@ -57,6 +58,7 @@ SECTIONS = (
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
+    Section("Fitted draft heads", fitted_heads.NAME, fitted_heads.table),
     Section("Recurrent layers", hybrids.NAME, hybrids.table),
     Section("Compilation", compilation.NAME, compilation.table),
     Section("Before and after a change", revisions.NAME, revisions.table),
