@@ -26,7 +26,8 @@ from suffix import library_tokens
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt
 
 NAME = "throughput"
 REFILL, STATIC, REFILL_PLAIN, STATIC_PLAIN, PEER = (

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
@@ -105,9 +104,19 @@ class SpeculativeDecoder:
 
     def prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the token that follows it."""
+        for _ in self.prefill_by_chunk(batch):
+            pass
+
+    def prefill_by_chunk(self, batch: Batch) -> Iterator[None]:
+        """As `prefill`; yields after each chunk but the last."""
         self.clock.start(Stage.PREFILL)
         self.drafts.begin(batch)
-        scored = self.target.prefill(partial(self.drafts.read_prompt, batch))
+        for scored, num_ahead, is_last in self.target.prefill():
+            self.drafts.read_prompt(batch, scored, num_ahead)
+            if not is_last:
+                self.clock.enter(None)
+                yield
+                self.clock.enter(Stage.PREFILL)
         draft = batch.no_draft()
         self.clock.enter(Stage.VERIFY)
         verified = self.verification.verify(batch, scored.logits, draft, batch.keys())

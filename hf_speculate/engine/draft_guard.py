@@ -89,8 +89,9 @@ class DraftGuard:
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         self._call(lambda session: session.read_prompt(batch, scored, num_ahead))
 
-    def read_ahead(self, batch: Batch) -> None:
-        self._call(lambda session: session.read_ahead(self._view(batch)))
+    def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
+        """See `DraftSession.read_ahead`."""
+        return bool(self._call(lambda session: session.read_ahead(self._view(batch), max_tokens)))
 
     def room(self, batch: Batch) -> list[int]:
         """[B] tokens that may be drafted in each row in the next round."""

@@ -166,10 +166,14 @@ class DraftSession(PerRow):
         """Whether rows may join: nothing but the drafter and its cache follows them."""
         return self.reuse is None and self.hidden_states is None and self.drafter.can_join
 
-    def read_ahead(self, batch: Batch) -> None:
-        """Let the drafter read the prompts before the first round, so that the rows may join others."""
-        self._show_prompts(batch)
-        self._catch_up(batch)
+    def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
+        """Let the drafter read the prompts before the first round, so that the rows may join others.
+
+        Reads up to `max_tokens` of each row, None for all; returns whether it must be called again.
+        """
+        if self._seen_lens is None:
+            self._show_prompts(batch)
+        return self._catch_up(batch, max_tokens)
 
     def catch_up_and_join(self, other: "DraftSession", batch: Batch) -> None:
         """Add the rows of `other`, which has read ahead, behind these, which are all live."""
@@ -197,12 +201,18 @@ class DraftSession(PerRow):
         self._num_seen = [num - num_dropped for num in self._num_seen]
         return True
 
-    def _catch_up(self, batch: Batch) -> None:
-        """Leave the drafter as far behind as its shortest query allows, in every row."""
+    def _catch_up(self, batch: Batch, max_tokens: int | None = None) -> bool:
+        """Leave the drafter as far behind as its shortest query allows, in every row.
+
+        Reads up to `max_tokens` of each row, None for all; returns whether some are left.
+        """
         num_query, num_unseen = self.drafter.min_query_len, self._num_unseen(batch)
-        if self.kv_cache is not None and num_unseen > num_query:
-            self.drafter.read(self._tokens(batch).last(num_unseen)[:, : num_unseen - num_query], self.kv_cache)
-        self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
+        num_wanted = num_read = max(num_unseen - num_query, 0)
+        if self.kv_cache is not None and num_wanted:
+            num_read = min(num_wanted, max_tokens or num_wanted)
+            self.drafter.read(self._tokens(batch).last(num_unseen)[:, :num_read], self.kv_cache)
+        self._num_seen = [length - num_unseen + num_read for length in batch.tokens.lens]
+        return num_read < num_wanted
 
     def rows(self, indices: Sequence[int]) -> None:
         super().rows(indices)

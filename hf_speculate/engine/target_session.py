@@ -1,6 +1,6 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 
 import torch
@@ -133,15 +133,16 @@ class TargetSession(PerRow):
             return None
         return self.padding.max_columns - self.kv_cache.num_columns - 1
 
-    def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
-        """Read the prompt in chunks, each passed to `on_chunk` with the columns from its first one on."""
+    def prefill(self) -> Iterator[tuple[Scored, int, bool]]:
+        """Read the prompt in chunks: what each gave, the columns from its first one on, and whether it is the last."""
         num_ahead = self.query_ids.shape[1]
         for chunk in self.query_ids.split(self.chunk_size or num_ahead, dim=1):
             scored = self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self.options)
-            on_chunk(scored, num_ahead)
+            is_last = num_ahead == chunk.shape[1]
+            if is_last:
+                self.kv_cache.begin_recording()
+            yield scored, num_ahead, is_last
             num_ahead -= chunk.shape[1]
-        self.kv_cache.begin_recording()
-        return scored
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""

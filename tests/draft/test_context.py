@@ -10,7 +10,8 @@ import transformers
 
 import hf_speculate
 from hf_speculate.models.context import context_len, context_of, encoder_context_len
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import HistoryStore
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
 from tests.fallbacks import PAST_CONTEXT, without_caches

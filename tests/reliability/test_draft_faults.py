@@ -13,7 +13,8 @@ import hf_speculate
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.draft_faults import is_of_device
 from hf_speculate.models import folded_attention
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import HistoryStore, budget
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
 from tests.draft.test_custom import Watcher
 from tests.generation.conftest import backend as backend

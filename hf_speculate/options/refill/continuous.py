@@ -1,58 +1,29 @@
 """Continuous batching: a finished row is replaced by the next prompt of a source."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.builder import Prepared
-from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
+from hf_speculate.options.refill.reading import LogitsObserver, Reading
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowSource, alike, left_padded
 from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import RoundRecord, StageSeconds
+from hf_speculate.types import StageSeconds
 
-_MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
-
-
-@dataclass(frozen=True)
-class RowPrompt:
-    """One prompt [T] of a source, without padding."""
-
-    token_ids: Sequence[int]
-    seed: int | None = None  # of the row when sampling; None to draw one
-    # of `generate()` for this row, beside the decoder's; `num_assistant_tokens` may be a list of one number
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    key: Any = None  # passed on to the result
-    # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the
-    # target's before processors and only valid during the call
-    on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
-
-
-# The next prompt; None if there is none now. It is asked again after each round in which a row is free.
-RowSource = Callable[[], RowPrompt | None]
-
-
-class RowResult(NamedTuple):
-    """A finished row; a cancelled one has the tokens that it had."""
-
-    prompt: RowPrompt
-    token_ids: list[int]  # new tokens, up to the row's stop
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
-    error: Exception | None = None  # that ended the row
+PREFILL_CHUNK_TOKENS = 512  # of all rows that are read together, in a forward between two rounds of the others
 
 
 @dataclass
@@ -79,8 +50,10 @@ class ContinuousDecoder:
 
     def __post_init__(self) -> None:
         self._clock = StageClock()
+        self._readings: deque[Reading] = deque()  # the first one is being read
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
+        self._on_logits = LogitsObserver(self._prompts)
         self._num_begun = 0
         self._source: DraftSource = CONTINUOUS  # of the latest rows
 
@@ -98,8 +71,9 @@ class ContinuousDecoder:
         with folded_attention_for(models):
             while True:
                 finished = self._admit(source)
-                if not self._running and not finished:
+                if not (self._readings or self._running or finished):
                     return
+                finished += self._read()
                 finished += self._step()
                 if finished:
                     yield finished
@@ -127,56 +101,83 @@ class ContinuousDecoder:
         return results
 
     def _admit(self, source: RowSource) -> list[RowResult]:
-        """Read the next prompts into free rows; returns the rows that are finished by then."""
+        """Begin to read the next prompts into free rows; returns the rows that have failed by then."""
+        waiting: list[RowPrompt] = []
+        while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None:
+            waiting.append(prompt)
+        if waiting and self.on_begin is not None:
+            self.on_begin(waiting)
         results: list[RowResult] = []
-        while not results and len(self._prompts) < self.num_rows:
-            waiting: list[RowPrompt] = []
-            while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source()) is not None:
-                waiting.append(prompt)
-            if not waiting:
-                break
-            if self.on_begin is not None:
-                self.on_begin(waiting)
-            for group in _alike(waiting):
-                results += self._begin(group)
+        for group in alike(waiting):
+            results += self._begin(group)
         return results
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
-        """Read prompts together; returns the rows that are finished by then."""
+        """Begin to read prompts together; returns the rows that have failed by then."""
         self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
-            prepared = self._prepare(prompts)
+            prepared = self._prepare(prompts, is_chunked=True)
             if obstacle := join_obstacle(prepared):
                 raise UnsupportedGenerationError(
                     f"rows must be able to join others, got {obstacle}; use static batches"
                 )
-            finished = self._read(prepared)
         except Exception as error:
             if not self._ends_a_row(error):
                 raise
             return self._isolate(error)
-        return [self._result(row) for row in finished]
+        self._readings.append(Reading(prepared, self._on_logits))
+        return []
 
-    def _read(self, prepared: Prepared) -> list[FinishedRow]:
-        """Read prompts, and let the rows that are not finished join a running batch."""
-        on_logits = _LogitsObserver(self._prompts)
-        decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
-        with torch.no_grad(), decoder.clock:
-            replace(decoder, observers=[*decoder.observers, on_logits]).prefill(batch)
-            left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
-            ended = [row_id for row_id in call.row_ids if left.get(row_id, True)]
-            finished = [FinishedRow(row_id, decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
-            if len(ended) < len(call.row_ids):
-                decoder.clock.enter(Stage.DRAFT)
-                decoder.drafts.read_ahead(batch)
-                kind = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
-                running = self._running.pop(kind, None)  # an error leaves it half joined
+    def _read(self) -> list[RowResult]:
+        """Read prompts: a chunk or some short prompts between two rounds, all while no row waits for a round.
+
+        Returns the rows that are finished by then.
+        """
+        results: list[RowResult] = []
+        num_left = PREFILL_CHUNK_TOKENS
+        while self._readings and not results:
+            num_tokens = self._readings[0].chunk_tokens
+            if self._running and num_tokens > num_left < PREFILL_CHUNK_TOKENS:
+                break
+            num_left -= num_tokens
+            reading = self._readings.popleft()
+            try:
+                if not reading.read_chunk():
+                    finished = self._join(reading)
+                elif self._is_wanted(reading):
+                    finished, num_left = [], 0
+                    self._readings.appendleft(reading)
+                else:
+                    finished = [FinishedRow(row_id, [], 0, 0, 0, None) for row_id in reading.row_ids]
+            except Exception as error:
+                if not self._ends_a_row(error):
+                    raise
+                results += self._isolate(error)
+            else:
+                results += [self._result(row) for row in finished]
+        return results
+
+    def _is_wanted(self, reading: Reading) -> bool:
+        """Whether a row is not cancelled whose prompt is being read."""
+        if self.on_tokens is None:
+            return True
+        return any(self.on_tokens(self._prompts[row_id], ()) for row_id in reading.row_ids)
+
+    def _join(self, reading: Reading) -> list[FinishedRow]:
+        """Let the rows that are not finished join a running batch; returns the others."""
+        prepared, finished = reading.prepared, reading.finished()
+        decoder, call = prepared.decoder, prepared.plan.call
+        if len(finished) < len(call.row_ids):
+            batch_key = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
+            running = self._running.pop(batch_key, None)  # an error leaves it half joined
+            with torch.no_grad(), self._clock:
+                self._clock.enter(Stage.DRAFT)
                 if running is None:
-                    running = RunningBatch(prepared, self.stats, self._clock, on_logits)
+                    running = RunningBatch(prepared, self.stats, self._clock, self._on_logits)
                 else:
                     running.join(prepared)
-                self._running[kind] = running
-            decoder.clock.enter(None)
+                self._clock.enter(None)
+            self._running[batch_key] = running
         stats, read = self.stats, prepared.stats
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
@@ -190,14 +191,15 @@ class ContinuousDecoder:
 
     def _isolate(self, error: Exception) -> list[RowResult]:
         """Decode the rows of no running batch anew, one by one, after an error; one that fails again has its own."""
-        running = {row_id for batch in self._running.values() for row_id in batch.row_ids}
+        running = {row_id for batch in (*self._running.values(), *self._readings) for row_id in batch.row_ids}
         prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
         alone, results = replace(self), []
         for prompt in prompts:
             results += alone._begin([prompt])
-            while alone._running:
+            while alone._readings or alone._running:
+                results += alone._read()
                 results += alone._step()
         return results
 
@@ -214,8 +216,8 @@ class ContinuousDecoder:
             self._source.keep(row.token_ids)
         return RowResult(self._prompts.pop(row.row_id), *row[1:])
 
-    def _prepare(self, prompts: Sequence[RowPrompt]) -> Prepared:
-        """The prepared call of prompts with equal arguments, left-padded."""
+    def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> Prepared:
+        """The prepared call of prompts with equal arguments, left-padded; long ones may be read in chunks."""
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -224,48 +226,15 @@ class ContinuousDecoder:
         arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
         if isinstance(arguments.get("num_assistant_tokens"), list):
             arguments["num_assistant_tokens"] = arguments["num_assistant_tokens"] * len(prompts)
+        config = arguments.get("generation_config") or self.model.generation_config
+        if is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS and config.prefill_chunk_size is None:
+            arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source
         return prepared
-
-
-@dataclass
-class _LogitsObserver(Observer):
-    """Hands the target's logits of new tokens to the rows that ask for them."""
-
-    stage = Stage.REPORT
-    prompts: Mapping[int, RowPrompt]  # by row
-
-    def on_round(self, record: RoundRecord) -> None:
-        for row in record.live_rows:
-            on_logits, num = self.prompts[record.row_ids[row]].on_logits, record.trimmed.num_emitted[row]
-            if on_logits is not None and num:
-                token_ids = record.verified.new_ids[row][:num]
-                on_logits(record.trimmed.num_new[row] - num, token_ids, record.scored.logits[row, :num])
-
-
-def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
-    rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
-    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    return input_ids.to(device), attention_mask.to(device)
 
 
 def _most_drafted(config: SpeculationConfig) -> int | None:
     """The number of tokens to draft that a call names; it may be a list, of equal numbers for rows read together."""
     num = config.num_assistant_tokens
     return num if num is None or isinstance(num, int) else max(num)
-
-
-def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
-    """Groups of prompts that are read together: of equal arguments and like length."""
-    groups = [[prompts[0]]]
-    for prompt in prompts[1:]:
-        first, lens = groups[-1][0], [len(one.token_ids) for one in (*groups[-1], prompt)]
-        is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
-        if is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
-            groups[-1].append(prompt)
-        else:
-            groups.append([prompt])
-    return groups

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.generation.mixin import generate
-from hf_speculate.options.refill.continuous import left_padded
+from hf_speculate.options.refill.row_prompts import left_padded
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSFORMERS, Method
 

@@ -26,7 +26,8 @@ from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, left_padded
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.dataset.rows import Row, token_ids_of

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt, RowResult
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
 from hf_speculate.tools.server.logprobs import prompt_logprobs

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import LogitsProcessor, StopStringCriteria
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.options.refill.continuous import RowPrompt
+from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.tools.dataset.rows import Row, token_ids_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError

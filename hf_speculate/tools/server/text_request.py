@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from hf_speculate.options.refill.continuous import RowPrompt, RowResult
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.logprobs import TokenLogprob, token_logprobs
 

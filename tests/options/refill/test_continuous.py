@@ -11,7 +11,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import generate, register_row_wise
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.options.refill.continuous import ContinuousDecoder, RowPrompt
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import pair
 from tests.tiny import cheaper_copy
 
@@ -109,6 +110,40 @@ def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
         assert ids == (whole[: len(ids)] if prompt.key == 2 else whole), prompt.key
     assert 9 <= len(results[2].token_ids) < 13
     assert seen[2] == results[2].token_ids
+    assert decoder.num_live == 0
+
+
+@pytest.mark.parametrize("source", ["model", "lookup"])
+def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
+    target, draft = pair("llama")
+    options, chunk = sources(draft)[source] | {"prefill_chunk_size": 32}, 32
+    short = RowPrompt([3, 4, 5], arguments={"max_new_tokens": 120}, key="short")
+    long = RowPrompt([1 + num % 60 for num in range(200)], arguments={"max_new_tokens": 8}, key="long")
+    dropped = RowPrompt(long.token_ids, arguments={"max_new_tokens": 9}, key="dropped")
+    num_read, most_read, chunks_seen = 0, 0, {"long": 0, "dropped": 0}
+
+    def count(module, args, kwargs):
+        nonlocal num_read
+        num_read += kwargs["input_ids"].numel() if kwargs["input_ids"].shape[1] > 16 else 0
+
+    def on_tokens(prompt, token_ids):
+        nonlocal num_read, most_read
+        if prompt.key == "short":
+            most_read, num_read = max(most_read, num_read), 0
+        elif not token_ids:
+            chunks_seen[prompt.key] += 1
+        return prompt.key != "dropped" or chunks_seen["dropped"] < 3
+
+    hooks = [model.register_forward_pre_hook(count, with_kwargs=True) for model in (target, draft)]
+    results, decoder = decoded(target, [short, long, dropped], on_tokens=on_tokens, **options)
+    for hook in hooks:
+        hook.remove()
+    assert most_read == chunk
+    num_models = 2 if source == "model" else 1
+    assert chunks_seen == {"long": num_models * (200 // chunk) + 1, "dropped": 3}
+    assert results["dropped"].token_ids == []
+    for prompt in (short, long):
+        assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
     assert decoder.num_live == 0
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor
 
 import hf_speculate
-from hf_speculate.options.refill.continuous import RowPrompt
+from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.prompts import text_requests

@@ -1,0 +1,78 @@
+"""Reading: prompts that are read chunk by chunk, before their rows join a running batch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.observers import Observer
+from hf_speculate.engine.stage_clock import Stage
+from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.options.refill.running_batch import FinishedRow
+from hf_speculate.types import RoundRecord
+
+
+class Reading:
+    """Reads the prompts of a call, with the target and then with the drafter."""
+
+    def __init__(self, prepared: Prepared, observer: Observer):
+        self.prepared = prepared
+        self._decoder = replace(prepared.decoder, observers=[*prepared.decoder.observers, observer])
+        self._chunks = self._read()
+
+    @property
+    def row_ids(self) -> list[int]:
+        return self.prepared.plan.call.row_ids
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of all rows in a chunk."""
+        query_ids = self.prepared.plan.call.prompts.query_ids
+        return len(query_ids) * (self._chunk_size or query_ids.shape[1])
+
+    def read_chunk(self) -> bool:
+        """Read a chunk; False once all is read."""
+        clock = self._decoder.clock
+        with torch.no_grad(), clock:
+            is_unread = next(self._chunks, False)
+            clock.enter(None)
+        return is_unread
+
+    def finished(self) -> list[FinishedRow]:
+        """The rows that ended with the token that follows their prompt."""
+        batch = self.prepared.batch
+        left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
+        ended = [row_id for row_id in self.row_ids if left.get(row_id, True)]
+        return [FinishedRow(row_id, self._decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
+
+    @property
+    def _chunk_size(self) -> int | None:
+        return self.prepared.plan.call.prefill_chunk_size
+
+    def _read(self) -> Iterator[bool]:
+        decoder, batch = self._decoder, self.prepared.batch
+        for _ in decoder.prefill_by_chunk(batch):
+            yield True
+        if all(batch.is_finished):
+            return
+        yield True
+        decoder.clock.enter(Stage.DRAFT)
+        while decoder.drafts.read_ahead(batch, self._chunk_size):
+            yield True
+            decoder.clock.enter(Stage.DRAFT)
+
+
+@dataclass
+class LogitsObserver(Observer):
+    """Hands the target's logits of new tokens to the rows that ask for them."""
+
+    stage = Stage.REPORT
+    prompts: Mapping[int, RowPrompt]  # by row
+
+    def on_round(self, record: RoundRecord) -> None:
+        for row in record.live_rows:
+            on_logits, num = self.prompts[record.row_ids[row]].on_logits, record.trimmed.num_emitted[row]
+            if on_logits is not None and num:
+                token_ids = record.verified.new_ids[row][:num]
+                on_logits(record.trimmed.num_new[row] - num, token_ids, record.scored.logits[row, :num])

@@ -1,0 +1,61 @@
+"""Row prompts: what a running batch reads for each of its rows, and what it returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+_MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
+
+
+@dataclass(frozen=True)
+class RowPrompt:
+    """One prompt [T] of a source, without padding."""
+
+    token_ids: Sequence[int]
+    seed: int | None = None  # of the row when sampling; None to draw one
+    # of `generate()` for this row, beside the decoder's; `num_assistant_tokens` may be a list of one number
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    key: Any = None  # passed on to the result
+    # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the
+    # target's before processors and only valid during the call
+    on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
+
+
+# The next prompt; None if there is none now. It is asked again after each round in which a row is free.
+RowSource = Callable[[], RowPrompt | None]
+
+
+class RowResult(NamedTuple):
+    """A finished row; a cancelled one has the tokens that it had."""
+
+    prompt: RowPrompt
+    token_ids: list[int]  # new tokens, up to the row's stop
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    error: Exception | None = None  # that ended the row
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
+    rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return input_ids.to(device), attention_mask.to(device)
+
+
+def alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
+    """Groups of prompts that are read together: of equal arguments and like length."""
+    groups = [[prompt] for prompt in prompts[:1]]
+    for prompt in prompts[1:]:
+        first, lens = groups[-1][0], [len(member.token_ids) for member in (*groups[-1], prompt)]
+        is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
+        if is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
+            groups[-1].append(prompt)
+        else:
+            groups.append([prompt])
+    return groups
