@@ -18,6 +18,7 @@ import hybrids
 import memory
 import never_slower
 import overhead
+import prefill_chunks
 import real_models
 import revisions
 import round_counts
@@ -55,6 +56,7 @@ SECTIONS = (
     Section("Top-k and top-p on a CPU", warpers.NAME, warpers.table),
     Section("Acceptance", "acceptance", acceptance.table),
     Section("Throughput of a data set", throughput.NAME, throughput.table),
+    Section("Long prompts beside other rows", prefill_chunks.NAME, prefill_chunks.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
