@@ -91,10 +91,10 @@ class AssistantModel(DraftSource):
         rest = chunk_size, not plan.is_distributed, plan.meet
         if self.vocabulary is None:
             inferencer = Inferencer(LanguageModel(*arguments), *rest)
-            return ModelDrafter(inferencer, plan.row_processors, settings, context)
+            return ModelDrafter(inferencer, plan.processors, settings, context)
         translated = TranslatedLanguageModel(self.vocabulary, *arguments)
         inferencer = Inferencer(translated, *rest)
-        return TranslatedDrafter(inferencer, translated, plan.row_processors, settings, context, plan.device)
+        return TranslatedDrafter(inferencer, translated, plan.processors, settings, context, plan.device)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Warn once if next to none of its tokens were accepted; equal sizes of different vocabularies do this."""

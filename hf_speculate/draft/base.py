@@ -11,7 +11,7 @@ from transformers import CompileConfig, PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.runner import CompiledUnits
-from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 
@@ -54,7 +54,7 @@ class DrafterSetup:
     vocab_size: int
     eos_token_ids: frozenset[int]
     device: torch.device
-    processors: BlockLogitsProcessorList
+    processors: RowProcessors
     stream: Stream
     keeps_logits: bool = True
     confidence_threshold: float = 0.0
@@ -126,7 +126,7 @@ class Drafter(Protocol):
     is_compiled: bool = False
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
     can_join: bool = False
-    """Whether rows of another drafter of its kind may join it; `read` and `join` are called only then."""
+    """Whether rows of another drafter of its kind may join it; `read`, `read_kept` and `join` are called only then."""
     drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
     context_len: int | None = None
@@ -183,6 +183,10 @@ class Drafter(Protocol):
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         """Let the draft cache hold the next tokens of each row, [B, Q] int64, without drafting."""
+        return
+
+    def read_kept(self, kept: Kept) -> None:
+        """Read tokens with their hidden states, of which rows may have none, before the first draft."""
         return
 
     def join(self, other: Any) -> None:

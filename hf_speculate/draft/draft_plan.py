@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import DrafterSetup
@@ -21,7 +20,6 @@ class DraftPlan(DrafterSetup):
     prompt_len: int  # tokens of the longest prompt
     num_query: int  # tokens of a prompt that the target reads in one forward
     max_position: int  # the position id of the last token that the target reads in a row without padding
-    row_processors: Any  # the logits processors of the draft, in groups if rows leave the batch one by one
     is_distributed: bool  # whether several processes decode the call
     meet: Callable[[], None] | None  # called before each forward, by synced ranks; None without them
     # makes the drafter of compiled forwards from its largest position, prompt tokens per forward, settings and context;

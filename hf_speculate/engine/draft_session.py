@@ -164,7 +164,7 @@ class DraftSession(PerRow):
     @property
     def can_join(self) -> bool:
         """Whether rows may join: nothing but the drafter and its cache follows them."""
-        return self.reuse is None and self.hidden_states is None and self.drafter.can_join
+        return self.reuse is None and self.drafter.can_join
 
     def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
         """Let the drafter read the prompts before the first round, so that the rows may join others.
@@ -173,7 +173,10 @@ class DraftSession(PerRow):
         """
         if self._seen_lens is None:
             self._show_prompts(batch)
-        return self._catch_up(batch, max_tokens)
+        if self.hidden_states is None:
+            return self._catch_up(batch, max_tokens)
+        self._catch_up(batch)
+        return self._read_states(batch, self.hidden_states, max_tokens)
 
     def catch_up_and_join(self, other: "DraftSession", batch: Batch) -> None:
         """Add the rows of `other`, which has read ahead, behind these, which are all live."""
@@ -189,6 +192,14 @@ class DraftSession(PerRow):
         tokens = self._tokens(batch)
         self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
         self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
+
+    def _read_states(self, batch: Batch, states: TargetStates, max_tokens: int | None) -> bool:
+        """Let the drafter read what the target's states tell of all tokens but the newest; see `read_ahead`."""
+        counts = [min(num - 1, max_tokens or num) for num in states.counts]
+        kept = self._kept(batch, self._tokens(batch), counts) if any(counts) else None
+        if kept is not None:
+            self.drafter.read_kept(kept)
+        return max(states.counts) > 1
 
     def _fall_behind(self, num_unseen: int) -> bool:
         """Leave the drafter `num_unseen` tokens behind after `read_ahead`; False if that saves no forward."""
@@ -245,22 +256,26 @@ class DraftSession(PerRow):
         most = (is_placeless.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
         return draft._replace(lens=torch.minimum(draft.lens, most))
 
-    def _kept(self, batch: Batch, tokens: TokenBuffer) -> Kept | None:
-        """The tokens emitted since the drafter's last call, with their hidden states; None if it gets none."""
+    def _kept(self, batch: Batch, tokens: TokenBuffer, counts: Sequence[int] | None = None) -> Kept | None:
+        """The tokens emitted since the drafter's last call, with their hidden states; None if it gets none.
+
+        `counts` are how many of each row, if not all: then there are hidden states.
+        """
         lens, seen, states = tokens.row_lens, self._seen_lens, None
         if self.hidden_states is not None:
             seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
             if seen is None or seen.on_host != seen_lens:
                 seen = RowLens(seen_lens, lens.ruler)
-            states = self.hidden_states.take(tokens.token_ids.device)
+            states = self.hidden_states.take(tokens.token_ids.device, counts)
         if seen is None:
             return None
-        counts = [length - num for length, num in zip(tokens.lens, seen.on_host, strict=True)]
+        if counts is None:
+            counts = [length - num for length, num in zip(tokens.lens, seen.on_host, strict=True)]
         columns = seen.columns(max(counts)).expand(len(counts), -1)  # [B, N]
         ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
+        num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         if min(counts) < max(counts):
             ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)
-        num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
 
     def _progress(self, batch: Batch) -> list[RowProgress]:

@@ -64,7 +64,7 @@ def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> Drafter
         vocab_size=vocab_size_of(call.target),
         eos_token_ids=call.criteria.eos_token_ids or frozenset(),
         device=call.prompts.input_ids.device,
-        processors=call.processors.for_draft(),
+        processors=call.row_lists.processors(call.processors.for_draft(), call.batch_size),
         stream=traits.draft_stream,
         keeps_logits=traits.reads_draft_logits,
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
@@ -76,8 +76,7 @@ def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> Drafter
 def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callable[[], None]) -> DraftPlan:
     """What the source of a planned call is told; with synced ranks, `meet` is called before a model's forwards."""
     call, draft = plan.call, plan.draft
-    setup = drafter_setup(call, on_failure)
-    processors = setup.processors
+    setup, processors = drafter_setup(call, on_failure), call.processors.for_draft()
     if draft is not None and draft.device.type == "cuda" and runs_kernels(setup.backend, draft.device):
         processors = BlockLogitsProcessorList(
             importlib.import_module(_FUSED_WARPERS).fuse_warpers(processors, setup.backend)
@@ -92,13 +91,12 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
         return plan.runners.model_drafter(draft, max_position, on_failure, *rest)
 
     return DraftPlan(
-        **vars(setup),
+        **{**vars(setup), "processors": call.row_lists.processors(processors, call.batch_size)},
         config=call.config,
         inputs=call.draft_inputs,
         prompt_len=call.prompts.input_ids.shape[1] - min(setup.num_pads),
         num_query=call.prefill_chunk_size or call.prompts.query_ids.shape[1],
         max_position=call.max_position,
-        row_processors=call.row_lists.processors(processors, call.batch_size),
         is_distributed=call.ranks.is_distributed,
         meet=meet if call.ranks.is_synced else None,
         make_compiled=make_compiled,

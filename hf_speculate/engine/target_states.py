@@ -25,5 +25,8 @@ class TargetStates(Protocol):
     def add(self, output: Scored, counts: Sequence[int]) -> None:
         """Append the states of a round in which each row emitted `counts` [B] tokens."""
 
-    def take(self, device: torch.device) -> Tensor:
-        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count, N at most."""
+    def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
+        """[B, N, D] of the first `counts` [B] states of each row, None for all, on a device; undefined past a row's.
+
+        These are then forgotten.
+        """

@@ -108,8 +108,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)  # for the whole call
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
-        for chunk in new.chunks():
-            self._read(chunk)
+        self._read_chunks(new)
         compiled = self._draft_compiled(num_draft_tokens, draft.keys)
         if compiled is not None:
             draft.chosen.append(compiled)
@@ -150,7 +149,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         name = f"chain of {num_steps}, {'greedy' if keys is None else settings}"
         return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
 
-    def _read(self, new: NewTokens) -> None:
+    def read_new(self, new: NewTokens) -> None:
         states = new.states
         if states is None or not new.width:
             return

@@ -153,15 +153,18 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
         network, options = self.network, self.network.options
-        if new.states is not None and new.width:
-            network.read(new.states, self.cache.view(new.width))
-            self.cache.advance(new.counts, new.lens)
+        self.read_new(new)
         view = self.cache.view(options.block_size)
         block = network.fill(new.newest_ids, view, self.parts)  # [B, b, H]
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
         logits = network.logits(states, self.parts)  # [B, K, Vd]
         return self.choose(new.newest_ids, states, logits, draft)
+
+    def read_new(self, new: NewTokens) -> None:
+        if new.states is not None and new.width:
+            self.network.read(new.states, self.cache.view(new.width))
+            self.cache.advance(new.counts, new.lens)
 
     def choose(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
         """Choose K tokens after the `previous` one [B], from states [B, K, H] and logits [B, K, Vd] of their slots.

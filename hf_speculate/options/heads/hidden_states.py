@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
@@ -57,18 +58,26 @@ class HiddenStates(PerRow):
         self._columns = [own + [offset + column for column in span] for own, span in zip(before, spans, strict=True)]
         self._pieces.append(states)
 
-    def take(self, device: torch.device) -> Tensor:
-        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count, N at most."""
-        columns, most = self._columns, max(self.counts)
+    def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
+        """[B, N, D] of the first `counts` [B] states of each row, None for all, on a device; undefined past a row's.
+
+        These are then forgotten.
+        """
         # Always a copy: the drafter could not write into a tensor created in inference mode.
-        states = torch.cat(self._pieces, dim=1)  # [B, S, D]
-        if all(own == list(range(len(own))) for own in columns):
-            states = states[:, :most]
-        else:
-            order = upload([own + [0] * (most - len(own)) for own in columns], states.device)  # [B, N]
-            states = states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))  # [B, N, D]
-        self._pieces, self._columns = [], []
-        return states.to(device)
+        states, columns = torch.cat(self._pieces, dim=1), self._columns  # [B, S, D]
+        if counts is None:
+            self._pieces, self._columns = [], []
+            return _aligned(states, columns).to(device)
+        left = [own[num:] for own, num in zip(columns, counts, strict=True)]
+        self._pieces, self._columns = [_aligned(states, left)], [list(range(len(own))) for own in left]
+        return _aligned(states, [own[:num] for own, num in zip(columns, counts, strict=True)]).to(device)
+
+    def join(self, other: "HiddenStates") -> None:
+        """Add the rows of `other` behind these; every row has a state that was not read."""
+        counts, width = [*self.counts, *other.counts], max(*self.counts, *other.counts)
+        parts = [_aligned(torch.cat(states._pieces, dim=1), states._columns) for states in (self, other)]
+        self._pieces = [torch.cat([pad(part, (0, 0, 0, width - part.shape[1])) for part in parts])]
+        self._columns = [list(range(num)) for num in counts]
 
     def _states(self, output: Scored) -> Tensor:
         """[B, Q, D] of the wanted layers, captured or from the forward's output."""
@@ -83,3 +92,12 @@ class HiddenStates(PerRow):
                 f"{self.wanted}; use a drafter that does not read them"
             )
         return self._project(concatenated([returned[layer] for layer in self._layers]))
+
+
+def _aligned(states: Tensor, columns: Sequence[Sequence[int]]) -> Tensor:
+    """[B, N, D] of the columns of each row in states [B, S, D], from the left; undefined past a row's own."""
+    most = max(map(len, columns))
+    if all(list(own) == list(range(len(own))) for own in columns):
+        return states[:, :most]
+    order = upload([[*own, *[0] * (most - len(own))] for own in columns], states.device)  # [B, N]
+    return states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))

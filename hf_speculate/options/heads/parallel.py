@@ -42,7 +42,7 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         *before, last = new.chunks()
         for chunk in before:
-            self.newest_outputs[0] = last_of(self._fill(chunk, 0), chunk, self.newest_outputs.get(0))
+            self.read_new(chunk)
         outputs = self._fill(last, num_draft_tokens - 1)
         first = self.newest_outputs.get(0, torch.zeros_like(outputs[:, 0]))
         joined = torch.cat([first[:, None], outputs], dim=1)  # [B, 1 + N, H]
@@ -50,6 +50,9 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         chosen = joined.gather(1, index[:, :, None].expand(-1, -1, joined.shape[2]))  # [B, K, H]
         self.newest_outputs[0] = chosen[:, 0]
         draft.choose_all(self.network.logits(chosen, self.parts))
+
+    def read_new(self, new: NewTokens) -> None:
+        self.newest_outputs[0] = last_of(self._fill(new, 0), new, self.newest_outputs.get(0))
 
     def _fill(self, new: NewTokens, num_slots: int) -> Tensor:
         """[B, N, H] of new tokens with slots behind each row's own; the tokens stay in the cache."""

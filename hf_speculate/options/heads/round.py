@@ -12,7 +12,7 @@ from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, TokenChoo
 from hf_speculate.errors import ShapeError
 from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
-from hf_speculate.options.heads.row_cache import RowCache
+from hf_speculate.options.heads.row_cache import RowCache, fill_absent
 from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept
 
@@ -70,6 +70,10 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self._num_pads = list(setup.num_pads)
         self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
 
+    @property
+    def can_join(self) -> bool:  # type: ignore[override]
+        return self.chooser.can_join
+
     def is_callers(self, error: Exception) -> bool:
         return error is self.chooser.processor_error
 
@@ -79,6 +83,27 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
     def project_states(self, states: Tensor) -> Tensor:
         """Projects the target's concatenated states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
         return self.network.project(states.to(self.device, self.dtype))
+
+    def begin(self, token_ids: Tensor) -> None:
+        self.chooser.begin(token_ids)
+        if not self.hidden_layers:
+            self._read_chunks(self._new_tokens(token_ids, None))
+
+    def read_kept(self, kept: Kept) -> None:
+        self._read_chunks(self._new_tokens(kept.token_ids, kept))
+
+    def join(self, other: "HeadDrafter[NetworkT]") -> None:
+        fill_absent(self.newest_outputs, other.newest_outputs, len(self._num_pads), len(other._num_pads))
+        super().join(other)
+
+    @torch.no_grad()
+    def _read_chunks(self, new: NewTokens) -> None:
+        for chunk in new.chunks():
+            self.read_new(chunk)
+
+    @abstractmethod
+    def read_new(self, new: NewTokens) -> None:
+        """Let the cache hold new tokens, without a draft."""
 
     @abstractmethod
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.columns import additive
@@ -103,16 +104,36 @@ class RowCache(PerRow):
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
         self.row_lens.add_counts(RowCounts(counts, on_device))
 
+    def join(self, other: "RowCache") -> None:
+        """Add the rows of `other` behind these; a cache that has read nothing has no buffers yet."""
+        capacity = max(self.capacity, other.capacity)
+        self._grow_to(capacity)
+        other._grow_to(capacity)
+        fill_absent(self.buffers, other.buffers, len(self.row_lens.on_host), len(other.row_lens.on_host))
+        super().join(other)
+
     def forget(self) -> None:
-        self._row_ids = self._row_ids[: len(self.row_lens.on_host)]
+        num_rows = len(self.row_lens.on_host)
+        if num_rows > len(self._row_ids):
+            self._row_ids = torch.arange(num_rows, device=self._row_ids.device)[:, None]
+        self._row_ids = self._row_ids[:num_rows]
 
     def reserve(self, num_columns: int) -> None:
         """Make the buffers hold so many columns or more."""
-        if num_columns <= self.capacity:
-            return
-        more = (0, 0, 0, max(num_columns, _GROWTH * self.capacity) - self.capacity)
-        self.capacity += more[-1]
+        if num_columns > self.capacity:
+            self._grow_to(max(num_columns, _GROWTH * self.capacity))
+
+    def _grow_to(self, capacity: int) -> None:
+        more = (0, 0, 0, capacity - self.capacity)
+        self.capacity = capacity
         self.buffers = {layer: (pad(keys, more), pad(values, more)) for layer, (keys, values) in self.buffers.items()}
+
+
+def fill_absent(mine: dict[int, Any], theirs: dict[int, Any], num_mine: int, num_theirs: int) -> None:
+    """Give each dictionary zeros [B, ...] of its rows for the tensors that only the other one has."""
+    for tensors, others, num_rows in ((mine, theirs, num_mine), (theirs, mine, num_theirs)):
+        for key in others.keys() - tensors.keys():
+            tensors[key] = tree_map(lambda tensor, num=num_rows: tensor.new_zeros(num, *tensor.shape[1:]), others[key])
 
 
 class TransformersCache(Cache):

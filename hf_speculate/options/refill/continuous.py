@@ -191,7 +191,8 @@ class ContinuousDecoder:
 
     def _isolate(self, error: Exception) -> list[RowResult]:
         """Decode the rows of no running batch anew, one by one, after an error; one that fails again has its own."""
-        running = {row_id for batch in (*self._running.values(), *self._readings) for row_id in batch.row_ids}
+        running = {row_id for batch in self._running.values() for row_id in batch.row_ids}
+        running |= {row_id for reading in self._readings for row_id in reading.row_ids}
         prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]

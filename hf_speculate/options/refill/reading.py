@@ -23,7 +23,7 @@ class Reading:
 
     @property
     def row_ids(self) -> list[int]:
-        return self.prepared.plan.call.row_ids
+        return list(self.prepared.plan.call.row_ids)
 
     @property
     def chunk_tokens(self) -> int:
