@@ -74,8 +74,9 @@ class AssistantModel(DraftSource):
         model, device = self.model, device_of(self.model)
         context, is_synced = context_of(model, plan.prompt_len), plan.meet is not None
         max_position = plan.max_position if context is None else min(plan.max_position, context.num_tokens - 1)
-        if context is not None and context.num_tokens >= plan.max_length and not is_synced:
-            context = None  # out of reach; another rank's rows may be longer
+        has_others = is_synced or plan.processors.can_join  # rows of other ranks, or later ones, may be longer
+        if context is not None and context.num_tokens >= plan.max_length and not has_others:
+            context = None  # out of reach
         chunk_size = None if is_synced else draft_chunk_size(plan.target, model, plan.num_query)
         settings = DraftSettings(
             eos_token_ids=upload(sorted(plan.eos_token_ids), device) if plan.eos_token_ids else None,

@@ -60,7 +60,8 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self.hidden_layers = spec.hidden_layers or None
         self.max_draft_tokens = spec.max_draft_tokens
         longest = spec.max_position_embeddings
-        self.context_len = longest if longest is not None and longest < setup.max_length else None
+        is_reached = longest is not None and (longest < setup.max_length or setup.processors.can_join)
+        self.context_len = longest if is_reached else None  # rows that join may be longer
         self.parts = TargetParts(setup.target, network.vocabulary, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
