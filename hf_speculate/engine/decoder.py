@@ -13,7 +13,7 @@ from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
-from hf_speculate.engine.target_session import TargetSession
+from hf_speculate.engine.target_session import PromptChunk, TargetSession
 from hf_speculate.engine.verification import Verification
 from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
 
@@ -104,19 +104,26 @@ class SpeculativeDecoder:
 
     def prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the token that follows it."""
-        for _ in self.prefill_by_chunk(batch):
-            pass
+        for chunk in self.begin(batch):
+            scored = self.read_chunk(batch, chunk)
+        self.emit_first(batch, scored)
 
-    def prefill_by_chunk(self, batch: Batch) -> Iterator[None]:
-        """As `prefill`; yields after each chunk but the last."""
+    def begin(self, batch: Batch) -> list[PromptChunk]:
+        """Begin the call; the chunks in which its prompt is to be read."""
         self.clock.start(Stage.PREFILL)
         self.drafts.begin(batch)
-        for scored, num_ahead, is_last in self.target.prefill():
-            self.drafts.read_prompt(batch, scored, num_ahead)
-            if not is_last:
-                self.clock.enter(None)
-                yield
-                self.clock.enter(Stage.PREFILL)
+        return self.target.prompt_chunks()
+
+    def read_chunk(self, batch: Batch, chunk: PromptChunk) -> Scored:
+        """Read a chunk of the prompt."""
+        self.clock.enter(Stage.PREFILL)
+        scored = self.target.read(chunk)
+        self.drafts.read_prompt(batch, scored, chunk.num_ahead)
+        return scored
+
+    def emit_first(self, batch: Batch, scored: Scored) -> None:
+        """Emit the token that follows the prompt, whose last chunk gave `scored`."""
+        self.target.kv_cache.begin_recording()
         draft = batch.no_draft()
         self.clock.enter(Stage.VERIFY)
         verified = self.verification.verify(batch, scored.logits, draft, batch.keys())

@@ -1,7 +1,8 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +95,13 @@ class EndPadding:
         return [longest - length - num for length, num in zip(batch.tokens.lens, self._num_fed, strict=True)]
 
 
+class PromptChunk(NamedTuple):
+    """Tokens of the prompt that a forward reads."""
+
+    token_ids: Tensor  # [B, N] int64
+    num_ahead: int  # columns of the prompt from the first of these on
+
+
 @dataclass(frozen=True)
 class TargetSession(PerRow):
     """Scores drafts with the target, and rolls its KV cache back to the tokens that were emitted."""
@@ -133,16 +141,15 @@ class TargetSession(PerRow):
             return None
         return self.padding.max_columns - self.kv_cache.num_columns - 1
 
-    def prefill(self) -> Iterator[tuple[Scored, int, bool]]:
-        """Read the prompt in chunks: what each gave, the columns from its first one on, and whether it is the last."""
-        num_ahead = self.query_ids.shape[1]
-        for chunk in self.query_ids.split(self.chunk_size or num_ahead, dim=1):
-            scored = self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self.options)
-            is_last = num_ahead == chunk.shape[1]
-            if is_last:
-                self.kv_cache.begin_recording()
-            yield scored, num_ahead, is_last
-            num_ahead -= chunk.shape[1]
+    def prompt_chunks(self) -> list[PromptChunk]:
+        """The prompt in chunks of the call's size."""
+        num_query = self.query_ids.shape[1]
+        chunks = self.query_ids.split(self.chunk_size or num_query, dim=1)
+        return [PromptChunk(chunk, num_query - index * chunks[0].shape[1]) for index, chunk in enumerate(chunks)]
+
+    def read(self, chunk: PromptChunk) -> Scored:
+        """Read a chunk of the prompt: logits [B, 1, V] after its last token."""
+        return self.model.run(chunk.token_ids, self.kv_cache, logits_to_keep=1, **self.options)
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""

@@ -1,6 +1,7 @@
 """Reading: prompts that are read chunk by chunk, before their rows join a running batch."""
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
+from hf_speculate.engine.target_session import PromptChunk
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.options.refill.running_batch import FinishedRow
 from hf_speculate.types import RoundRecord
@@ -19,7 +21,7 @@ class Reading:
     def __init__(self, prepared: Prepared, observer: Observer):
         self.prepared = prepared
         self._decoder = replace(prepared.decoder, observers=[*prepared.decoder.observers, observer])
-        self._chunks = self._read()
+        self._chunks: deque[PromptChunk] | None = None  # that the target has yet to read; None before the first
 
     @property
     def row_ids(self) -> list[int]:
@@ -35,7 +37,7 @@ class Reading:
         """Read a chunk; False once all is read."""
         clock = self._decoder.clock
         with torch.no_grad(), clock:
-            is_unread = next(self._chunks, False)
+            is_unread = self._read()
             clock.enter(None)
         return is_unread
 
@@ -50,17 +52,17 @@ class Reading:
     def _chunk_size(self) -> int | None:
         return self.prepared.plan.call.prefill_chunk_size
 
-    def _read(self) -> Iterator[bool]:
+    def _read(self) -> bool:
         decoder, batch = self._decoder, self.prepared.batch
-        for _ in decoder.prefill_by_chunk(batch):
-            yield True
-        if all(batch.is_finished):
-            return
-        yield True
-        decoder.clock.enter(Stage.DRAFT)
-        while decoder.drafts.read_ahead(batch, self._chunk_size):
-            yield True
+        if self._chunks is None:
+            self._chunks = deque(decoder.begin(batch))
+        if not self._chunks:
             decoder.clock.enter(Stage.DRAFT)
+            return decoder.drafts.read_ahead(batch, self._chunk_size)
+        scored = decoder.read_chunk(batch, self._chunks.popleft())
+        if not self._chunks:
+            decoder.emit_first(batch, scored)
+        return not all(batch.is_finished)
 
 
 @dataclass
