@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_speculate.cache.columns import Columns
+from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
@@ -31,9 +31,9 @@ class RaggedLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, columns: Columns, window: int | None = None):
+    def __init__(self, lookahead: Lookahead, window: int | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.columns = columns
+        self.lookahead, self.layout = lookahead, lookahead.layout
         self.window = window
         self.is_sliding = window is not None
         self.base = 0
@@ -48,7 +48,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
-        room = self.columns.capacity or 0
+        room = self.layout.capacity or 0
         self.take(KVState(_zeros(key_states, room), _zeros(value_states, room)))
 
     def take(self, buffers: KVState) -> None:
@@ -61,16 +61,16 @@ class RaggedLayer(CacheLayerMixin):
         """Write the coming tokens' states [B, H, Q, D]; the states [B, H, T, D] that they attend to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        columns = self.columns
-        window = self.window if columns.capacity is None else None
-        if window is not None and not columns.num_held and columns.num_query > window + WINDOW_SLACK:
-            first = columns.num_query - window - WINDOW_SLACK
+        layout, num_query = self.layout, self.lookahead.num_query
+        window = self.window if layout.capacity is None else None
+        if window is not None and not layout.num_columns and num_query > window + WINDOW_SLACK:
+            first = num_query - window - WINDOW_SLACK
             self.load(key_states[:, :, first:], value_states[:, :, first:], first)
             return key_states, value_states  # all of a prompt attends, its end is kept
-        first, end = columns.first_seen(self.window), columns.end
+        first, end = self.lookahead.first_seen(self.window), self.lookahead.end
         if end - self.base > self.buffers.keys.shape[2]:  # what no query will look at any more may go
             keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
-            self._grow(keep_from, end, columns.num_held)
+            self._grow(keep_from, end, layout.num_columns)
         keys, values = self.buffers
         self._write(keys, key_states)
         self._write(values, value_states)
@@ -82,7 +82,7 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         end = base + keys.shape[2]
-        if self.columns.capacity is None:
+        if self.layout.capacity is None:
             self.base = base
             self._grow(base, end, num_held=0)
         held = slice(base - self.base, end - self.base)
@@ -114,11 +114,11 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized or not other.is_initialized:
             return  # a layer that reads the states of another one
         num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
-        num_held, num_joining_held = self.columns.num_held - self.base, other.columns.num_held - other.base
+        num_held, num_joining_held = self.layout.num_columns - self.base, other.layout.num_columns - other.base
         buffers, base = self._with_free or self.buffers, min(self.base, other.base)
         has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_held <= buffers[0].shape[2]
         if not has_room or self.base != other.base:
-            capacity = self._roomy(max(self.columns.num_held, other.columns.num_held) - base, base)
+            capacity = self._roomy(max(self.layout.num_columns, other.layout.num_columns) - base, base)
             buffers = KVState(*(_zeros(one, capacity, num_rows + num_joining) for one in self.buffers))
             for buffer, states in zip(buffers, self.buffers, strict=True):
                 start = self.base - base
@@ -154,31 +154,30 @@ class RaggedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that `query_length` coming tokens attend to, and the first of them; for rows of one length."""
-        first = self.columns.first_seen(self.window)
-        return self.columns.num_held + query_length - first, first
+        first = self.lookahead.first_seen(self.window)
+        return self.layout.num_columns + query_length - first, first
 
     def get_seq_length(self) -> int:
-        return self.columns.num_held if self.is_initialized else 0
+        return self.layout.num_columns if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         return -1  # no bound: the buffer grows
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
-        columns = self.columns
-        if columns.is_even:
-            start = columns.num_held - self.base
-            buffer[:, :, start : start + columns.num_query] = states
+        if self.layout.is_even:
+            start = self.layout.num_columns - self.base
+            buffer[:, :, start : start + self.lookahead.num_query] = states
             return
-        places = columns.places(buffer.shape[1], buffer.shape[2], self.base, buffer.device)
-        buffer.view(-1, buffer.shape[3]).index_copy_(0, places, states.reshape(-1, states.shape[3]))
+        slots = self.lookahead.slot_mapping(buffer.shape[1], buffer.shape[2], self.base, buffer.device)
+        buffer.view(-1, buffer.shape[3]).index_copy_(0, slots, states.reshape(-1, states.shape[3]))
 
     def _roomy(self, num_columns: int, first: int) -> int:
         """Columns of a buffer that is to hold `num_columns` from column `first` on."""
         if self.device.type == "cuda":
             return even_capacity(num_columns)
         capacity = num_columns + max(MIN_STEP, num_columns // ROOM_SHARE)
-        if self.columns.max_columns is not None:
-            capacity = max(min(capacity, self.columns.max_columns - first), num_columns)
+        if self.layout.max_columns is not None:
+            capacity = max(min(capacity, self.layout.max_columns - first), num_columns)
         return capacity
 
     def _grow(self, keep_from: int, end: int, num_held: int) -> None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
+from hf_speculate.cache.row_layout import RowLayout
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.cache_kinds import CachePlan
 from hf_speculate.models.language_model import LanguageModel
@@ -166,11 +167,11 @@ def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
 
 def test_a_row_joins_one_whose_window_has_moved():
     written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
-    layers = [RaggedLayer(Columns([0]), SLIDING_WINDOW) for _ in written]
+    layers = [RaggedLayer(Lookahead(RowLayout([0])), SLIDING_WINDOW) for _ in written]
     for layer, tokens in zip(layers, written, strict=True):
-        layer.columns.begin(tokens.shape[2])
+        layer.lookahead.begin(tokens.shape[2])
         layer.update(tokens, tokens)
-        layer.columns.advance(tokens.shape[2])
+        layer.lookahead.advance(tokens.shape[2])
     assert [layer.base for layer in layers] == [3, 0]
     layers[0].join(layers[1])
     for row, (tokens, first) in enumerate(zip(written, (3, 0), strict=True)):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.columns import additive, hidden
+from hf_speculate.cache.masks import additive, hidden
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -137,7 +137,7 @@ class FixedBuffers:
         layers: list[Any] = kv_cache.cache.layers
         self.states = States(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
         device = kv_cache.device
-        self._pads = self.vary(torch.tensor(kv_cache.columns.pads, device=device), 0)
+        self._pads = self.vary(torch.tensor(kv_cache.layout.pads, device=device), 0)
         self._last_position = torch.tensor([2**62 if max_position is None else max_position], device=device)
         self._seen: dict[int, Tensor] = {}
         for buffer in (*self.states.keys, *self.states.values):
@@ -147,14 +147,14 @@ class FixedBuffers:
 
     def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, LayerKinds]:
         """What forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
-        columns = self.kv_cache.columns
+        layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
         is_one_for_all = self._varies and self.kv_cache.device.type != "cuda"
-        width = width_for(columns.num_held + num_query, capacity, num_steps=4 if is_one_for_all else 2)
+        width = width_for(layout.num_columns + num_query, capacity, num_steps=4 if is_one_for_all else 2)
         if width not in self._seen:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)
-        return self.vary(columns.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
+        return self.vary(layout.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
         """The tensor, whose sizes in some dimensions are compiled as numbers that vary, so that one serves all."""
@@ -185,7 +185,7 @@ class CompiledLanguageModel(LanguageModel):
 
     def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
         """What compiled forwards take of `kv_cache`; None where it must run eagerly."""
-        if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.columns.capacity is None:
+        if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.layout.capacity is None:
             return None
         if not self.runner.is_working or not kv_cache.num_columns:
             return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.columns import additive
+from hf_speculate.cache.masks import additive
 from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
 from hf_speculate.per_row import PerRow
 
