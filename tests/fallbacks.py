@@ -16,7 +16,7 @@ OF_CACHES = (
     "its layers cut their windows by columns",
     "its layers have several windows",
     "its layers attend in other ways than fully or by window",
-    "it takes one mask for layers of two kinds",
+    "it takes one mask for layers of two types",
     "its cache holds the states of pictures too",
     "its forward reads the attention mask as [B, T]",
     "makes masks in a way of its own",

@@ -27,14 +27,14 @@ class RowShift(NamedTuple):
 def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
     """Move the keys and values of attention layers. They become new tensors: others may hold the old ones."""
     index: dict[Any, Tensor] = {}
-    for places in _groups(layers):
-        states: list[Tensor] = [getattr(layer, name) for layer, name in places]
+    for group in _groups(layers):
+        states: list[Tensor] = [getattr(layer, name) for layer, name in group]
         shape, device = states[0].shape, states[0].device
         key = (*shape[1:3], device) if device.type == "cpu" else (shape[2], device)
         if key not in index:
             source = shift.sources(shape[2]).clamp_min_(0).to(device)  # [B, T]
             index[key] = _flat_index(source, shape[1]) if device.type == "cpu" else source[:, None, :, None]
-        for (layer, name), moved in zip(places, _take(states, index[key]), strict=True):
+        for (layer, name), moved in zip(group, _take(states, index[key]), strict=True):
             setattr(layer, name, moved)
 
 
@@ -64,7 +64,7 @@ def _flat_index(source: Tensor, num_heads: int) -> Tensor:
 def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
     """States [B, H, T, D] rebuilt: a CPU copies whole rows by a flat index, in half of the time of a gather."""
     if index.dim() == 1:
-        return [one.reshape(-1, one.shape[-1]).index_select(0, index).view(one.shape) for one in states]
+        return [state.reshape(-1, state.shape[-1]).index_select(0, index).view(state.shape) for state in states]
     if len(states) == 1:
         return [states[0].gather(2, index.expand(-1, states[0].shape[1], -1, states[0].shape[3]))]
     stacked = torch.stack(list(states))  # [N, B, H, T, D]
@@ -103,11 +103,11 @@ class LeftPadding:
 
     def positions(self, num_columns: int, num_query: int) -> Tensor:
         """[B or 1, Q] int64: real tokens before each of the coming ones; 0 in padding."""
-        made, first = self._positions, num_columns - self._first_column
-        if made is None or not 0 <= first <= first + num_query <= made.shape[1]:
-            made = self._make_positions(num_columns, num_columns, max(num_query, self._num_expected))
-            self._positions, self._first_column, first = made, num_columns, 0
-        positions = made[:, first : first + num_query]
+        cached, first = self._positions, num_columns - self._first_column
+        if cached is None or not 0 <= first <= first + num_query <= cached.shape[1]:
+            cached = self._make_positions(num_columns, num_columns, max(num_query, self._num_expected))
+            self._positions, self._first_column, first = cached, num_columns, 0
+        positions = cached[:, first : first + num_query]
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:

@@ -1,4 +1,4 @@
-"""A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
+"""The preallocated KV cache: each row ends in a column of its own, and a rollback copies nothing."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -21,32 +21,34 @@ from hf_speculate.types import KVState
 MAX_MASKED_QUERY = 160
 
 
-class LayerKinds(NamedTuple):
-    """What the layers of a model attend to."""
+class MaskSpec(NamedTuple):
+    """The attention masks that a model takes: windows by layer and by mask, dtype, and whether rows share one."""
 
-    windows: tuple[int | None, ...]  # by layer; None: everything
-    mask_windows: dict[str, int | None]  # by the name of a mask that the model asks for; one entry: it takes one mask
+    windows: tuple[int | None, ...]  # by layer; None if it attends to all tokens
+    mask_windows: dict[
+        str, int | None
+    ]  # by the mask's name in the model; with one entry, the model takes a single mask
     mask_dtype: torch.dtype  # of the additive masks: the queries'
     is_mask_per_row: bool = False  # whether each row needs a mask of its own, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """What the model takes: the one mask that `make` gives for its window, or one by name."""
+        """The model's attention mask, made by `make` from its window; masks by name if it takes several."""
         masks = {name: make(window) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
 class PreallocatedKVCache(KVCache):
-    """`KVCache` over buffers of its own, left-aligned: a row's next token goes where that row ends.
+    """`KVCache` over preallocated buffers, left-aligned: a row's next token is written where that row ends.
 
-    Rolling a row back lowers its length. What lies behind is hidden by explicit masks, [B, 1, Q, T] additive, and
-    overwritten later. Attention is handed views of the columns in use.
+    Rolling a row back lowers its length. Explicit masks, [B, 1, Q, T] additive, hide the columns after its end; later
+    tokens overwrite them. Attention reads views of the columns in use.
     """
 
     kind = "preallocated"
 
     def __init__(
         self,
-        kinds: LayerKinds,
+        mask_spec: MaskSpec,
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the states in `kept_cache` and the prompt to come
         device: torch.device | str = "cpu",  # of masks and position ids
@@ -57,17 +59,17 @@ class PreallocatedKVCache(KVCache):
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.layout = RowLayout(pads, max_columns, capacity, device)
-        self._lookahead = Lookahead(self.layout, kinds.mask_dtype)
-        self._layers = [RaggedLayer(self._lookahead, window) for window in kinds.windows]
+        self._lookahead = Lookahead(self.layout, mask_spec.mask_dtype)
+        self._layers = [RaggedLayer(self._lookahead, window) for window in mask_spec.windows]
         self.cache = Cache(layers=list(self._layers))
-        self.kinds = kinds
+        self.mask_spec = mask_spec
         self.device = torch.device(device)
         self._kept_cache = kept_cache
         self._holds_rejected = False
         self._pool = pool
-        self._shape = BufferShape(batch_size, capacity, kinds.mask_dtype, self.device)
+        self._shape = BufferShape(batch_size, capacity, mask_spec.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
-        taken = None if pool is None else pool.take(self._shape, len(kinds.windows))
+        taken = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
         if taken is not None:
             self.graphs = taken.graphs
             for layer, buffers in zip(self._layers, taken.layers, strict=True):
@@ -107,7 +109,7 @@ class PreallocatedKVCache(KVCache):
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """The mask of a forward; None where every query sees all before it and itself.
 
-        [B, T + Q] int64 for prompts; otherwise [B or 1, 1, Q, T] additive, or one such mask per kind of layer.
+        [B, T + Q] int64 for prompts; otherwise [B or 1, 1, Q, T] additive, or one such mask per type of layer.
         """
         layout, lookahead = self.layout, self._lookahead
         lookahead.begin(num_query)
@@ -118,8 +120,8 @@ class PreallocatedKVCache(KVCache):
         if num_query == 1 and layout.is_even and not any(layout.pads):
             return None
         lookahead.is_masked = True
-        num_rows = self.batch_size if self.kinds.is_mask_per_row else -1
-        return self.kinds.masks(lambda window: lookahead.mask(window).expand(num_rows, -1, -1, -1))
+        num_rows = self.batch_size if self.mask_spec.is_mask_per_row else -1
+        return self.mask_spec.masks(lambda window: lookahead.mask(window).expand(num_rows, -1, -1, -1))
 
     def position_ids(self, num_query: int) -> Tensor:
         positions = self._lookahead.positions(num_query)
@@ -197,12 +199,12 @@ class PreallocatedKVCache(KVCache):
         self._layers, self.cache, self._pool = [], Cache(layers=[]), None
 
     def _load(self, kept_cache: Cache) -> None:
-        num_held = int(kept_cache.get_seq_length())
-        if not num_held:
+        num_kept = int(kept_cache.get_seq_length())
+        if not num_kept:
             return
-        for layer, held in zip(self._layers, holding(kept_cache.layers), strict=True):
-            layer.load(held.keys, held.values, num_held - held.keys.shape[2])
-        self._cut([num_held] * self.batch_size)
+        for layer, kept_layer in zip(self._layers, holding(kept_cache.layers), strict=True):
+            layer.load(kept_layer.keys, kept_layer.values, num_kept - kept_layer.keys.shape[2])
+        self._cut([num_kept] * self.batch_size)
 
     def _cut(self, lens: Sequence[int], like: RowLens | None = None) -> None:
         """Let rows end at the columns `lens` [B]; see `RowLens.set` for `like`."""

@@ -37,7 +37,7 @@ class RaggedLayer(CacheLayerMixin):
         self.window = window
         self.is_sliding = window is not None
         self.base = 0
-        # the buffers with the places of rows that have left, which lie behind the others; None if there are none
+        # the buffers with the slots of rows that have left, behind the others; None if no row has left
         self._with_free: KVState | None = None
 
     @property
@@ -84,17 +84,17 @@ class RaggedLayer(CacheLayerMixin):
         end = base + keys.shape[2]
         if self.layout.capacity is None:
             self.base = base
-            self._grow(base, end, num_held=0)
-        held = slice(base - self.base, end - self.base)
+            self._grow(base, end, num_columns=0)
+        columns = slice(base - self.base, end - self.base)
         for buffer, states in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, held] = states
+            buffer[:, :, columns] = states
 
     def select(self, indices: Sequence[int], index: Tensor, num_dropped: int) -> None:
         """Keep rows, in place until fewer than half are left, without the first `num_dropped` columns of each."""
         if not self.is_initialized:
             return
         buffers = self._with_free or self.buffers
-        is_ascending = all(one < other for one, other in pairwise(indices))
+        is_ascending = all(before < after for before, after in pairwise(indices))
         if num_dropped or not is_ascending or 2 * len(indices) < buffers[0].shape[0]:
             surplus = max(num_dropped - self.base, 0)
             self.base = max(self.base - num_dropped, 0)
@@ -103,32 +103,32 @@ class RaggedLayer(CacheLayerMixin):
             self._with_free = None
             return
         with torch.inference_mode(buffers[0].is_inference()):
-            for place, row in enumerate(indices):
-                if place < row:
+            for slot, row in enumerate(indices):
+                if slot < row:
                     for buffer in buffers:
-                        buffer[place] = buffer[row]  # all columns: what the place held may be NaN
+                        buffer[slot] = buffer[row]  # all columns, as any may be NaN
         self._use(buffers, len(indices))
 
     def join(self, other: "RaggedLayer") -> None:
-        """Add the rows of `other` behind these, before the columns are joined; in the places of rows that have left."""
+        """Add the rows of `other` behind these, before the columns are joined; in the slots of rows that have left."""
         if not self.is_initialized or not other.is_initialized:
             return  # a layer that reads the states of another one
         num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
-        num_held, num_joining_held = self.layout.num_columns - self.base, other.layout.num_columns - other.base
+        num_columns, num_joining_columns = self.layout.num_columns - self.base, other.layout.num_columns - other.base
         buffers, base = self._with_free or self.buffers, min(self.base, other.base)
-        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_held <= buffers[0].shape[2]
+        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_columns <= buffers[0].shape[2]
         if not has_room or self.base != other.base:
             capacity = self._roomy(max(self.layout.num_columns, other.layout.num_columns) - base, base)
-            buffers = KVState(*(_zeros(one, capacity, num_rows + num_joining) for one in self.buffers))
+            buffers = KVState(*(_zeros(states, capacity, num_rows + num_joining) for states in self.buffers))
             for buffer, states in zip(buffers, self.buffers, strict=True):
                 start = self.base - base
-                buffer[:num_rows, :, start : start + num_held] = states[:, :, :num_held]
+                buffer[:num_rows, :, start : start + num_columns] = states[:, :, :num_columns]
             self.base = base
         with torch.inference_mode(buffers[0].is_inference()):
             for buffer, states in zip(buffers, other.buffers, strict=True):
-                start, places = other.base - base, buffer[num_rows : num_rows + num_joining]
-                places[:, :, start : start + num_joining_held] = states[:, :, :num_joining_held]
-                places[:, :, start + num_joining_held :] = 0
+                start, new_rows = other.base - base, buffer[num_rows : num_rows + num_joining]
+                new_rows[:, :, start : start + num_joining_columns] = states[:, :, :num_joining_columns]
+                new_rows[:, :, start + num_joining_columns :] = 0
         self._use(buffers, num_rows + num_joining)
 
     def clear_behind(self, lens: Sequence[int]) -> None:
@@ -180,15 +180,15 @@ class RaggedLayer(CacheLayerMixin):
             capacity = max(min(capacity, self.layout.max_columns - first), num_columns)
         return capacity
 
-    def _grow(self, keep_from: int, end: int, num_held: int) -> None:
-        """Move the columns `keep_from` .. `num_held` to buffers with room for more than up to `end`."""
+    def _grow(self, keep_from: int, end: int, num_columns: int) -> None:
+        """Move the columns `keep_from` .. `num_columns` to buffers with room for more than up to `end`."""
         capacity = self._roomy(end - keep_from, keep_from)
-        held = slice(keep_from - self.base, max(num_held, keep_from) - self.base)
+        kept = slice(keep_from - self.base, max(num_columns, keep_from) - self.base)
         keys, values = self.buffers
         self._with_free = None
-        self.keys = _moved(keys, held, capacity)
+        self.keys = _moved(keys, kept, capacity)
         del keys  # before values are held twice
-        self.values = _moved(values, held, capacity)
+        self.values = _moved(values, kept, capacity)
         self.base = keep_from
 
 
@@ -204,8 +204,8 @@ def _zeros(states: Tensor, num_columns: int, num_rows: int | None = None) -> Ten
     return states.new_zeros(num_rows or states.shape[0], states.shape[1], num_columns, states.shape[3])
 
 
-def _moved(buffer: Tensor, held: slice, capacity: int) -> Tensor:
-    """A new buffer that begins with the columns `held` of `buffer`."""
+def _moved(buffer: Tensor, columns: slice, capacity: int) -> Tensor:
+    """A new buffer that begins with a range of columns of `buffer`."""
     larger = _zeros(buffer, capacity)
-    larger[:, :, : held.stop - held.start] = buffer[:, :, held]
+    larger[:, :, : columns.stop - columns.start] = buffer[:, :, columns]
     return larger

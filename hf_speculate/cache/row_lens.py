@@ -118,7 +118,7 @@ class RowLens(PerRow):
         self.on_host, self._varying = list(lens), None
         if like is None or like._varying is None or like.ruler.device != self.ruler.device:
             return
-        gaps = {one - other for one, other in zip(self.on_host, like.on_host, strict=True)}
+        gaps = {length - like_length for length, like_length in zip(self.on_host, like.on_host, strict=True)}
         if len(gaps) == 1:
             self._varying, self._shared = like._varying, like._shared + gaps.pop()
 

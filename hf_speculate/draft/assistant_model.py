@@ -148,9 +148,9 @@ def map_vocabularies(
     given, it is looked up in local files under its model's `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
-    are_given = tokenizer is not None and assistant_tokenizer is not None
+    has_tokenizers = tokenizer is not None and assistant_tokenizer is not None
     num_read, num_scored = table_sizes(draft)
-    if num_target == num_draft and not are_given:
+    if num_target == num_draft and not has_tokenizers:
         # ids that the draft has no embedding for, or scores past its vocabulary, must not reach either model
         fits = num_read >= num_draft and num_scored <= num_draft
         return None if fits else padding_mapping(num_target, min(num_read, num_draft))
@@ -160,7 +160,7 @@ def map_vocabularies(
         vocabularies = importlib.import_module(_VOCABULARIES)
         if vocabularies.are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
-        if are_given:
+        if has_tokenizers:
             common: VocabMapping = vocabularies.intersect_vocabularies(ours, theirs, num_target, num_draft)
             return common
         why = "their tokenizers differ"

@@ -40,7 +40,7 @@ class HistoryKey(NamedTuple):
     """What drafts, as far as later calls can recognise it: under it, calls share what they have measured."""
 
     draft: object | None  # a draft model, which is held weakly; None if no object stays
-    name: Hashable  # of the kind of source, and what tells it from others of its kind
+    name: Hashable  # the type of source, and what tells it from others of its type
 
 
 class DraftSource:
@@ -136,7 +136,7 @@ def find_source(
         ConfigError: a `DraftState` comes without a draft model.
         UnsupportedGenerationError: the call names several sources.
     """
-    first = next((name for name in sources if _is_given(values.get(name))), "")
+    first = next((name for name in sources if _is_set(values.get(name))), "")
     source = make_source(first, target, values, sources) if first else None
     config = read_settings(None if source is None else source.generation_config)
     values = source_values(values, config)
@@ -157,7 +157,7 @@ def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) 
         raise ConfigError(
             "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
         )
-    names = [name for name in sources if _is_given(values.get(name))]
+    names = [name for name in sources if _is_set(values.get(name))]
     key = " and ".join(names)
     if len(names) > 1 and key not in sources:
         surplus = "one of them" if len(names) == 2 else "all but one"
@@ -191,5 +191,5 @@ def qualified_name(factory: object) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _is_given(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return value is not None and value is not False

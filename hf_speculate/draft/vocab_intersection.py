@@ -101,7 +101,7 @@ def _pair(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> _P
 
 def _probe_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     num = len(tokenizer)
-    return sorted({num * place // _NUM_PROBES for place in range(_NUM_PROBES)})
+    return sorted({num * probe // _NUM_PROBES for probe in range(_NUM_PROBES)})
 
 
 def _stamp(tokenizer: PreTrainedTokenizerBase, probe_ids: list[int]) -> _Stamp:

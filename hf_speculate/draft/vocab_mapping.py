@@ -109,8 +109,8 @@ class VocabMapping:
             return ids
         with table.lock:
             lacking = target_ids[table.draft_ids[target_ids] < 0].unique().tolist()
-            found = self.encode(lacking)
-            values = [found.get(target_id, table.stand_in) for target_id in lacking]
+            draft_ids = self.encode(lacking)
+            values = [draft_ids.get(target_id, table.stand_in) for target_id in lacking]
             table.draft_ids[torch.tensor(lacking, dtype=torch.int64, device="cpu")] = torch.tensor(
                 values, dtype=torch.int64, device="cpu"
             )

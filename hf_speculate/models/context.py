@@ -24,7 +24,7 @@ def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
     """The context of a model, for rows that begin with `longest` tokens at most; None if its config names no bound.
 
     A rotary embedding raises no error past the length that its model was trained for, but next to none of the tokens
-    drafted there would be accepted. Some kinds change the positions of all rows once one of them is longer.
+    drafted there would be accepted. Some types change the positions of all rows once one of them is longer.
     """
     length = context_len(model.config)
     if length is None:
@@ -68,7 +68,7 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def _scaled(length: int, rope: dict[str, Any]) -> int:
-    kind, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings") or length
-    if kind == "dynamic":  # whose frequencies change with every longer text, those of cached keys do not
+    rope_type, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings") or length
+    if rope_type == "dynamic":  # whose frequencies change with every longer text, those of cached keys do not
         return min(length, trained)
-    return max(length, int(trained * (rope.get("factor") or 1))) if kind in _SCALED_TYPES else length
+    return max(length, int(trained * (rope.get("factor") or 1))) if rope_type in _SCALED_TYPES else length

@@ -50,7 +50,7 @@ class ExtraInputs(PerRow):
     def prompt_names(self) -> list[str]:
         return sorted(self._prompt)
 
-    def arguments(self, text: Mapping[str, Tensor], num_held: int = 0) -> dict[str, Any]:
+    def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
         """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
@@ -65,7 +65,7 @@ class ExtraInputs(PerRow):
         num_query = text["input_ids"].shape[1]
         arguments |= {name: types.expand(-1, num_query) for name, types in self._types.items()}
         for name, entry in self._columns.items():
-            arguments[name] = entry.expand(-1, num_held + num_query, *entry.shape[2:])  # [B, T + Q, ...]
+            arguments[name] = entry.expand(-1, num_cached + num_query, *entry.shape[2:])  # [B, T + Q, ...]
         if self._offsets is not None:
             arguments[f"{self.prefix}position_ids"] = text["position_ids"] + self._offsets  # [..., B, Q]
         return arguments

@@ -56,12 +56,12 @@ class LanguageModel(PerRow):
         self._cache_name = cache_name(model)
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
-        takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
+        takes_indices = parameter is not None and "Tensor" in str(parameter.annotation)
         config = model.config.get_text_config(decoder=True)
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
         # A count of logits makes a view of the hidden states, which CPUs take three times as long to multiply by the
         # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
-        self._makes_compact = takes_places and self.device.type == "cpu" and not saves
+        self._makes_compact = takes_indices and self.device.type == "cpu" and not saves
 
     @property
     def eos_token_id(self) -> int:
@@ -90,7 +90,7 @@ class LanguageModel(PerRow):
         text = {"input_ids": query_token_ids}
         mask = kv_cache.mask(num_query)
         if mask is not None:
-            text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
+            text["attention_mask"] = mask  # type: ignore[assignment]  # or one by type of layer, as the model takes them
         num_columns = kv_cache.num_columns
         if self._takes_position_ids:
             positions = kv_cache.position_ids(num_query)
@@ -144,8 +144,8 @@ def has_attention(model: PreTrainedModel) -> bool:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward."""
-    places = (weight.device for weight in model.parameters() if weight.device.type != "meta")
-    return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
+    devices = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+    return model.device if model.device.type != "meta" else next(devices, torch.device("cpu"))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -9,12 +9,12 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, only_attends, window_of
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.compat import attention_name
 from hf_speculate.models.cache_kinds import Buffers, CacheKind, CachePlan, Start, windows_in
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
 from hf_speculate.models.language_model import takes_positions
-from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_kind
+from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn
 
@@ -34,9 +34,9 @@ class PreallocatedKind(CacheKind):
         windows = tuple(window_of(layer) for layer in holding(start.layers.layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
         is_mask_per_row = bool(limit_reason(start.model, Limit.MASK_PER_ROW))
-        kinds = LayerKinds(windows, by_name, start.model.dtype, is_mask_per_row)
+        mask_spec = MaskSpec(windows, by_name, start.model.dtype, is_mask_per_row)
         shape = batch_size, start.attention_mask, start.device, plan.max_columns
-        return PreallocatedKVCache(kinds, *shape, kept_cache, *buffers)
+        return PreallocatedKVCache(mask_spec, *shape, kept_cache, *buffers)
 
 
 KIND = PreallocatedKind()
@@ -68,10 +68,10 @@ def _obstacles(plan: CachePlan, start: Start) -> Iterator[str]:
         yield "its layers cut their windows by columns"
     if len(windows) > len(names):
         yield "its layers have several windows"
-    if len(windows) > 1 and not takes_mask_by_kind(decoder):
-        yield "it takes one mask for layers of two kinds"
+    if len(windows) > 1 and not takes_mask_by_type(decoder):
+        yield "it takes one mask for layers of two types"
     if not cache.layers or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)):
-        yield "its cache has layers of another kind"
+        yield "its cache has layers of another type"
     if windows != _windows_by(config):
         yield "its cache was made without its config, and knows no windows"
     if cache.offloading:

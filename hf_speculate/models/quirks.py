@@ -1,4 +1,4 @@
-"""Model types that the test suite has shown, and what single types cannot do.
+"""Model types that the test suite covers, and limitations of single types.
 
 A model whose type is not in `SHOWN`, or whose class lies outside transformers, is compared with plain decoding at its
 first speculative call, see `hf_speculate.options.self_test.compare`.
@@ -23,7 +23,7 @@ class Limit(Enum):
     ONLY_PREALLOCATED = "models.dynamic_kind: layers with windows need preallocated buffers"
     ONLY_DYNAMIC = "models.preallocated_kind: the cache is dynamic"
     MASK_PER_ROW = "models.preallocated_kind: rows that are alike get a mask each"
-    LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of places"
+    LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of indices"
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
     NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
@@ -32,7 +32,7 @@ class Limit(Enum):
 
 
 class Quirk(NamedTuple):
-    """What models of one type cannot do."""
+    """A limitation of models of one type."""
 
     model_type: str
     limit: Limit
@@ -95,8 +95,8 @@ SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_
 SHOWN |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
-# The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.
-_MASK_BY_KIND_NAMES = """
+# The packages of `transformers.models` whose models take one mask for each type of layer, by name, as `attention_mask`.
+_MASK_BY_TYPE_NAMES = """
 afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dory dots1
 exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss
 granite_swa granitemoe_swa granitemoehybrid hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_linear kolibri1
@@ -110,13 +110,13 @@ axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa 
 mistral_large4
 """
 
-_MASK_BY_KIND = frozenset(_MASK_BY_KIND_NAMES.split())
+_MASK_BY_TYPE = frozenset(_MASK_BY_TYPE_NAMES.split())
 _COMPARES_ATTENTION = frozenset(_COMPARES_ATTENTION_NAMES.split())
 
 
-def takes_mask_by_kind(model: PreTrainedModel) -> bool:
-    """Whether the model takes a dict with a mask for each kind of layer; False for classes outside transformers."""
-    return _package_of(type(model.base_model)) in _MASK_BY_KIND
+def takes_mask_by_type(model: PreTrainedModel) -> bool:
+    """Whether the model takes a dict with a mask for each type of layer; False for classes outside transformers."""
+    return _package_of(type(model.base_model)) in _MASK_BY_TYPE
 
 
 def may_compare_attention(module_class: type[nn.Module]) -> bool:
@@ -160,7 +160,7 @@ def is_shown(model: PreTrainedModel) -> bool:
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
-    """The kind of rotary embedding whose frequencies change past a border, for cached tokens too, and that border."""
+    """The type of rotary embedding whose frequencies change past a border, for cached tokens too, and that border."""
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]

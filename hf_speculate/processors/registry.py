@@ -184,7 +184,11 @@ def is_registered(obj: object) -> bool:
 
 def lock_step_reason(foreign: Sequence[object]) -> str:
     """Why processors and criteria that do not fit into a block do not, and what the user can do about it."""
-    known = [f"{name_of(one)}: {NOT_ROW_WISE[type(one)]}" for one in foreign if type(one) in NOT_ROW_WISE]
+    known = [
+        f"{name_of(processor)}: {NOT_ROW_WISE[type(processor)]}"
+        for processor in foreign
+        if type(processor) in NOT_ROW_WISE
+    ]
     others = [name_of(one) for one in foreign if type(one) not in NOT_ROW_WISE]
     if others:
         known.append(f"{', '.join(others)}; declare row-wise classes with register_row_wise")

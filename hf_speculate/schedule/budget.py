@@ -9,7 +9,7 @@
 - E is the seconds of the call so far, the target's prefill included.
 - w(K) is what a round of K drafts loses if all of them are rejected: its estimated seconds, those in which the drafter
   reads what it has not seen included, minus p.
-- C is a credit. In the first call of its kind it is what the first drafted round takes more than p, and as much again
+- C is a credit. In the first call of its type it is what the first drafted round takes more than p, and as much again
   for one more round if that one drafted several tokens. In a later call it is what earlier calls have left of theirs,
   the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one.
 
@@ -26,7 +26,7 @@ S - P = L; and E <= S. Therefore, whatever was drafted,
     S <= (P + C + o) / 0.98
 
 Each C but the first was left by earlier calls, of which one leaves nothing if it overdrew, and that by no more than its
-o. Over many calls of a kind the sum of S is therefore at most (sum of P + sum of o + C of the first call) / 0.98.
+o. Over many calls of a type the sum of S is therefore at most (sum of P + sum of o + C of the first call) / 0.98.
 
 Why rows ahead count: if all rows go on plainly, a row that is d tokens ahead is in d steps fewer than plain decoding
 has it in. With k_j rows in step j from here, and n_j in plain decoding's, k_j <= n_j, the differences sum up to the

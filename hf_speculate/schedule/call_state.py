@@ -30,6 +30,6 @@ class CallState:
     def longest_draft(self) -> int:
         """K of the next round at most."""
         longest = max(self.num_last + _GROWTH, FIRST_DRAFT_TOKENS)
-        if not self.costs.num_kinds:
+        if not self.costs.num_sizes:
             longest = self.prior.first_draft_tokens
         return min(longest, self.max_draft_tokens)

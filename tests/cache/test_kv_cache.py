@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.cache.row_layout import RowLayout
 from hf_speculate.errors import ShapeError
@@ -35,7 +35,7 @@ def states(batch_size: int, num: int, seed: int = 0, num_layers: int = 2) -> lis
 
 
 def preallocated(batch_size: int) -> PreallocatedKVCache:
-    return PreallocatedKVCache(LayerKinds((None, None), {"full_attention": None}, torch.float32), batch_size)
+    return PreallocatedKVCache(MaskSpec((None, None), {"full_attention": None}, torch.float32), batch_size)
 
 
 MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallocated]

@@ -92,7 +92,7 @@ def schedules(monkeypatch):
     made, build = [], call_schedule.build_schedule
 
     def spy(config, prior, history, *rest):
-        made.append(SimpleNamespace(prior=prior, key=(history.draft, history.kind), recall=history.recall))
+        made.append(SimpleNamespace(prior=prior, key=(history.draft, history.call_type), recall=history.recall))
         return build(config, prior, history, *rest)
 
     monkeypatch.setattr(call_schedule, "build_schedule", spy)

@@ -89,7 +89,7 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[in
 
 def _rows(layout: Layout, logits: list[Tensor]) -> int:
     """How the kernels read the rows of `logits`: STRIDED, ALIGNED or SHIFTED."""
-    if layout.has_even_rows and all(one.data_ptr() % 16 == 0 for one in logits):
+    if layout.has_even_rows and all(tensor.data_ptr() % 16 == 0 for tensor in logits):
         return int(ALIGNED)
     for one in logits:
         # SHIFTED reads from the aligned address below a row's start, which must not be below that of the storage.
@@ -159,8 +159,8 @@ class Launch:
 
     def run(self, kernel: Any, grid: tuple[int, ...], **extra: Any) -> None:
         """Launch `kernel` with the shared arguments that it names and `extra`, which take precedence."""
-        given = {**self.shared, **extra}
-        arguments = [given[name] for name in _arg_names(kernel)]
+        by_name = {**self.shared, **extra}
+        arguments = [by_name[name] for name in _arg_names(kernel)]
         if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
             kernel[grid](*arguments, num_warps=NUM_WARPS)
             return

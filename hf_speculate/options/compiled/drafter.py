@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.preallocated import LayerKinds
+from hf_speculate.cache.preallocated import MaskSpec
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
 from hf_speculate.models.inferencer import Chosen
@@ -29,7 +29,7 @@ class Carry(NamedTuple):
 
 
 def draft_step(
-    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, settings: DraftSettings
+    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: MaskSpec, settings: DraftSettings
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.masks import additive, hidden
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel, StateCapture
@@ -82,7 +82,7 @@ def forward_rows(
     ends: Tensor,
     rows: Rows,
     states: States,
-    kinds: LayerKinds,
+    kinds: MaskSpec,
     layers: tuple[int, ...] = (),
 ) -> Scored:
     """Score query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on.
@@ -145,7 +145,7 @@ class FixedBuffers:
                 mark_static_address(buffer)
             self.vary(buffer, 0, 2)
 
-    def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, LayerKinds]:
+    def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, MaskSpec]:
         """What forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
@@ -154,7 +154,7 @@ class FixedBuffers:
         if width not in self._seen:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)
-        return self.vary(layout.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
+        return self.vary(layout.row_lens.on_device(), 0), rows, self.states, self.kv_cache.mask_spec
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
         """The tensor, whose sizes in some dimensions are compiled as numbers that vary, so that one serves all."""

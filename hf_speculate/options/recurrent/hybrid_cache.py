@@ -24,7 +24,7 @@ class HybridKVCache(DynamicKVCache):
     """
 
     kind = "hybrid"
-    layer_kinds = (*ATTENTION_LAYERS, *RECURRENT_LAYERS)
+    layer_types = (*ATTENTION_LAYERS, *RECURRENT_LAYERS)
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class HybridKVCache(DynamicKVCache):
 
     def _select_rows(self, index: Tensor) -> None:
         self.states.rows(index)
-        for layer in self._held:
+        for layer in self._text_layers:
             layer.batch_select_indices(index)
 
     def _drop_last(self, num: int) -> None:
@@ -162,7 +162,7 @@ class HybridKVCache(DynamicKVCache):
         source = torch.where(columns < start + width, columns - width, columns)  # [B, T]
         if self._mask is not None:
             self._mask = self._moved(self._mask, source)
-        for layer in self._held:
+        for layer in self._text_layers:
             there = source.clamp_min(0).to(layer.keys.device)
             layer.keys, layer.values = gathered(layer.keys, there), gathered(layer.values, there)
         self._padding.pads = [pad + num for pad, num in zip(self._padding.pads, widths, strict=True)]

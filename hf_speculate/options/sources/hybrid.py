@@ -10,7 +10,13 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, AcceptanceRates, model_kinds, suffix_kinds
+from hf_speculate.draft.acceptance_rates import (
+    MODEL_PRIORS,
+    SUFFIX_PRIORS,
+    AcceptanceRates,
+    model_buckets,
+    suffix_buckets,
+)
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter
@@ -40,8 +46,8 @@ class HybridRow:
         """Whether the suffix match is expected to gain at least as many tokens as the model with so many."""
         if not self.proposal.token_ids or not num_model:
             return bool(self.proposal.token_ids)
-        kinds = suffix_kinds(self.proposal.match_len, len(self.proposal.token_ids))
-        return self.suffix_rates.expected(kinds) >= self.model_rates.expected(model_kinds(num_model))
+        buckets = suffix_buckets(self.proposal.match_len, len(self.proposal.token_ids))
+        return self.suffix_rates.expected(buckets) >= self.model_rates.expected(model_buckets(num_model))
 
     def learn(self, ids: Sequence[int], num_rounds: int) -> None:
         """Learn from the last call's proposals: the tokens emitted since, in one round and then plain ones."""
@@ -50,10 +56,10 @@ class HybridRow:
         if agrees:
             num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
             num_accepted = num_verified - (False in agrees)
-            self.suffix_rates.observe(suffix_kinds(self.proposal.match_len, num_verified), num_accepted)
+            self.suffix_rates.observe(suffix_buckets(self.proposal.match_len, num_verified), num_accepted)
         if ids and self.num_model:
             num_accepted = min(len(ids) - num_rounds, self.num_model)
-            self.model_rates.observe(model_kinds(min(num_accepted + 1, self.num_model)), num_accepted)
+            self.model_rates.observe(model_buckets(min(num_accepted + 1, self.num_model)), num_accepted)
 
 
 class HybridDrafter(PerRow, Drafter):
