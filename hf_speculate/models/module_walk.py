@@ -24,7 +24,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """The parameters of a module and of all below it, each once."""
     parameters: Any = [parameter for part in modules_of(module) for parameter in vars(part)["_parameters"].values()]
-    return list({id(one): one for one in parameters if one is not None}.values())
+    return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
 
 
 def weight_bytes(weight: Tensor) -> int:

@@ -44,7 +44,7 @@ class HandedOn(NamedTuple):
 EVERYTHING = HandedOn()
 
 
-class _Reached(Exception):  # no error
+class _StopForward(Exception):  # not an error
     """Ends the probe's forward at the text decoder."""
 
 
@@ -82,14 +82,14 @@ def _probed(twin: PreTrainedModel, has_two_masks: bool) -> HandedOn:
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         received.update(kwargs)
-        raise _Reached
+        raise _StopForward
 
     text_decoder(twin).register_forward_pre_hook(stop, with_kwargs=True)
     text: dict[str, Any] = {"input_ids": ids, "position_ids": positions, cache_name(twin): cache}
     text["attention_mask"] = masks if has_two_masks else masks[_LAYER_TYPES[0]]
     try:
         twin(**text, use_cache=True, return_dict=True)
-    except _Reached:
+    except _StopForward:
         sent, arrived = list(masks.values()), tree_leaves(received.get("attention_mask"))
         is_same = all(any(leaf is mask for mask in sent) for leaf in arrived)
         return HandedOn(is_same, _names_positions(twin) or received.get("position_ids") is positions)

@@ -189,7 +189,7 @@ def lock_step_reason(foreign: Sequence[object]) -> str:
         for processor in foreign
         if type(processor) in NOT_ROW_WISE
     ]
-    others = [name_of(one) for one in foreign if type(one) not in NOT_ROW_WISE]
+    others = [name_of(processor) for processor in foreign if type(processor) not in NOT_ROW_WISE]
     if others:
         known.append(f"{', '.join(others)}; declare row-wise classes with register_row_wise")
     return f"because of {'; '.join(known)}"

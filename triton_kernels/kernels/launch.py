@@ -91,9 +91,9 @@ def _rows(layout: Layout, logits: list[Tensor]) -> int:
     """How the kernels read the rows of `logits`: STRIDED, ALIGNED or SHIFTED."""
     if layout.has_even_rows and all(tensor.data_ptr() % 16 == 0 for tensor in logits):
         return int(ALIGNED)
-    for one in logits:
+    for tensor in logits:
         # SHIFTED reads from the aligned address below a row's start, which must not be below that of the storage.
-        if one.stride(-1) != 1 or one.element_size() > 4 or one.untyped_storage().data_ptr() % 16 != 0:
+        if tensor.stride(-1) != 1 or tensor.element_size() > 4 or tensor.untyped_storage().data_ptr() % 16 != 0:
             return int(STRIDED)
     return int(SHIFTED)
 

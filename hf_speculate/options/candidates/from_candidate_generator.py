@@ -83,7 +83,7 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
     except (TypeError, ValueError):  # it does not say
         return usual
     named = {name: value for name, value in prepared.items() if name in parameters}
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return usual | named if takes_all else named
 
 

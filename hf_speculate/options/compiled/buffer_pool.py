@@ -32,12 +32,12 @@ class BufferPool:
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
         """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
         with self._lock:
-            found = self._idle.pop(_key(shape), None)
-        if found is None or len(found.layers) != num_layers:
+            buffers = self._idle.pop(_key(shape), None)
+        if buffers is None or len(buffers.layers) != num_layers:
             return None
-        for buffer in found.tensors:
+        for buffer in buffers.tensors:
             buffer.zero_()  # masked columns must not be NaN
-        return found
+        return buffers
 
     def give_back(self, shape: BufferShape, buffers: PooledBuffers) -> None:
         """Keep buffers for a later call, unless rows have left; those unused for longest go past `max_bytes`."""

@@ -29,11 +29,11 @@ class Carry(NamedTuple):
 
 
 def draft_step(
-    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: MaskSpec, settings: DraftSettings
+    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, mask_spec: MaskSpec, settings: DraftSettings
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry
-    logits = forward_rows(model, query, ends, rows, states, kinds).logits[:, -1]  # [B, V]
+    logits = forward_rows(model, query, ends, rows, states, mask_spec).logits[:, -1]  # [B, V]
     chosen = choose_step(logits, keys, settings)
     if keys is not None:
         keys = keys._replace(positions=keys.positions + 1)

@@ -57,10 +57,10 @@ class GraphTrial:
         The eager steps come last where both run, so that the states are theirs.
         """
         if graph not in self._compared:
-            replayed, places = replay(), () if states is None else (states.keys[-1], states.values[-1])
-            written = [place.clone() for place in places]
+            replayed, buffers = replay(), () if states is None else (states.keys[-1], states.values[-1])
+            written = [buffer.clone() for buffer in buffers]
             expected = eager()
-            difference = _difference([*_tensors(replayed), *written], [*_tensors(expected), *places])
+            difference = _difference([*_tensors(replayed), *written], [*_tensors(expected), *buffers])
             if not difference:
                 self._compared.add(graph)
             return Attempt(expected, difference)

@@ -21,7 +21,7 @@ from hf_speculate.types import Scored
 # Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
 # that are compiled or recorded one by one are 256, 384, 512, 768, ...
 MIN_WIDTH = 256
-# Buffers are this much longer than what is ever read: a whole buffer is another case, which would be compiled again.
+# Columns that are never read: slicing a whole buffer would trigger a recompilation.
 UNREAD_COLUMNS = 8
 
 
@@ -40,17 +40,17 @@ class States(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-class PlacedLayer(CacheLayerMixin):
+class StaticSlotLayer(CacheLayerMixin):
     """A layer of a transformers `Cache` for one forward over buffers [B, H, capacity, D].
 
-    The coming tokens of the rows 0..B-1, `rows` [B, 1] int64, are written to the columns `places` [B, Q] int64;
+    The coming tokens of the rows 0..B-1, `rows` [B, 1] int64, are written to the columns `slots` [B, Q] int64;
     attention reads the first `width` columns.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, places: Tensor, width: int):
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, width: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
-        self.rows, self.places = rows, places
+        self.rows, self.slots = rows, slots
         self.width = width
         self.is_initialized = True
 
@@ -61,7 +61,7 @@ class PlacedLayer(CacheLayerMixin):
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             # Not through a flat view: of one, the compiler would copy the whole buffer.
-            buffer[self.rows, :, self.places] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
+            buffer[self.rows, :, self.slots] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
             seen.append(buffer[:, :, : self.width])  # type: ignore[index]
         return seen[0], seen[1]
 
@@ -82,7 +82,7 @@ def forward_rows(
     ends: Tensor,
     rows: Rows,
     states: States,
-    kinds: MaskSpec,
+    mask_spec: MaskSpec,
     layers: tuple[int, ...] = (),
 ) -> Scored:
     """Score query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on.
@@ -90,16 +90,18 @@ def forward_rows(
     The inputs of the decoder layers `layers` are captured; -1 is the state after the final norm.
     """
     offsets = torch.arange(query.shape[1], device=query.device)
-    places = ends[:, None] + offsets  # [B, Q]
-    positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
+    slots = ends[:, None] + offsets  # [B, Q]
+    positions = torch.minimum((slots - rows.pads[:, None]).clamp_min(0), rows.last_position)
     is_padding = rows.seen < rows.pads[:, None, None]  # [B, 1, W]
-    mask = kinds.masks(
-        lambda window: additive(hidden(rows.seen, places[:, :, None], window) | is_padding, kinds.mask_dtype)
+    mask = mask_spec.masks(
+        lambda window: additive(hidden(rows.seen, slots[:, :, None], window) | is_padding, mask_spec.mask_dtype)
     )
     width = rows.seen.shape[0]
-    indices = torch.arange(places.shape[0], device=places.device)[:, None]  # [B, 1]
-    placed: list[Any] = [PlacedLayer(*buffers, indices, places, width) for buffers in zip(*states, strict=True)]
-    options: dict[str, Any] = {CACHE_NAME: Cache(layers=placed)}
+    indices = torch.arange(slots.shape[0], device=slots.device)[:, None]  # [B, 1]
+    layers_of_call: list[Any] = [
+        StaticSlotLayer(*buffers, indices, slots, width) for buffers in zip(*states, strict=True)
+    ]
+    options: dict[str, Any] = {CACHE_NAME: Cache(layers=layers_of_call)}
     if layers:
         options["output_hidden_states"] = True
     output: Any = model(
@@ -149,8 +151,8 @@ class FixedBuffers:
         """What forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
-        is_one_for_all = self._varies and self.kv_cache.device.type != "cuda"
-        width = width_for(layout.num_columns + num_query, capacity, num_steps=4 if is_one_for_all else 2)
+        serves_all = self._varies and self.kv_cache.device.type != "cuda"
+        width = width_for(layout.num_columns + num_query, capacity, num_steps=4 if serves_all else 2)
         if width not in self._seen:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)

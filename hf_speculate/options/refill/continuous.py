@@ -106,23 +106,23 @@ class ContinuousDecoder:
 
     def _step(self) -> list[RowResult]:
         results: list[RowResult] = []
-        for kind, running in list(self._running.items()):
+        for call_type, running in list(self._running.items()):
             try:
                 with torch.no_grad(), self._clock:
                     finished = running.decode_round()
             except Exception as error:
                 if not self._ends_a_row(error):
                     raise
-                del self._running[kind]
+                del self._running[call_type]
                 results += self._isolate(error)
                 continue
             if self.on_tokens is not None:
                 ids, prompts = running.row_ids, self._prompts
                 finished += running.cancel(
-                    [one for one in ids if not self.on_tokens(prompts[one], running.new_ids(one))]
+                    [row_id for row_id in ids if not self.on_tokens(prompts[row_id], running.new_ids(row_id))]
                 )
             if not running.row_ids:
-                del self._running[kind]
+                del self._running[call_type]
             results += [self._result(row) for row in finished]
         return results
 
@@ -169,13 +169,13 @@ class ContinuousDecoder:
             if len(ended) < len(call.row_ids):
                 decoder.clock.enter(Stage.DRAFT)
                 decoder.drafts.read_ahead(batch)
-                kind = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
-                running = self._running.pop(kind, None)  # an error leaves it half joined
+                call_type = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
+                running = self._running.pop(call_type, None)  # an error leaves it half joined
                 if running is None:
                     running = RunningBatch(prepared, self.stats, self._clock, on_logits)
                 else:
                     running.join(prepared)
-                self._running[kind] = running
+                self._running[call_type] = running
             decoder.clock.enter(None)
         stats, read = self.stats, prepared.stats
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
@@ -262,7 +262,7 @@ def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
     """Groups of prompts that are read together: of equal arguments and like length."""
     groups = [[prompts[0]]]
     for prompt in prompts[1:]:
-        first, lens = groups[-1][0], [len(one.token_ids) for one in (*groups[-1], prompt)]
+        first, lens = groups[-1][0], [len(member.token_ids) for member in (*groups[-1], prompt)]
         is_like = dict(first.arguments) == dict(prompt.arguments) and (first.seed is None) == (prompt.seed is None)
         if is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
             groups[-1].append(prompt)

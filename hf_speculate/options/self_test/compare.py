@@ -52,9 +52,9 @@ def check_decoding(
     mask, dtype = call.prompts.attention_mask, _dtype(model)
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     # Calls that agree in this are decoded alike.
-    model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
-    prompt_kind = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
-    situation = model_kind, cache_kind, prompt_kind
+    model_type, cache_choice = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
+    prompt_type = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
+    situation = model_type, cache_choice, prompt_type
     differences: dict[Hashable, float] = model_state(model).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
     if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
@@ -127,7 +127,7 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     for chunk in call.prompts.query_ids.split(call.prefill_chunk_size or call.prompts.query_ids.shape[1], dim=1):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)
     cache.begin_recording()
-    num_tokens = min(num_tokens, _num_placed(plain.token_ids, placeless_id(model)))
+    num_tokens = min(num_tokens, _num_read_together(plain.token_ids, placeless_id(model)))
     token_ids = plain.token_ids[:, :num_tokens]
     block = language_model.forward(token_ids, cache, logits_to_keep=num_tokens)
     together = torch.cat([logits, block], dim=1)  # [B, N+1, V]
@@ -145,7 +145,7 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     return max(differences)
 
 
-def _num_placed(token_ids: Tensor, placeless: int | None) -> int:
+def _num_read_together(token_ids: Tensor, placeless: int | None) -> int:
     """How many of the tokens [B, N] a forward may read together, 1 at least."""
     ends = (token_ids == placeless).any(0).nonzero()[:, 0].tolist() if placeless is not None else []
     return int(ends[0]) + 1 if ends else token_ids.shape[1]
@@ -160,8 +160,8 @@ def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype that the model computes in; bfloat16 if float32 matrix products may be coarser."""
-    kind = model.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    device_type = model.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     is_coarse = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return torch.bfloat16 if is_coarse else model.dtype

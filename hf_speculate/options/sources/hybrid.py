@@ -52,7 +52,7 @@ class HybridRow:
     def learn(self, ids: Sequence[int], num_rounds: int) -> None:
         """Learn from the last call's proposals: the tokens emitted since, in one round and then plain ones."""
         self.unread += ids
-        agrees = [one == other for one, other in zip(self.proposal.token_ids, ids, strict=False)]
+        agrees = [drafted == emitted for drafted, emitted in zip(self.proposal.token_ids, ids, strict=False)]
         if agrees:
             num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
             num_accepted = num_verified - (False in agrees)
@@ -176,7 +176,7 @@ def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut
     num_drafted = drafted.token_ids.shape[1]
     width = max(matched.token_ids.shape[1], num_drafted)
     matched_ids, drafted_ids = (
-        torch.nn.functional.pad(one.token_ids, (0, width - one.token_ids.shape[1])) for one in (matched, drafted)
+        torch.nn.functional.pad(draft.token_ids, (0, width - draft.token_ids.shape[1])) for draft in (matched, drafted)
     )
     token_ids = torch.where(uses_match[:, None], matched_ids, drafted_ids)  # [B, K]
     lens = torch.where(uses_match, matched.lens, drafted.lens)

@@ -38,9 +38,9 @@ class Verdict(NamedTuple):
 
     results: Mapping[str, str]
 
-    def of(self, kind: str) -> str | None:
+    def of(self, test: str) -> str | None:
         """The worst result of the tests of a kind; None if none of them was run."""
-        seen = {result for name, result in self.results.items() if name.partition(":")[0] == kind}
+        seen = {result for name, result in self.results.items() if name.partition(":")[0] == test}
         return next((result for result in (CRASHED, WRONG, RIGHT) if result in seen), None)
 
 
@@ -98,10 +98,10 @@ def _hardware(device: torch.device) -> dict[str, str]:
 def _driver() -> str:
     """The version of the kernel's driver; empty if the system does not say."""
     try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
         return ""
-    return found.group() if found else ""
+    return match.group() if match else ""
 
 
 @cache
