@@ -310,8 +310,8 @@ def test_ten_lines_say_what_was_found_and_what_it_decides(scripts: Any) -> None:
     assert len(lines) == 10
     for line, decides in zip(lines, FINE, strict=True):
         assert decides in line.decides
-    assert "plain 40, eager 50 (1.25x), graphs 90 (2.25x)" in lines[5].found
-    assert "8.0 / 30 (? / 400)" in lines[9].found
+    assert "plain 40, eager 50 (1.25x), graphs 90 (2.25x)" in lines[5].measured
+    assert "8.0 / 30 (? / 400)" in lines[9].measured
     assert "some GPU, torch 2.11.0, commit abc" in scripts.findings.summary(contents())
 
 
@@ -339,17 +339,17 @@ def test_what_a_part_has_not_answered_is_said_with_the_reason(scripts: Any, part
     found = contents()
     found[part] |= {"cells": [], "checks": [], "is_finished": False}
     lines = scripts.findings.findings(found)
-    assert any("ended in last" in line.found and "no answer" in line.decides for line in lines)
+    assert any("ended in last" in line.measured and "no answer" in line.decides for line in lines)
     del found[part]
     lines = scripts.findings.findings(found)
-    assert any("wrote nothing" in line.found and "no answer" in line.decides for line in lines)
+    assert any("wrote nothing" in line.measured and "no answer" in line.decides for line in lines)
 
 
 def test_answers_of_a_part_that_was_ended_say_so(scripts: Any) -> None:
     found = contents()
     for part in found.values():
         part["is_finished"] = False
-    ended = ["the part ended in last" in line.found for line in scripts.findings.findings(found)]
+    ended = ["the part ended in last" in line.measured for line in scripts.findings.findings(found)]
     assert ended == [True] * 4 + [False] * 4 + [True] * 2
 
 

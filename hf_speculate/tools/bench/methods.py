@@ -101,9 +101,12 @@ def plain_method(do_sample: bool) -> Method:
 
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
     """Assisted generation of transformers with its defaults, and with the first constant draft length."""
-    found = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
-    constant = [one for one in lens if not one.is_adaptive]
-    return found + [Method(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in constant[:1]]
+    compared = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
+    constant = [draft_len for draft_len in lens if not draft_len.is_adaptive]
+    return compared + [
+        Method(f"transformers, {draft_len.label}", TRANSFORMERS, draft_len.fields, do_sample)
+        for draft_len in constant[:1]
+    ]
 
 
 def lookup_method(num_tokens: int, do_sample: bool) -> Method:
@@ -119,7 +122,7 @@ def our_methods(
     thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
     """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""
-    found = []
+    methods = []
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
         own, name = dict(fields), verifier
         if threshold is not None:  # alpha as in the defaults; a threshold above alpha would have no effect
@@ -130,5 +133,5 @@ def our_methods(
         check_verifier(config)
         is_lossy = not is_lossless(config)
         if is_lossy or threshold is None:
-            found.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
-    return found
+            methods.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
+    return methods

@@ -70,8 +70,8 @@ def finite(value: float) -> float | None:
 
 def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
     """Sum of the statistics of all calls; None for other engines."""
-    found = [run.stats for run in runs if run.stats is not None]
-    return functools.reduce(operator.add, found) if found else None
+    stats = [run.stats for run in runs if run.stats is not None]
+    return functools.reduce(operator.add, stats) if stats else None
 
 
 def method_entry(

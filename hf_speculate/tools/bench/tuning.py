@@ -98,12 +98,12 @@ def candidates(
 
 def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
     """Methods at most and further batches of each rung: methods are halved and batches doubled."""
-    found, size = [], _FIRST_BATCHES
+    sizes, size = [], _FIRST_BATCHES
     while num_batches > 0:
-        found.append((num_methods, min(size, num_batches)))
+        sizes.append((num_methods, min(size, num_batches)))
         num_batches -= size
         num_methods, size = min(num_methods, max(_MIN_LEFT, math.ceil(num_methods / 2))), 2 * size
-    return found
+    return sizes
 
 
 def num_steps(num_methods: int, num_batches: int) -> int:

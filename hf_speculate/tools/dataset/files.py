@@ -176,7 +176,7 @@ class Job:
             )
         return int(manifest["seed"])
 
-    def places(self) -> list[Path]:
+    def result_paths(self) -> list[Path]:
         """Where finished rows are: the output, and the folder if ranks have written results that are not in it yet."""
         has_parts = any(self.folder.glob("rank-*.jsonl"))
         return [self.output] * self.output.exists() + [self.folder] * has_parts
@@ -187,8 +187,8 @@ class Job:
     def complete(self) -> None:
         """Collect the results of all ranks; the output is whole at any time."""
         self._gather_parts()
-        keys, found = [row.key for row in self.rows], ids_in(self.output)
-        missing = [key for key in keys if key not in found]
+        keys, present = [row.key for row in self.rows], ids_in(self.output)
+        missing = [key for key in keys if key not in present]
         if missing:
             raise ConfigError(
                 f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
@@ -218,6 +218,6 @@ class Job:
 def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Names of what differs, with both values."""
     changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
-    old, new = ({"seed": one["seed"], **one["settings"]} for one in (before, wanted))
+    old, new = ({"seed": manifest["seed"], **manifest["settings"]} for manifest in (before, wanted))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     return changes + [f"{name} ({new.get(name)!r}, was {old.get(name)!r})" for name in names]

@@ -117,7 +117,7 @@ def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6))
 def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
     axis = rounded_axis(values, 0.0, 100.0)
-    places, ticks = [axis.place(value) for value in sorted(values)], axis.ticks()
+    places, ticks = [axis.position(value) for value in sorted(values)], axis.ticks()
     assert [0.0, *places, 100.0] == sorted([ticks[0][0], *places, ticks[-1][0]])
     assert 2 <= len({label for _, label in ticks}) == len(ticks) <= 7
 
@@ -132,7 +132,7 @@ def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> No
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
     plot = plot_bars([Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)])
-    assert [plot.x.place(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
+    assert [plot.x.position(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
     assert [label for _, label in plot.x.ticks(plot.unit)] == [f"{one}\u00d7" for one in range(5)]
 
 
