@@ -70,12 +70,12 @@ def as_table(content: dict[str, Any]) -> str:
     ]
     num_threads = content["arguments"]["threads"] or environment["threads"]
     threads = "" if "cuda" in content["arguments"]["device"] else f" (threads: {num_threads})"
+    versions = "torch {torch} and transformers {transformers}".format(**environment["versions"])
     preface = (
         f"Verifying one round from raw logits: {first['dtype']}, K = {first['num_draft_tokens']}, "
-        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {environment['device']}{threads} with torch "
-        f"{environment['versions']['torch']} and transformers {environment['versions']['transformers']}. Medians; methods "
-        "alternate in one process, and the output of each is checked before it is timed. transformers takes one row at a "
-        "time. If it lacks a verifier, its rejection sampling is compared."
+        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {environment['device']}{threads} with {versions}. "
+        "Medians; methods alternate in one process, and the output of each is checked before it is timed. transformers "
+        "takes one row at a time. If it lacks a verifier, its rejection sampling is compared."
     )
     columns = ["verifier", "rows", *(f"{name}, ms" for name in names), "hf_speculate, ms"]
     columns.append("times transformers' speed (min to max)")
