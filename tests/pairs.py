@@ -79,7 +79,7 @@ def case_of(row: Row, seed: int) -> Case:
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
     processors = {"pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"), "warpers": warpers}
     return Case(
-        family=row["kind"],
+        family=row["family"],
         prompt_seed=seed,
         batch_size=int(row["batch"]),
         padding=row["padding"],

@@ -44,7 +44,7 @@ _OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on A
 
 
 class Result(NamedTuple):
-    kind: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
+    outcome: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
     detail: str = ""
     num_accepted: int = 0  # drafted tokens of an equal case, in all turns
     num_rejected: int = 0
@@ -170,8 +170,8 @@ def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor
     )
     for number, part in enumerate(parts):
         for place, layer in enumerate(getattr(part, "layers", ())):
-            kind = f"layer {place} of a {type(part).__name__} ({number})"
-            found |= {f"{name} of {kind}": getattr(layer, name, None) for name in ("keys", "values")}
+            owner = f"layer {place} of a {type(part).__name__} ({number})"
+            found |= {f"{name} of {owner}": getattr(layer, name, None) for name in ("keys", "values")}
     return found
 
 
@@ -191,7 +191,7 @@ def shrunk(case: Case, detail: str) -> Case:
     for simpler in case.simpler():
         with contextlib.suppress(Exception):
             result = run_case(simpler)
-            if result.kind == "different" and result.detail[:16] == detail[:16]:
+            if result.outcome == "different" and result.detail[:16] == detail[:16]:
                 return shrunk(simpler, detail)
     return case
 
@@ -203,12 +203,12 @@ def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[s
         for index in numbers:
             case = draw_case(seed, index, families, faults)
             result = run_case(case)
-            counts[result.kind] += 1
-            if result.kind in ("different", "tie"):
-                small = shrunk(case, result.detail) if result.kind == "different" else case
-                print(f'{seed}:{index} {result.kind}: {result.detail[:300]}\n  --case "{small}"', flush=True)
-            elif result.kind != "equal":
-                counts[f"{result.kind}: {result.detail[:110]}"] += 1
+            counts[result.outcome] += 1
+            if result.outcome in ("different", "tie"):
+                small = shrunk(case, result.detail) if result.outcome == "different" else case
+                print(f'{seed}:{index} {result.outcome}: {result.detail[:300]}\n  --case "{small}"', flush=True)
+            elif result.outcome != "equal":
+                counts[f"{result.outcome}: {result.detail[:110]}"] += 1
             if faults:
                 counts[f"with {case.fault}: drafts ended"] += any("drafter" in one for one in result.fallbacks)
                 counts[f"with {case.fault}: tokens accepted"] += result.num_accepted
@@ -235,8 +235,8 @@ def main(faults: tuple[str, ...] = ()) -> int:
     numbers = range(arguments.start, arguments.start + arguments.num)
     counts = search(arguments.seed, numbers, families, faults)
     print(f"seed {arguments.seed}, {len(families)} families, {time.perf_counter() - began:.0f} s")
-    for kind, count in sorted(counts.items()):
-        print(f"{count:6d} {kind}")
+    for outcome, count in sorted(counts.items()):
+        print(f"{count:6d} {outcome}")
     return int(counts["different"] > 0)
 
 

@@ -55,7 +55,7 @@ def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(ro
     def fail(*args):
         raise AssertionError("a model ran before the refusal")
 
-    handles = [model.register_forward_pre_hook(fail) for model in models(row.call.kind)[1:]]
+    handles = [model.register_forward_pre_hook(fail) for model in models(row.call.family)[1:]]
     try:
         message = refusal(row.call, where)
     finally:

@@ -179,8 +179,8 @@ def test_values_of_another_type_are_refused(fields):
 def test_numpy_integers_decode_as_the_ints_that_they_are(models):
     options = {"assistant_model": models.draft, "do_sample": True, "max_new_tokens": 8}
     texts = [
-        models.target.generate(**ragged_prompts(1, seed=1), **options, seed=kind(3), num_assistant_tokens=kind(2))
-        for kind in (int, np.int64)
+        models.target.generate(**ragged_prompts(1, seed=1), **options, seed=integer(3), num_assistant_tokens=integer(2))
+        for integer in (int, np.int64)
     ]
     assert torch.equal(*texts)
 

@@ -21,7 +21,7 @@ from hf_speculate.types import KVState
 from tests.cases import each_value
 from tests.random_calls import Case
 from tests.random_search import run_case
-from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
+from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
 
 STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
 SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # their attention rounds to float32 whatever the dtype
@@ -58,11 +58,11 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
                 kept = sorted(draw.sample(range(len(held)), max(2, len(held) - 1)))
                 cache.rows(kept)
                 held = [held[index] for index in kept]
-            case kind:
+            case family:
                 drops = [draw.randint(0, min(lens))] * len(lens)
-                if kind == "crop rows":
+                if family == "crop rows":
                     drops = [draw.randint(0, length) for length in lens]
-                cache.crop(drops[0] if kind == "crop" else draw.choice([drops, torch.tensor(drops)]))
+                cache.crop(drops[0] if family == "crop" else draw.choice([drops, torch.tensor(drops)]))
                 held = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(held, drops, strict=True)]
         lens = [row.shape[3] for row in held]
         assert cache.num_real_tokens == lens
@@ -94,14 +94,14 @@ def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(
                 assert torch.equal(kept[row, :, drop - min(drops) :], part[row, :, : 6 - drop])
 
 
-@each_value(choice=["dynamic", "preallocated"], kind=KINDS)
-def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice):
+@each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
+def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choice):
     """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
-    model, passed, device = make_model(kind), DynamicCache(config=make_model(kind).config), torch.device("cpu")
+    model, passed, device = make_model(family), DynamicCache(config=make_model(family).config), torch.device("cpu")
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    plan = CachePlan("dynamic" if kind == "bloom" else choice)
+    plan = CachePlan("dynamic" if family == "bloom" else choice)
     cache = plan.choose(model, passed, mask, device).make(model, passed, 3, mask, device)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
@@ -114,7 +114,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
             alone = DynamicKVCache(DynamicCache(config=model.config), 1)
             text = torch.tensor([texts[row] + query[row].tolist()])
             expected = language_model.forward(text, alone)[0, -4:]
-            tolerance = FLOAT32_TOLERANCE if kind in SOFTMAX_FLOAT32 else STEP_TOLERANCE
+            tolerance = FLOAT32_TOLERANCE if family in SOFTMAX_FLOAT32 else STEP_TOLERANCE
             assert torch.allclose(logits[row], expected, atol=tolerance, rtol=0)
         cache.crop(drops)
         for row, drop in enumerate(drops):
@@ -156,13 +156,13 @@ CHAT = Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="w
 CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers that share states
 CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
 THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
-CHATS += [replace(THREE, family=kind, cache="auto") for kind in ("llama", "gpt2")]
+CHATS += [replace(THREE, family=family, cache="auto") for family in ("llama", "gpt2")]
 CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dynamic", "preallocated")]
 
 
 @pytest.mark.parametrize("case", CHATS, ids=str)
 def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
-    assert run_case(case).kind == "equal"
+    assert run_case(case).outcome == "equal"
 
 
 def test_a_row_joins_one_whose_window_has_moved():

@@ -38,11 +38,11 @@ def test_any_course_of_appending_truncating_and_leaving(seed: int) -> None:
                 kept = make.sample(range(len(rows)), make.randint(1, len(rows)))
                 rows = [rows[row] for row in kept]
                 buffer.rows(kept)
-            case kind:
-                counts = [3 if kind == "whole" else make.randint(0, 3) for _ in rows]
+            case family:
+                counts = [3 if family == "whole" else make.randint(0, 3) for _ in rows]
                 new = [[make.randrange(64) for _ in range(count)] for count in counts]
                 block = torch.tensor([ids + [FREE] * (3 - len(ids)) for ids in new])
-                buffer.append(block, None if kind == "whole" else counts)
+                buffer.append(block, None if family == "whole" else counts)
                 rows = [row + ids for row, ids in zip(rows, new, strict=True)]
         check(buffer, rows)
 

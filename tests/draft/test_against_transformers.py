@@ -64,8 +64,8 @@ class Case(NamedTuple):
     watched: type  # their generator
 
 
-def mtp_case(folder, kind, num_layers, seed=None):
-    target = make_checkpoint(folder, kind, num_layers, seed)
+def mtp_case(folder, family, num_layers, seed=None):
+    target = make_checkpoint(folder, family, num_layers, seed)
     source, watched = partial(MTPCandidateGenerator, target), MTPCandidateGenerator
     return Case(target, load_drafter(folder, target), source, {"use_mtp": True}, num_layers, watched)
 

@@ -90,7 +90,7 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "cache", "layers"),
+    ("family", "batch_size", "cache", "layers"),
     [
         ("llama", 3, "preallocated", (0, 1, 2, -1)),  # 2: before the final norm
         ("llama", 3, "dynamic", (1,)),
@@ -98,9 +98,9 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("mistral_window", 1, "dynamic", (-1,)),
     ],
 )
-def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache, layers):
+def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_size, cache, layers):
     inputs = ragged_prompts(batch_size, seed=3)
-    watcher, stats = followed(pair(kind)[0], inputs, speculation_cache=cache, layers=layers)
+    watcher, stats = followed(pair(family)[0], inputs, speculation_cache=cache, layers=layers)
     assert 0.5 < stats.verified_acceptance_rate < 1
     assert sum(watcher.told[0]) == int(inputs["attention_mask"].sum())
     assert batch_size == 1 or any(len(set(counts)) > 1 for counts in watcher.told[1:])

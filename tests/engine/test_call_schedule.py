@@ -55,16 +55,16 @@ def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(op
     assert step_weights(model).num_bytes == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
 
 
-@pytest.mark.parametrize("kind", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
-def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(kind, tmp_path):
-    head, target = KINDS[kind](tmp_path)
+@pytest.mark.parametrize("family", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
+def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(family, tmp_path):
+    head, target = KINDS[family](tmp_path)
     rounds, shared = Rounds(head, target, random_texts([6], seed=1)), target.get_output_embeddings().weight
     with Products(weight for weight in target.parameters() if weight is not shared) as products:
         rounds.draft(1)
     assert head.num_step_bytes(target) == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
     prior = draft_prior(target, HeadSource(head))
     assert prior.step_ratio == pytest.approx(head.num_step_bytes(target) / step_weights(target).num_bytes)
-    assert prior.is_parallel is (kind in ("P-EAGLE", "DFlash", "DFlash 2", "PARD"))
+    assert prior.is_parallel is (family in ("P-EAGLE", "DFlash", "DFlash 2", "PARD"))
 
 
 class Quantised(nn.Parameter):

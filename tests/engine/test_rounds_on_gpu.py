@@ -40,8 +40,8 @@ MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
 
 @cache
-def models(dtype: torch.dtype, kind: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
-    return new_pair(kind, 0.1, dtype=dtype)
+def models(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    return new_pair(family, 0.1, dtype=dtype)
 
 
 @pytest.fixture

@@ -185,6 +185,6 @@ def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example)
 
 def test_the_ten_tasks_say_whether_text_is_copied(models):
     lines = [json.loads(line) for line in (PAIR.parent / "tasks.jsonl").read_text(encoding="utf-8").splitlines()]
-    kinds = [line["category"].partition(": ")[0] for line in lines]
-    assert (kinds.count("copying"), kinds.count("plain")) == (7, 3)
+    categories = [line["category"].partition(": ")[0] for line in lines]
+    assert (categories.count("copying"), categories.count("plain")) == (7, 3)
     assert sorted(models.read_questions(PAIR.parent / "tasks.jsonl", 99)) == sorted(line["turns"][0] for line in lines)

@@ -27,7 +27,7 @@ from tests.cases import (
 )
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyStreamer, Mistake, hook
-from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 24
@@ -84,8 +84,8 @@ def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float 
         torch.testing.assert_close(values, other_values, atol=tolerance, rtol=0)
 
 
-def tolerance_of(kind: str) -> float:
-    return FLOAT32_TOLERANCE if kind in ("gemma2", "bloom") else STATE_TOLERANCE
+def tolerance_of(family: str) -> float:
+    return FLOAT32_TOLERANCE if family in ("gemma2", "bloom") else STATE_TOLERANCE
 
 
 def prompts() -> dict[str, Tensor]:
@@ -93,9 +93,9 @@ def prompts() -> dict[str, Tensor]:
 
 
 @cache
-def ends(kind: str) -> list[int]:
+def ends(family: str) -> list[int]:
     """Ids in the plain texts that end rows one after the other."""
-    target, _ = pair(kind)
+    target, _ = pair(family)
     inputs = prompts()
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
     return [int(text[row, 3 + 5 * row]) for row in range(BATCH_SIZE - 1)]
@@ -103,13 +103,13 @@ def ends(kind: str) -> list[int]:
 
 @pytest.mark.fallback("lock step")
 @each_value(
-    drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
+    drafts=DRAFTS, family=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
 )
-def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, cache_kind, drafts):
-    target, draft = pair(kind)
+def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(family, cache_kind, drafts):
+    target, draft = pair(family)
     if drafts == "adaptive":
-        draft = make_model(kind, num_hidden_layers=1)
-    inputs, eos = prompts(), ends(kind)
+        draft = make_model(family, num_hidden_layers=1)
+    inputs, eos = prompts(), ends(family)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     own = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
@@ -119,7 +119,7 @@ def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, c
     new = plain[:, inputs["input_ids"].shape[1] :]
     num_live = [next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW) for row in new.tolist()]
     assert max(num_live) - min(num_live) > K  # or nothing is shown
-    assert_same_contents(*map(cache_contents, caches), tolerance_of(kind))
+    assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
 
 def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
@@ -157,14 +157,14 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "max_cache_len"),
+    ("family", "batch_size", "max_cache_len"),
     [("llama", 1, None), ("llama", 4, ROOM), ("mistral_window", 4, None), ("gemma2", 4, None)],
 )
-def test_the_static_cache_that_is_returned_is_that_of_plain(kind, batch_size, max_cache_len):
-    target, draft = pair(kind)
+def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, max_cache_len):
+    target, draft = pair(family)
     inputs = prompts() if batch_size > 1 else ONE_ROW
     options = {"cache_implementation": "static", "max_cache_len": max_cache_len, "max_new_tokens": NUM_NEW}
-    options |= {"return_dict_in_generate": True, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    options |= {"return_dict_in_generate": True, "eos_token_id": ends(family), "pad_token_id": PAD}
     plain_target = copy.deepcopy(target)
     vars(plain_target).pop("_previous_max_cache_length", None)  # which plain calls leave, and later ones use
     plain = plain_target.generate(**inputs, **options)
@@ -172,7 +172,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(kind, batch_size, ma
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K)
     assert vars(target) == before
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), tolerance_of(kind))
+    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), tolerance_of(family))
 
 
 def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
@@ -189,12 +189,12 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
         target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, **{CACHE_NAME: cache})
 
 
-@each_value(batch_size=[1, 4], kind=["llama", "mistral_window"])
-def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_size):
+@each_value(batch_size=[1, 4], family=["llama", "mistral_window"])
+def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_size):
     """Over two turns."""
-    target, draft = pair(kind)
+    target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(family), "pad_token_id": PAD}
     static = {"cache_implementation": "static", "max_cache_len": ROOM, "return_dict_in_generate": True}
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     for first, second in (({}, {}), ({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
@@ -261,8 +261,8 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
 def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
-    for kind, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
-        target, draft = pair(kind)
+    for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
+        target, draft = pair(family)
         options = {**inputs, "max_new_tokens": num_new}
         own = {
             "assistant_model": draft,
@@ -278,24 +278,26 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
 
 
 K = 4
-FITTING = tuple(kind for kind in KINDS if kind != "bloom")  # its positions are biases of the attention
+FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")  # its positions are biases of the attention
 
 
-@pytest.mark.parametrize("kind", FITTING)
-def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(kind):
+@pytest.mark.parametrize("family", FITTING)
+def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(family):
     """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
     for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
         options = {"max_new_tokens": 90, "prefill_chunk_size": chunk_size, "num_assistant_tokens": K}
-        stats = assert_decodes_as_plain(*pair(kind), inputs, **options, speculation_cache=cache_kind)
+        stats = assert_decodes_as_plain(*pair(family), inputs, **options, speculation_cache=cache_kind)
         assert stats.cache == cache_kind
 
 
-@each_value(attention=["eager", "sdpa"], kind=["llama", "mistral_window", "llama"], cache_kind=["preallocated", "auto"])
-def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention, cache_kind):
+@each_value(
+    attention=["eager", "sdpa"], family=["llama", "mistral_window", "llama"], cache_kind=["preallocated", "auto"]
+)
+def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, cache_kind):
     """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
-    target = hf_speculate.enable(make_model(kind, dtype=torch.float32, attn_implementation=attention))
+    target = hf_speculate.enable(make_model(family, dtype=torch.float32, attn_implementation=attention))
     inputs = ragged_prompts(3, seed=1)
     assert not inputs["attention_mask"][2, :9].any()
     options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
@@ -324,12 +326,12 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
     target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
     passed, holes = {CACHE_NAME: DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
-    for kind, given, message in (
+    for family, given, message in (
         ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
         ("llama", {**inputs, **passed}, ""),  # the user's own cache: no second copy
     ):
-        target, draft = pair(kind)
+        target, draft = pair(family)
         own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
         own["speculation_stats"] = hf_speculate.SpeculationStats()
         target.generate(**given, **own)

@@ -31,9 +31,9 @@ LAYERS = {  # few, because compiling takes the more time the more there are
 
 
 @cache
-def small_pair(kind):
+def small_pair(family):
     """As `tests.cases.pair`; what one test compiles for it serves the others."""
-    return new_pair(kind, **LAYERS[kind])
+    return new_pair(family, **LAYERS[family])
 
 
 def compile_config(backend="eager", **options):
@@ -56,7 +56,7 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "options"),
+    ("family", "batch_size", "options"),
     [
         ("llama", 3, {}),
         ("llama", 3, {**COUPLED, "assistant_confidence_threshold": 0.2}),  # the last steps are taken one by one
@@ -64,11 +64,11 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
         pytest.param("llama", 3, {**COUPLED, "assistant_model": None}, marks=pytest.mark.slow),
     ],
 )
-def test_text_equals_the_eager_one_and_rows_that_end_stay(kind, batch_size, options):
+def test_text_equals_the_eager_one_and_rows_that_end_stay(family, batch_size, options):
     options = {"eos_token_id": ENDS, **options}
     if "assistant_model" in options:
         options["num_assistant_tokens"] = None
-    given = *small_pair(kind), ragged_prompts(batch_size, max_len=20), compile_config()
+    given = *small_pair(family), ragged_prompts(batch_size, max_len=20), compile_config()
     ids, eager, stats = compiled_and_eager(*given, **options)
     assert_equal_ids(eager, ids)
     compiled = ["target", "draft"][: 1 + ("assistant_model" not in options)]
@@ -109,7 +109,7 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
 
 @pytest.mark.fallback("eager forwards")
 def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
-    for kind, config, more, cache_kind, reasons in (
+    for family, config, more, cache_kind, reasons in (
         ("llama", CompileConfig(), {}, "preallocated", ["plain generate() would not compile"]),
         ("llama", compile_config(), {"disable_compile": True}, "preallocated", [""]),
         (
@@ -120,7 +120,7 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
             ["target cache", "draft cache", *["states are not preallocated"] * 2],
         ),
     ):
-        target, draft = pair(kind)
+        target, draft = pair(family)
         ids, eager, stats = compiled_and_eager(target, draft, ragged_prompts(2), config, **more)
         assert_equal_ids(eager, ids)
         assert (stats.cache, stats.compiled) == (cache_kind, [])

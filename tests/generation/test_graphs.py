@@ -26,11 +26,11 @@ def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -
     return target.generate(**inputs, **options, speculation_stats=stats), stats
 
 
-@each_value(kind=["llama", "gemma2"], batch_size=[1, 3])
+@each_value(family=["llama", "gemma2"], batch_size=[1, 3])
 def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
-    backend: Any, kind: str, batch_size: int
+    backend: Any, family: str, batch_size: int
 ) -> None:
-    target, draft = new_pair(kind, 0.1)
+    target, draft = new_pair(family, 0.1)
     for seed, max_len in ((0, 20), (3, 17)):
         inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
         ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)

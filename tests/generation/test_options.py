@@ -136,9 +136,9 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     assert torch.stack(ours.scores).max() == 1.0 < torch.stack(ours.logits).max()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
-def test_hidden_states_and_attentions_are_those_of_plain(kind):
-    target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
+def test_hidden_states_and_attentions_are_those_of_plain(family):
+    target = hf_speculate.enable(make_model(family, attn_implementation="eager"))
     draft, inputs = noisy_copy(target, 0.02, seed=1), ragged_prompts(1, seed=20, min_len=10)
     options = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
     plain, ours = plain_and_ours(target, draft, inputs, **options, max_new_tokens=11, num_assistant_tokens=K)

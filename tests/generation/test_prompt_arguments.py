@@ -27,15 +27,15 @@ MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_
 
 
 @cache
-def picture_pair(kind):
+def picture_pair(family):
     """An enabled target and a draft of text alone. Shared between tests: change neither."""
-    target = hf_speculate.enable(MAKERS[kind]())
+    target = hf_speculate.enable(MAKERS[family]())
     return target, text_draft(target)
 
 
-@each_value(cache_kind=["auto", "dynamic"], kind=[*MAKERS, *MAKERS], batch_size=[1, 3])
-def test_readers_of_images_decode_as_in_plain(kind, batch_size, cache_kind):
-    target, draft = picture_pair(kind)
+@each_value(cache_kind=["auto", "dynamic"], family=[*MAKERS, *MAKERS], batch_size=[1, 3])
+def test_readers_of_images_decode_as_in_plain(family, batch_size, cache_kind):
+    target, draft = picture_pair(family)
     inputs, options = picture_prompts(target, batch_size), {"max_new_tokens": NUM_NEW}
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
@@ -109,16 +109,16 @@ def assert_same_layers(one, other):
 
 @pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize(
-    "kind", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
+    "family", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
 )
-def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(kind, has_mask):
+def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     if not has_mask:  # then all tokens see all tiles, but for those of the prompt
         del inputs["cross_attention_mask"]
     hf_speculate.enable(target)
     draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        first = decode(target, inputs, cache_implementation=kind, max_cache_len=96, **own)
+        first = decode(target, inputs, cache_implementation=family, max_cache_len=96, **own)
         ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1)
         options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
@@ -174,9 +174,9 @@ def test_what_an_encoder_reads_beside_its_text(name):
     assert not torch.equal(decode(target, {**inputs, name: other}).logits[0], plain.logits[0])
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_sampled_rows_that_end_leave_with_their_positions(kind):
-    target, draft = picture_pair(kind)
+@pytest.mark.parametrize("family", MAKERS)
+def test_sampled_rows_that_end_leave_with_their_positions(family):
+    target, draft = picture_pair(family)
     inputs = picture_prompts(target, 2)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": 16, "num_return_sequences": 2}
     text = target.generate(**inputs, **options)

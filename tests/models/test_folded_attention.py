@@ -40,14 +40,14 @@ def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
     return query, key, value
 
 
-def make_mask(kind: str, batch_size: int, num_query: int):
+def make_mask(mask_type: str, batch_size: int, num_query: int):
     """Rows that are padded by different amounts, causal at the end."""
-    if kind == "none":
+    if mask_type == "none":
         return None
-    seen = torch.ones(1 if kind == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
+    seen = torch.ones(1 if mask_type == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
     for row in range(seen.shape[0]):
         seen[row, ..., :row] = False
-    if kind != "float":
+    if mask_type != "float":
         return seen
     bias = torch.linspace(-1, 1, T, dtype=torch.float64).expand(seen.shape)
     return torch.where(seen, bias, torch.finfo(torch.float64).min)
@@ -216,9 +216,9 @@ def folds_in(calls, target):
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
-@each_value(batch_size=[1, 3], kind=["llama", "cohere2"])  # the second has full layers and a window
-def test_a_speculative_call_folds_and_gives_the_ids_of_plain(kind, batch_size):
-    target, draft = pair(kind)
+@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # the second has full layers and a window
+def test_a_speculative_call_folds_and_gives_the_ids_of_plain(family, batch_size):
+    target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=2)
     with AttentionCalls() as plain:
         target.generate(**inputs, max_new_tokens=12)

@@ -50,15 +50,15 @@ def hooks_of(*models):
 @pytest.mark.fallback(RAISED, "lock step", "eager forwards")
 @each_value(
     source=SOURCES,
-    kind=["llama", "mistral_window", "bloom", "gpt2", "llama"],
+    family=["llama", "mistral_window", "bloom", "gpt2", "llama"],
     batch_size=[1, 3],
     at=[1, 2, 5, 7],
 )
-def test_a_draft_model_that_raises_leaves_the_text(source, kind, batch_size, at, monkeypatch):
+def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
     monkeypatch.setattr(budget, "SHARE", 1e6)  # or times of tiny models decide whether a draft is called again
-    target, draft = new_pair(kind)
+    target, draft = new_pair(family)
     if source == "adaptive":  # which never calls a draft of the target's size
-        draft = make_model(kind, num_hidden_layers=1)
+        draft = make_model(family, num_hidden_layers=1)
     layer = list(draft.modules())[-2]
     own = {"num_assistant_tokens": K, **SOURCES[source]}
     before = copy.deepcopy(draft.config.to_dict()), hooks_of(target, draft)
@@ -80,10 +80,10 @@ def test_a_draft_model_that_raises_leaves_the_text(source, kind, batch_size, at,
 
 
 @pytest.mark.fallback(RAISED)
-@each_value(kind=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
-def test_what_was_hooked_into_layers_is_taken_out_again(kind, early_exit, at):
+@each_value(family=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
+def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
     """Of recurrent layers, which the target's plain steps run on if they are its own."""
-    target, draft = new_pair(kind)
+    target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
     options = {"assistant_early_exit": early_exit, "max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
     inputs = ragged_prompts(2, seed=5)
@@ -97,10 +97,10 @@ def test_what_was_hooked_into_layers_is_taken_out_again(kind, early_exit, at):
 
 
 @pytest.mark.fallback(RAISED)
-@pytest.mark.parametrize(("number", "kind"), list(enumerate(HEADS)))
-def test_a_head_that_raises_leaves_the_text(number, kind, tmp_path):
+@pytest.mark.parametrize(("number", "family"), list(enumerate(HEADS)))
+def test_a_head_that_raises_leaves_the_text(number, family, tmp_path):
     """In its first or its last linear layer, of which the first of some heads reads the target's states."""
-    head, target = HEADS[kind](tmp_path)
+    head, target = HEADS[family](tmp_path)
     linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
     hf_speculate.enable(target)
     inputs = ragged_prompts(1 + number % 3, seed=2, vocab_size=VOCAB_SIZE)
@@ -247,9 +247,9 @@ def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, opti
 
 
 @pytest.mark.fallback("computes NaN or infinity")
-@pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", "PARD"])
-def test_a_head_without_numbers_is_not_asked_for_long(kind, tmp_path):
-    head, target = HEADS[kind](tmp_path)
+@pytest.mark.parametrize("family", ["EAGLE-3", "DFlash", "PARD"])
+def test_a_head_without_numbers_is_not_asked_for_long(family, tmp_path):
+    head, target = HEADS[family](tmp_path)
     assert target is target_of()
     next(head.network.parameters()).fill_(torch.nan)
     hf_speculate.enable(target)

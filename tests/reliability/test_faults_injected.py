@@ -54,7 +54,7 @@ CASES = [
 
 
 class Setup(NamedTuple):
-    kind: str
+    family: str
     batch_size: int
     is_passed: bool
     cache_kind: str
@@ -69,7 +69,7 @@ def fits(case: Case, setup: Setup) -> bool:
     if case.place.startswith("streamer") and setup.batch_size > 1:
         return False
     # rows without an end go in lock step there, and the criterion is asked in another stage
-    return case.place != "row-wise criterion" or setup.kind != "mistral_window"
+    return case.place != "row-wise criterion" or setup.family != "mistral_window"
 
 
 def inputs_of(setup: Setup) -> dict[str, Any]:
@@ -79,13 +79,13 @@ def inputs_of(setup: Setup) -> dict[str, Any]:
 def cache_of(setup: Setup) -> DynamicCache | None:
     if not setup.is_passed:
         return None
-    target, _ = pair(setup.kind)
+    target, _ = pair(setup.family)
     return prefilled(target, *(part[:, :NUM_HELD] for part in inputs_of(setup).values()))
 
 
 @cache
 def text_after(setup: Setup) -> torch.Tensor:
-    target, _ = pair(setup.kind)
+    target, _ = pair(setup.family)
     return target.generate(**inputs_of(setup), **{CACHE_NAME: cache_of(setup)}, max_new_tokens=NUM_AFTER)
 
 
@@ -99,7 +99,7 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
     setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
-    target, draft = pair(setup.kind)
+    target, draft = pair(setup.family)
     inputs, cache = inputs_of(setup), cache_of(setup)
     before = configs(target, draft), None if cache is None else cache_contents(cache)
     cause = error.__cause__ = ValueError("what came before")

@@ -56,8 +56,8 @@ def adaptive(history: ScheduleHistory | None = None, num_rows: int = 1, ratio: f
     return AdaptiveSchedule(MAX_DRAFT_TOKENS, DraftPrior(ratio), history, num_rows)
 
 
-def history_of(store: HistoryStore, kind: object = "short", draft: object = DRAFT) -> ScheduleHistory:
-    return ScheduleHistory(store, draft, kind)
+def history_of(store: HistoryStore, call_type: object = "short", draft: object = DRAFT) -> ScheduleHistory:
+    return ScheduleHistory(store, draft, call_type)
 
 
 def rate(calls: list[list[Trace]], machine: Machine, make: Callable = adaptive, num_tokens: int = NUM_TOKENS) -> float:
@@ -314,9 +314,9 @@ def test_kinds_and_drafts_are_kept_apart_and_go_with_the_draft():
 
 def test_the_store_is_bounded_and_its_entries_never_change():
     store = HistoryStore()
-    for kind in range(100):
-        run(adaptive(history_of(store, kind)), traces("high")[0], Machine(), SHORT)
-    assert [kind for kind in range(100) if store.get(DRAFT, kind)] == list(range(36, 100))
+    for call_type in range(100):
+        run(adaptive(history_of(store, call_type)), traces("high")[0], Machine(), SHORT)
+    assert [call_type for call_type in range(100) if store.get(DRAFT, call_type)] == list(range(36, 100))
     costs_of = lambda: store.get(DRAFT, 99).costs.rounds_s(1, 4)  # noqa: E731
     before, unfinished = costs_of(), adaptive(history_of(store, 99))
     for num_left in (9, 9, 9, 0):

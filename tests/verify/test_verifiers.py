@@ -236,31 +236,33 @@ class GreedyByHand:
         return keep_prefix(target_logits, draft, best[:, :-1] == draft.token_ids, best)
 
 
-def hostile_round(kind: str) -> tuple[torch.Tensor, DraftOut]:
+def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
     """Rows that agree with the target for 0..3 tokens, then meet what `kind` says, with lengths of 0..4."""
     target = 3 * torch.randn(64, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     ids, rows = target[:, :-1].argmax(-1), torch.arange(64)
     places = rows % 4
-    if kind == "bad ids":
+    if fault == "bad ids":
         ids[rows, places] = torch.where(rows < 32, -1, VOCAB_SIZE)
-    elif kind == "nan":
+    elif fault == "nan":
         target[rows, places, 3] = torch.nan
-    elif kind == "masked":
+    elif fault == "masked":
         target[rows, places] = -torch.inf
-    elif kind == "infinite":
+    elif fault == "infinite":
         target[rows, places, 3] = torch.inf
     return target, DraftOut(ids, (rows // 4 % 5).to(torch.int32), None, None)
 
 
-@each_value(dtype=[torch.bfloat16, torch.float32, torch.float64], kind=["none", "bad ids", "nan", "masked", "infinite"])
-def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
-    target, draft = hostile_round(kind)
+@each_value(
+    dtype=[torch.bfloat16, torch.float32, torch.float64], fault=["none", "bad ids", "nan", "masked", "infinite"]
+)
+def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(fault, dtype):
+    target, draft = hostile_round(fault)
     target = target.to(dtype)
     keys = make_keys(64)
     ours, kernels = (verifier.verify(target, draft, keys) for verifier in (GreedyByHand(), GreedyVerifier()))
     assert torch.equal(ours.num_accepted, kernels.num_accepted)
     assert torch.equal(ours.status, kernels.status)
-    assert (ours.status != 0).any() == (kind != "none")
+    assert (ours.status != 0).any() == (fault != "none")
     is_whole = (ours.status & ~int(Status.BAD_DRAFT_ID)) == 0
     assert torch.equal(ours.token_ids[is_whole], kernels.token_ids[is_whole])
     last = ours.token_ids.gather(1, ours.num_accepted.long()[:, None])

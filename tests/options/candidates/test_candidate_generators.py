@@ -89,9 +89,9 @@ def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
 
 
 def test_only_known_samplers_count_as_samplers():
-    def assisted(kind, do_sample):
+    def assisted(family, do_sample):
         config = GenerationConfig(do_sample=do_sample, max_length=9, assistant_early_exit=1)
-        return kind(torch.tensor([[1]]), make_model("llama"), config, {})
+        return family(torch.tensor([[1]]), make_model("llama"), config, {})
 
     assert samples_its_logits(assisted(EarlyExitCandidateGenerator, True))
     assert not samples_its_logits(assisted(AssistedCandidateGenerator, False))
@@ -174,9 +174,9 @@ def test_transformers_greedy_loop_gives_the_plain_text():
     assert 0 < made[0]._num_rounds < 20
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "mamba", "lfm2"])
-def test_the_cache_follows_a_text_that_went_another_way(kind):
-    draft, text = make_model(kind), ragged_prompts(1, seed=2)["input_ids"]
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "mamba", "lfm2"])
+def test_the_cache_follows_a_text_that_went_another_way(family):
+    draft, text = make_model(family), ragged_prompts(1, seed=2)["input_ids"]
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14)
     for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):  # at last to the end

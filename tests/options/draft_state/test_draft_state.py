@@ -85,7 +85,7 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "end_after", "options"),
+    ("family", "batch_size", "end_after", "options"),
     [
         ("llama", 1, None, {}),
         ("llama", 3, None, {"repetition_penalty": 1.3, "assistant_confidence_threshold": 0.3}),
@@ -95,9 +95,9 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         ("mistral_window", 3, None, {}),
     ],
 )
-def test_turns_are_the_same_and_the_draft_reads_what_is_new(kind, batch_size, end_after, options):
+def test_turns_are_the_same_and_the_draft_reads_what_is_new(family, batch_size, end_after, options):
     """Rows that end early are kept as far as they were read."""
-    assert_turns_are_the_same(*pair(kind), batch_size, end_after=end_after, **options)
+    assert_turns_are_the_same(*pair(family), batch_size, end_after=end_after, **options)
 
 
 @pytest.mark.parametrize("scripted", [(K, 0, 0)], indirect=True)

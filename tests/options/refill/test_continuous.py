@@ -67,7 +67,7 @@ def sources(draft):
 
 @pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize(
-    ("kind", "source", "verifier"),
+    ("family", "source", "verifier"),
     [
         *(("llama", source, "greedy") for source in ("model", "lookup", "none", "adaptive")),
         ("mistral_window", "both", "greedy"),
@@ -75,8 +75,8 @@ def sources(draft):
         *(("llama", "model", "rejection"), ("llama", "lookup", "block"), ("llama", "model", "coupled")),
     ],
 )
-def test_rows_are_as_alone_also_with_settings_of_their_own(kind, source, verifier):
-    target, draft = pair(kind)
+def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verifier):
+    target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive" else draft
     options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
     some = make_prompts(5, temperature=0.8, eos_token_id=[5])
@@ -142,15 +142,15 @@ def test_a_failing_row_ends_alone(raises, message):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    ("kind", "options", "reason"),
+    ("family", "options", "reason"),
     [
         ("bloom", {}, "dynamic"),
         ("llama", {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "lock step"),
         ("llama", {"speculation_cache": "dynamic"}, "dynamic"),
     ],
 )
-def test_what_cannot_join_is_refused_with_its_reason(kind, options, reason):
-    target, draft = pair(kind)
+def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
+    target, draft = pair(family)
     decoder = ContinuousDecoder(target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
     assert reason in decoder.obstacle(make_prompts(1)[0])
     with pytest.raises(UnsupportedGenerationError, match=reason):

@@ -37,9 +37,9 @@ def plain():
     return plain_results(pair("llama")[0], TEXTS)
 
 
-def decode(tmp_path, texts=TEXTS, kind="llama", chat_template=None, **options):
+def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options):
     """One call with the tiny pair; returns its report and the output."""
-    target, draft = pair(kind)
+    target, draft = pair(family)
     tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template)
     tmp_path.mkdir(exist_ok=True)
     options = COMMON | {"batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3} | options
@@ -75,19 +75,19 @@ class EndsAtPair(StoppingCriteria):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    ("kind", "eos", "options"),
+    ("stop", "eos", "options"),
     [
         ("stop_strings", None, NO_DRAFT),
         (EndsAtPair, EOS_ID, NO_DRAFT),
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(kind, eos, options, plain, tmp_path):
+def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(stop, eos, options, plain, tmp_path):
     """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
     long = [(one, text) for one, (text, *_) in zip(TEXTS, plain, strict=True) if len(text) == NUM_NEW][:4]
     texts, strings = [one for one, _ in long], [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)]
     pairs = [[LETTERS.index(letter) for letter in string] for string in strings]
-    stops = {"stop_strings": strings} if kind == "stop_strings" else {"stopping_criteria": [kind(pairs)]}
+    stops = {"stop_strings": strings} if stop == "stop_strings" else {"stopping_criteria": [stop(pairs)]}
     found = []
     for size in (1, 4):
         own = stops | {"eos_token_id": eos, "pad_token_id": EOS_ID, "batch_size": size, "is_ordered": True} | options
@@ -249,6 +249,6 @@ def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_t
 
 
 def test_what_cannot_be_refilled_is_decoded_in_static_batches(tmp_path):
-    report, output = decode(tmp_path, TEXTS[:4], kind="bloom")
+    report, output = decode(tmp_path, TEXTS[:4], family="bloom")
     assert "dynamic" in report.fallback
     assert len(results_in(output)) == 4

@@ -200,5 +200,5 @@ def test_a_kind_that_was_not_run_to_its_end_is_not_said_to_be_right() -> None:
 def test_every_check_runs_on_a_simulated_device() -> None:
     report = examined("everything_right")
     assert set(results(report).values()) == {"right"}
-    kinds = {name.partition(":")[0] for name in results(report)}
-    assert kinds == {"attention", "graphs", "texts", "kernels"}
+    groups = {name.partition(":")[0] for name in results(report)}
+    assert groups == {"attention", "graphs", "texts", "kernels"}
