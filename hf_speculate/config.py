@@ -16,8 +16,8 @@ from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
 
 MAX_ASSISTANT_TOKENS = 128
-DEFAULT_ASSISTANT_TOKENS = 5  # of all schedules but "adaptive"
-DEFAULT_MAX_ASSISTANT_TOKENS = 10  # of "adaptive"
+DEFAULT_ASSISTANT_TOKENS = 5  # default of all schedules but "adaptive"
+DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default of "adaptive"
 
 _RUN_FACTOR = 0x3C6EF372FE94F82B  # odd and irregular: seeds of later runs differ from those of other rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # sampling verifiers that are greedy at temperature 0

@@ -148,7 +148,7 @@ class RoundReport(NamedTuple):
     start again with each run.
     """
 
-    num_round: int  # of the batch, counted from 1
+    num_round: int  # number of the batch's round, counted from 1
     row_ids: tuple[int, ...]  # [N] output rows that were live
     num_drafted: tuple[int, ...]  # [N] drafted tokens of each row that counted; 0 in a plain step
     num_accepted: tuple[int, ...]  # [N] drafted tokens that the verifier accepted

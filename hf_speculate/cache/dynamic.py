@@ -39,7 +39,7 @@ class DynamicKVCache(KVCache):
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
         device: torch.device | str = "cpu",  # of masks and position ids
-        fixed_layers: frozenset[int] = frozenset(),  # of what the prompt's pictures gave, which is never rolled back
+        fixed_layers: frozenset[int] = frozenset(),  # layers of pictures' states, never rolled back
     ):
         self._fixed_layers = fixed_layers
         self._text_cache: Any = text_cache(cache)
@@ -156,7 +156,7 @@ class DynamicKVCache(KVCache):
     def rows(self, indices: Sequence[int]) -> None:
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
         devices = {layer.keys.device for layer in (*self._text_layers, *self._encoder_layers) if layer.is_initialized}
-        # of several devices, none has an index for all
+        # a mask on several devices has no index that all of them share
         index = RowIndices.of(indices).on(devices.pop() if len(devices) == 1 else torch.device("cpu"))
         self._select_rows(index)
         self.batch_size = len(indices)

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_speculate.cache.row_lens import RowLens, Ruler
 from hf_speculate.transfers import upload
 
-_GROUP_BYTES = 32 << 20  # of the states that move in one launch, which takes as much memory
+_GROUP_BYTES = 32 << 20  # the most bytes of states that move in one launch, which takes as much memory
 
 
 class RowShift(NamedTuple):
@@ -40,7 +40,7 @@ def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
 
 def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
     """What moves in one launch: states of one shape, dtype and device up to a size; a CPU moves them one by one."""
-    groups: list[list[tuple[Any, str]]] = []  # of layers, each with "keys" or "values"
+    groups: list[list[tuple[Any, str]]] = []  # pairs of a layer and "keys" or "values"
     last: dict[Any, list[tuple[Any, str]]] = {}
     for layer in layers:
         for name in ("keys", "values"):
@@ -76,14 +76,14 @@ class LeftPadding:
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)
-        self.own = list(pads)  # of the prompts
+        self.own = list(pads)  # the padding of the prompts
         self._lens = RowLens([0] * len(self.pads), Ruler(device))  # columns of each row but the padding it has gained
         self._own_there: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
         # [B or 1, N] int64, negative in padding: of the columns to come, and of those before if there is a mask
         self._positions: Tensor | None = None
-        self._first_column = 0  # of these positions
+        self._first_column = 0  # the column of the first of these positions
 
     def expect(self, num_tokens: int) -> None:
         self._num_expected = num_tokens

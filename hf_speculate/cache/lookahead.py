@@ -54,7 +54,7 @@ class Lookahead:
         self.is_masked = False  # whether the current forward is handed an additive mask
         self._num_expected = 0
         self._next = NextTokens(layout.row_lens.copy(), 0)
-        self._slot_mappings: dict[Hashable, Tensor] = {}  # of the current forward
+        self._slot_mappings: dict[Hashable, Tensor] = {}  # slot mappings of the current forward
         self._row_offsets: dict[Hashable, Tensor] = {}
         self._masked = torch.full((), -torch.inf, dtype=mask_dtype, device=layout.device)  # in a mask
         self._unmasked = torch.zeros((), dtype=mask_dtype, device=layout.device)
@@ -124,7 +124,7 @@ class Lookahead:
         key = (num_rows, num_heads, capacity, base, device)
         if key not in self._row_offsets:
             if len(self._row_offsets) == MAX_ROW_OFFSETS:
-                self._row_offsets = {}  # of buffers that have grown since
+                self._row_offsets = {}  # buffers have grown since
             rows = torch.arange(num_rows * num_heads, device=device).view(-1, num_heads)
             self._row_offsets[key] = rows * capacity - base
         return self._row_offsets[key]

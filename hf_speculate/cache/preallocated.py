@@ -28,7 +28,7 @@ class MaskSpec(NamedTuple):
     mask_windows: dict[
         str, int | None
     ]  # by the mask's name in the model; with one entry, the model takes a single mask
-    mask_dtype: torch.dtype  # of the additive masks: the queries'
+    mask_dtype: torch.dtype  # dtype of additive masks, which is that of the queries
     is_mask_per_row: bool = False  # whether each row needs a mask of its own, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-_DECAY = 0.97  # of the counts, per verified token: sequences change
-_PRIOR_WEIGHT = 4.0  # of the prior, in tokens
+_DECAY = 0.97  # factor of the counts, per verified token: sequences change
+_PRIOR_WEIGHT = 4.0  # weight of the prior, in tokens
 SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more
 MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 

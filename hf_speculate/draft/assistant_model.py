@@ -27,8 +27,8 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 
 _VOCABULARIES = "hf_speculate.draft.vocab_intersection"  # imported where two tokenizers are compared
-# With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
-# Of these, 1 in 100 looks so bad by then.
+# With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor draft with the same
+# tokenizer. The bound is wrong for 1 poor draft in 100.
 VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
 
 
@@ -43,7 +43,7 @@ class AssistantModel(DraftSource):
 
     def __init__(self, model: PreTrainedModel, name: str = ""):
         self.model = model
-        self.name = name  # of its folder or repository, if the call gave that
+        self.name = name  # the folder or repository, if the call gave one
 
     @property
     def generation_config(self) -> GenerationConfig | None:  # type: ignore[override]

@@ -23,7 +23,7 @@ class DraftPlan:
     prompt_len: int  # tokens of the longest prompt
     num_query: int  # tokens of a prompt that the target reads in one forward
     max_position: int  # the position id of the last token that the target reads in a row without padding
-    processors: BlockLogitsProcessorList  # of the drafted logits
+    processors: BlockLogitsProcessorList  # processors of the drafted logits
     row_processors: Any  # the same, in groups if rows leave the batch one by one
     is_distributed: bool  # whether several processes decode the call
     meet: Callable[[], None] | None  # called before each forward, by synced ranks; None without them

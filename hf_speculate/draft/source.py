@@ -126,7 +126,7 @@ class FactorySource(DraftSource):
 
 def find_source(
     target: PreTrainedModel,
-    values: Mapping[str, Any],  # of the arguments in `sources` that are no settings
+    values: Mapping[str, Any],  # values of the arguments in `sources` that are no settings
     read_settings: Callable[[GenerationConfig | None], SpeculationConfig],
     sources: Mapping[str, str] = SOURCES,
 ) -> tuple[DraftSource | None, SpeculationConfig]:

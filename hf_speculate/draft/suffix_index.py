@@ -10,8 +10,8 @@ SEPARATOR = -1  # in place of a token: no match and no continuation crosses it
 # Python's standard library in the bundled tokenizer.
 _NGRAM_LENS = (3, 1)
 _MAX_CANDIDATES = 16  # occurrences of an n-gram that are compared, the latest ones
-_ENTRY_BYTES = 152  # of a large dict's entry with its n-gram and its number, at most
-_TOKEN_BYTES = 16  # of three arrays, which grow by an eighth
+_ENTRY_BYTES = 152  # bytes of a large dict's entry with its n-gram and its number, at most
+_TOKEN_BYTES = 16  # bytes of a token in three arrays, which grow by an eighth
 MAX_TOKEN_BYTES = _TOKEN_BYTES + len(_NGRAM_LENS) * _ENTRY_BYTES
 
 

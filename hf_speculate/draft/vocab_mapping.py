@@ -61,7 +61,7 @@ class DeviceTable(NamedTuple):
 
     draft_ids: Tensor  # [V] int64, by target id; exact for the shared ones
     columns: Tensor | None  # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
-    vocabulary: DraftVocabulary  # of logits [..., N] in these columns
+    vocabulary: DraftVocabulary  # vocabulary of logits [..., N] in these columns
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,7 @@ def folded_attention(
     value: Tensor,  # [B, H, T, D']
     attention_mask: Tensor | None,  # [B or 1, 1, Q, T], bool (True: seen) or floating (added); None for causal rows
     dropout: float = 0.0,
-    scaling: float | None = None,  # of the scores; None for 1 / sqrt(D)
+    scaling: float | None = None,  # factor of the scores; None for 1 / sqrt(D)
     is_causal: bool | None = None,  # whether a missing mask means causal rows; None for what `module.is_causal` says
     **kwargs: Any,
 ) -> tuple[Tensor, None]:

@@ -43,7 +43,7 @@ class LanguageModel(PerRow):
         max_position: int | None = None,  # upper bound of position ids, for tokens drafted past the end of the text
         keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
-        capture: StateCapture | None = None,  # of hidden states that forwards return in `Scored.captured`
+        capture: StateCapture | None = None,  # captures hidden states, which forwards return in `Scored.captured`
     ):
         self.model = model
         self.capture = capture
@@ -136,7 +136,7 @@ def cache_name(module: nn.Module) -> str:
 def has_attention(model: PreTrainedModel) -> bool:
     """Whether a model has attention layers, with or without recurrent ones."""
     name = cache_name(model)
-    if name in OLD_CACHE_NAMES:  # of which one was for models without attention layers
+    if name in OLD_CACHE_NAMES:  # one of the names was for models without attention layers
         return name != "cache_params"
     config = model.config.get_text_config(decoder=True)
     return only_attends(config) or not all(DynamicCache(config=config).is_linear)

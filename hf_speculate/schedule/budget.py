@@ -48,7 +48,7 @@ from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.progress import Progress
 
-SHARE = 0.02  # of the seconds of a call that drafted rounds may lose
+SHARE = 0.02  # share of a call's seconds that drafted rounds may lose
 _MOST = 3.0  # times its estimate that a round counts as at most; a pause of the process may take a hundred times
 _MOST_FIRST = 1.5  # times what is usual that the first round of a size counts as at most
 _UNSETTLED = 8  # newest rounds whose p may still turn out to have been too high, see `MachineSpeed`
@@ -89,10 +89,10 @@ class Budget:
         self._progress = Progress(keeps_rows)
         self._drafted_s = 0.0  # as counted
         self._overshoot_s = 0.0  # the largest of a round that was not the first of its size
-        self._paused_s = 0.0  # of drafted rounds, that do not count
+        self._paused_s = 0.0  # seconds of pauses in drafted rounds, which do not count
         self._newest: deque[_Replaced] = deque()
         self._settled_s = 0.0  # p of plain steps that older rounds have replaced, less those rounds that were plain
-        self._most_rows = 0  # of a plain step that was replaced
+        self._most_rows = 0  # the most rows of a plain step that was replaced
         self._firsts: list[_FirstRound] = []  # without the free round
         self._free: _FirstRound | None = None
 

@@ -37,7 +37,7 @@ class CostModel:
         self._draft = CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
         self._plain_ratios: dict[int, float] = {}  # seconds of a plain step over a verification's, by rows; at least 1
         self._speed = MachineSpeed()
-        self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
+        self._step_bound_s: float | None = None  # bound of a draft's step, from rounds in which it read much
         self._reads = ReadCosts(prior.step_ratio or 0.0)
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
         self._counted_s: dict[int, float] = {}  # results of `counted_plain_s` since the last round

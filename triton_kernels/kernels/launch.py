@@ -48,8 +48,8 @@ class Layout(NamedTuple):
 
     num_rows: int
     num_chunks: int
-    num_programs: int  # of the first launch, for a row
-    num_race_programs: int  # of the last launch, for a sequence
+    num_programs: int  # programs of the first launch, for a row
+    num_race_programs: int  # programs of the last launch, for a sequence
     arguments: dict[str, int]
     has_even_rows: bool  # V and all strides between rows are multiples of 16 entries, as wide loads require
 

@@ -109,7 +109,7 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
         self.generator, self.hidden_layers = generator, layers_read(generator)
         self._returns_distribution = samples_its_logits(generator)
         self._text: Tensor | None = None  # [1, T] at the last call
-        self._shown_len = 0  # of the prefix that the generator was shown last
+        self._shown_len = 0  # length of the prefix that the generator was shown last
         self._num_proposed = 0  # for that prefix
 
     def draft(self, request: DraftRequest) -> DraftOut:

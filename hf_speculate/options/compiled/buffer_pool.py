@@ -10,7 +10,7 @@ from torch import nn
 from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.model_state import model_state
 
-# Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
+# Idle buffers of one model: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
 # half precision, and at least as much as for 8,192 of them.
 MIN_POOLED_BYTES = 1 << 30
 POOLED_SHARE = 4

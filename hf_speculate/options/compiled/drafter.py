@@ -25,7 +25,7 @@ class Carry(NamedTuple):
 
     query: Tensor  # [B, 2] int64, the newest tokens
     ends: Tensor  # [B] int64, the column of the first of them
-    keys: NoiseKeys | None  # of the next token's noise; None to take the argmax
+    keys: NoiseKeys | None  # keys of the next token's noise; None to take the argmax
 
 
 def draft_step(

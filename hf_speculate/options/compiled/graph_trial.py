@@ -36,7 +36,7 @@ class GraphTrial:
     def __init__(self, timer: Timer | None):
         self._timer = timer
         self._compared: set[Hashable] = set()
-        self._replay_s: list[float] = []  # of one step
+        self._replay_s: list[float] = []  # seconds of one step
         self._eager_s: list[float] = []
 
     @property
@@ -88,7 +88,7 @@ def _difference(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
         gap = float((mine - twin).abs().masked_fill(~differs, 0.0).nan_to_num(torch.inf).amax())
         if gap > TOLERANCES.get(twin.dtype, 0.0) * largest:
             return f"by {gap:.3g}, where the largest number is {largest:.3g}"
-    # Of logits that are not the same to the last bit, ties may fall otherwise.
+    # If logits are not the same to the last bit, ties may fall otherwise.
     num = sum(int((mine != twin).sum()) for mine, twin in pairs if is_same and not mine.is_floating_point())
     return f"in {num} tokens" if num else ""
 

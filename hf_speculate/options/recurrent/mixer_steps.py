@@ -28,13 +28,13 @@ class Mixer(NamedTuple):
 class StepProtocol(NamedTuple):
     """What the probe found about a class of mixers."""
 
-    slots: frozenset[Slot]  # of the states that it writes
+    slots: frozenset[Slot]  # slots of the states that it writes
     inputs: frozenset[str]  # input projections: children that read the token, or another one's output
     prepared: str | None  # the first of them, if it reads what the mixer computed from the token
     output: str | None  # output projection: the child whose output the mixer returns
     writes_recurrent: bool  # whether it writes recurrent states in place
     reads_at_once: bool  # whether several tokens at once give the states of single ones
-    num_bytes: int  # of the states of one row
+    num_bytes: int  # bytes of the states of one row
 
     @property
     def reads_columns(self) -> bool:

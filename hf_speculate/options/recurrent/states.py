@@ -34,7 +34,7 @@ class ModuleStates(NamedTuple):
 
 
 class _Token(NamedTuple):
-    states: States  # of a layer after the token, those that were kept
+    states: States  # the states of a layer after the token that were kept
     replays: Sequence[Callable[[States], States]]  # compute the others from the states before the token
 
     def after(self, before: States) -> States:
@@ -63,7 +63,7 @@ class LayerHistory:
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin):
         self.layer = layer
-        self.records: list[ModuleStates] = []  # of the current forward
+        self.records: list[ModuleStates] = []  # states from the current forward
         self._base: States = states_of(layer)
         self._tokens: list[_Token] = []
 
@@ -129,7 +129,7 @@ class RecurrentStates:
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
         self.cache = cache
-        # Of the states after each token; if they take more, a rollback computes them again from recorded projections.
+        # The bound of states after each token; beyond it, a rollback computes them again from recorded projections.
         self.max_kept_bytes = max_kept_bytes
         self.histories = {
             index: LayerHistory(layer)

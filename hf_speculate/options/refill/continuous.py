@@ -31,8 +31,8 @@ class RowPrompt:
     """One prompt [T] of a source, without padding."""
 
     token_ids: Sequence[int]
-    seed: int | None = None  # of the row when sampling; None to draw one
-    # of `generate()` for this row, beside the decoder's; `num_assistant_tokens` may be a list of one number
+    seed: int | None = None  # seed of the row when sampling; None to draw one
+    # for `generate()`, beside the decoder's; `num_assistant_tokens` may be a list of one number
     arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
     # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the
@@ -67,9 +67,9 @@ class ContinuousDecoder:
 
     model: PreTrainedModel  # the target, enabled or not
     num_rows: int  # rows that are decoded at once, >= 1
-    arguments: Mapping[str, Any]  # of `generate()` for all rows, `assistant_model` for example
+    arguments: Mapping[str, Any]  # arguments of `generate()` for all rows, `assistant_model` for example
     pad_token_id: int = 0  # pads prompts that are read together
-    stats: SpeculationStats = field(default_factory=SpeculationStats)  # of all rows; written to
+    stats: SpeculationStats = field(default_factory=SpeculationStats)  # statistics of all rows; written to
     on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before they are read
     # called after each round with the prompt of each row that goes on, and all of its new tokens; a row for which it
     # returns False is cancelled. The tokens begin anew if a row is decoded again: after an error in a batch, its rows
@@ -80,9 +80,9 @@ class ContinuousDecoder:
     def __post_init__(self) -> None:
         self._clock = StageClock()
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
-        self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
+        self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
         self._num_begun = 0
-        self._source: DraftSource = CONTINUOUS  # of the latest rows
+        self._source: DraftSource = CONTINUOUS  # source of the latest rows
 
     @property
     def num_live(self) -> int:

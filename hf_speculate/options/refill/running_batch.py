@@ -31,9 +31,9 @@ class RunningBatch:
     def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock, observer: Observer):
         self._batch = first.batch
         self._rows = _RowObserver(first.plan.call.do_sample)
-        decoder = first.decoder
-        observers = [StatsObserver(stats, counts_rows=False), self._rows, decoder.output, decoder.draft_length, observer]
-        self._decoder = replace(decoder, observers=observers, clock=clock)
+        own = first.decoder
+        observers = [StatsObserver(stats, counts_rows=False), self._rows, own.output, own.draft_length, observer]
+        self._decoder = replace(own, observers=observers, clock=clock)
         self._decoder.drafts.report_to(stats)
 
     @property

@@ -81,7 +81,7 @@ class Run(NamedTuple):
     repeat: int  # number of the repetition
     seconds: float
     texts: list[list[int]]  # new token ids of each row up to its end
-    stats: SpeculationStats | None  # of our engine
+    stats: SpeculationStats | None  # None for other engines
     first_token_s: float | None = None  # time to the first token: until the target's first forward has ended
     peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
 

@@ -37,7 +37,7 @@ class DraftLen(NamedTuple):
 class Method:
     name: str  # unique among the methods of a comparison
     engine: str  # `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`
-    # of `SpeculationConfig`; for transformers only draft length and prompt lookup
+    # fields of `SpeculationConfig`; for transformers only draft length and prompt lookup
     fields: Mapping[str, Any] = field(default_factory=dict)
     do_sample: bool = False  # whether tokens are sampled
     is_lossy: bool = False  # whether the output's distribution differs from plain decoding's
@@ -118,7 +118,7 @@ def our_methods(
     verifiers: Iterable[str],
     lens: Sequence[DraftLen],
     do_sample: bool,
-    fields: Mapping[str, Any],  # of `SpeculationConfig`, for all methods
+    fields: Mapping[str, Any],  # fields of `SpeculationConfig`, for all methods
     thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
     """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""

@@ -101,7 +101,7 @@ class Drift(NamedTuple):
 
     log_likelihood: float = 0.0  # under the target in nats, without temperature and other processors
     num_best: int = 0  # tokens that are the target's most likely ones after the text before them
-    num_tokens: int = 0  # of the outputs
+    num_tokens: int = 0  # tokens of the outputs
 
     def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # tuples are joined
         return Drift(*map(operator.add, self, other))

@@ -36,16 +36,16 @@ class Instruments(NamedTuple):
 class Trial:
     method: Method  # that is tried
     runs: list[Run] = field(default_factory=list)  # its calls so far
-    drift: Drift = field(default_factory=Drift)  # of a lossy method's outputs
+    drift: Drift = field(default_factory=Drift)  # drift of a lossy method's outputs
     complaint: str = ""  # why it was dropped; empty while it is in the race
 
 
 @dataclass(frozen=True)
 class Tuned:
     winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
-    trials: list[Trial]  # of all methods, best first
+    trials: list[Trial]  # trials of all methods, best first
     plain_runs: list[Run]  # plain decoding's calls
-    plain_drift: Drift  # of its outputs, if the rule has bounds
+    plain_drift: Drift  # drift of its outputs, if the rule has bounds
     do_sample: bool  # whether tokens were sampled
     is_interrupted: bool = False  # whether Ctrl-C ended the measurement; there is no winner then
 

@@ -60,7 +60,7 @@ class _LogitNoise(NamedTuple):
 
     top_gap: float
     noise: float
-    magnitude: float  # of the largest finite logit
+    magnitude: float  # the largest finite logit's magnitude
 
 
 def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
@@ -119,11 +119,11 @@ class GapRecorder(LogitsProcessor):
 
     def __init__(self, token_ids: Tensor):
         self.token_ids = token_ids
-        self.best_ids: list[Tensor] = []  # of [B]
-        self.gaps: list[Tensor] = []  # of [B] float64
+        self.best_ids: list[Tensor] = []  # by step, each [B]
+        self.gaps: list[Tensor] = []  # by step, each [B] float64
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        best = scores.max(-1)  # of [B, V]
+        best = scores.max(-1)  # over [B, V]
         self.best_ids.append(best.indices)
         column = input_ids.shape[1]
         gaps = torch.full_like(best.values, torch.inf, dtype=torch.float64)
@@ -160,7 +160,7 @@ def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
 def logits_in_call(
     model: PreTrainedModel,
     *,
-    options: Mapping[str, Any],  # of both calls: an encoder's inputs, images or the like
+    options: Mapping[str, Any],  # arguments of both calls: an encoder's inputs, images or the like
     speculation: Mapping[str, Any],  # what the speculative call adds
     token_ids: Tensor,
     row: int,

@@ -28,8 +28,8 @@ class Described(NamedTuple):
     name: str  # name or path, else the class
     model: PreTrainedModel  # the passed model, else one on the meta device
     config: PreTrainedConfig  # the decoder's
-    size: ModelSize  # of its parameters after loading
-    dtype: str  # of its parameters after loading, without "torch."
+    size: ModelSize  # size of its parameters after loading
+    dtype: str  # dtype of its parameters after loading, without "torch."
     quantisation: str  # name of the method; empty if it is not quantised
     tokenizer: PreTrainedTokenizerBase | None  # None if none was found
     eos_token_ids: frozenset[int]  # empty if there are none

@@ -23,7 +23,7 @@ _OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_g
 
 class Decoding(NamedTuple):
     plain: dict[str, Any]  # arguments of `generate()`
-    fields: dict[str, Any]  # of `SpeculationConfig`
+    fields: dict[str, Any]  # fields of `SpeculationConfig`
 
 
 def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:

@@ -30,7 +30,7 @@ from hf_speculate.tools.dataset.rows import token_ids_of
 
 _SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
 _HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
-_PIPED_WIDTH = 160  # of tables without a terminal
+_PIPED_WIDTH = 160  # columns of tables without a terminal
 
 
 def run_bench(options: Bench) -> int:

@@ -93,7 +93,7 @@ class Job:
     rows: Sequence[Row]  # in the order of the prompts
     output: Path  # file for the results, one line each
     settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
-    seed: int | None = None  # of the data set; None to draw one and keep it for later runs
+    seed: int | None = None  # seed of the data set; None to draw one and keep it for later runs
     is_ordered: bool = False  # whether to sort the finished output like the prompts
     if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
 

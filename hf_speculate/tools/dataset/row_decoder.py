@@ -118,7 +118,7 @@ class RowDecoder:
 
     model: PreTrainedModel  # the target, enabled or not
     tokenizer: PreTrainedTokenizerBase  # the target's; not changed
-    arguments: Mapping[str, Any]  # of `generate()`, `max_new_tokens` among them, without `RESERVED_ARGUMENTS`
+    arguments: Mapping[str, Any]  # arguments of `generate()`, `max_new_tokens` among them, without `RESERVED_ARGUMENTS`
     is_chat: bool = False  # whether texts also pass through the chat template
 
     def __post_init__(self) -> None:

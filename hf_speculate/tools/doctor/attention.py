@@ -15,7 +15,7 @@ from hf_speculate.options.cuda.attention_backends import chooses_backend
 from hf_speculate.tools.doctor.site import Check, Site, require
 from hf_speculate.tools.doctor.texts import name_of
 
-# Of outputs of about 1, by dtype: a few steps of it.
+# Tolerances of outputs of about 1, by dtype: a few steps of it.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 NUM_HEADS, NUM_KV_HEADS, WIDTH, NUM_KEYS = 32, 8, 128, 2048
 SHAPES = tuple(itertools.product((1, 8), (1, 6, 96)))  # B and query tokens

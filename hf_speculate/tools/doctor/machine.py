@@ -17,7 +17,7 @@ class DeviceDescription(NamedTuple):
     name: str  # as torch calls it, "cuda:0" for example
     title: str
     facts: dict[str, Any]
-    key: dict[str, str]  # of its verdict
+    key: dict[str, str]  # key of its verdict
     checks: list[str]
 
 

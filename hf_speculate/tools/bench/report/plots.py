@@ -74,8 +74,8 @@ def _step(least: float) -> float:
 
 
 _LABEL_HEIGHT = 18.0  # pixels, of a name beside a curve
-_MAX_POINTS = 160  # of a curve; more are averaged
-_LEFT, _RIGHT = 13.0, 95.0  # of a plot with numbers beside it
+_MAX_POINTS = 160  # the most points of a curve; more are averaged
+_LEFT, _RIGHT = 13.0, 95.0  # edges of a plot with numbers beside it
 _TOP, _BOTTOM = 8.0, 172.0
 _PLAIN = 1.0  # plain decoding's speed, in times itself
 _PERCENT = Axis(0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25)))
