@@ -186,7 +186,9 @@ def render() -> str:
 
 
 def _types() -> list[str]:
-    limited = [(as_code(one.model_type), LIMITS[one.limit], one.reason) for one in QUIRKS if one.limit in LIMITS]
+    limited = [
+        (as_code(quirk.model_type), LIMITS[quirk.limit], quirk.reason) for quirk in QUIRKS if quirk.limit in LIMITS
+    ]
     versions = {
         version: [name for name in SHOWN if SHOWN[name] == version] for version in dict.fromkeys(SHOWN.values())
     }

@@ -45,4 +45,4 @@ def only_fallbacks(*words: str) -> Iterator[None]:
 
 def without_caches(reasons: Iterable[str]) -> list[str]:
     """The reasons but for those that say why a KV cache is dynamic, see `OF_CACHES`."""
-    return [one for one in reasons if " cache: dynamic, because " not in one or not one.endswith(OF_CACHES)]
+    return [reason for reason in reasons if " cache: dynamic, because " not in reason or not reason.endswith(OF_CACHES)]

@@ -77,9 +77,9 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
     ],
 )
 def test_a_wrong_command_is_found_and_a_right_one_accepted(command: str, problem: str) -> None:
-    found = problems_in(command)
-    assert len(found) == bool(problem)
-    assert problem in "".join(found)
+    problems = problems_in(command)
+    assert len(problems) == bool(problem)
+    assert problem in "".join(problems)
 
 
 def test_links_lead_to_files_and_headings() -> None:

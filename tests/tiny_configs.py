@@ -48,7 +48,7 @@ def fill(config_class: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfi
     """A config of tiny sizes; `fields` are those of its own."""
     aliases, names = config_class.attribute_map, {field.name for field in dataclasses.fields(config_class)}
     own = {aliases.get(name, name) for name in fields}
-    aliases = {name: place for name, place in aliases.items() if place not in _SIZES}
+    aliases = {name: size for name, size in aliases.items() if size not in _SIZES}
     known = [name for name in _SIZES if name in names | aliases.keys() and aliases.get(name, name) not in own]
     return config_class(**{**COMMON, **{name: _SIZES[name] for name in known}, **fields})
 

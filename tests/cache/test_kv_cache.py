@@ -44,32 +44,32 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 @pytest.mark.parametrize("seed", range(10))
 def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
-    draw, cache, held = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
+    draw, cache, by_head = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
     assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
-        lens = [row.shape[3] for row in held]
+        lens = [row.shape[3] for row in by_head]
         match draw.choice(["update", "update", "crop", "crop rows", "rows"]):
             case "update":
-                new = states(len(held), draw.randint(1, 5), seed=number)
+                new = states(len(by_head), draw.randint(1, 5), seed=number)
                 cache.update(new)
                 both = torch.stack([torch.stack(layer) for layer in new])  # [L, 2, B, H, T, D]
-                held = [torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(held)]
+                by_head = [torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(by_head)]
             case "rows":
-                kept = sorted(draw.sample(range(len(held)), max(2, len(held) - 1)))
+                kept = sorted(draw.sample(range(len(by_head)), max(2, len(by_head) - 1)))
                 cache.rows(kept)
-                held = [held[index] for index in kept]
+                by_head = [by_head[index] for index in kept]
             case family:
                 drops = [draw.randint(0, min(lens))] * len(lens)
                 if family == "crop rows":
                     drops = [draw.randint(0, length) for length in lens]
                 cache.crop(drops[0] if family == "crop" else draw.choice([drops, torch.tensor(drops)]))
-                held = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(held, drops, strict=True)]
-        lens = [row.shape[3] for row in held]
+                by_head = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(by_head, drops, strict=True)]
+        lens = [row.shape[3] for row in by_head]
         assert cache.num_real_tokens == lens
         for layer, state in enumerate(cache.get_kv_states() if max(lens) else []):
-            for index, row in enumerate(held):
-                for part, found in enumerate(state):
-                    assert torch.equal(found[index, :, found.shape[2] - lens[index] :], row[layer, part])
+            for index, row in enumerate(by_head):
+                for part, values in enumerate(state):
+                    assert torch.equal(values[index, :, values.shape[2] - lens[index] :], row[layer, part])
     for wrong in (-1, [max(lens) + 1] * len(lens), [0] * 9):
         with pytest.raises(ShapeError, match="num_tokens_crop"):
             cache.crop(wrong)
@@ -77,20 +77,20 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
 
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(make):
-    cache, held, drops = make(3), states(3, 6), [4, 1, 0]
-    for layer in held:
+    cache, kv_states, drops = make(3), states(3, 6), [4, 1, 0]
+    for layer in kv_states:
         for part in layer:
             for row, drop in enumerate(drops):
                 part[row, :, 6 - drop :] = torch.nan
-    cache.update(held)
+    cache.update(kv_states)
     cache.crop(drops)
     assert cache.holds_rejected == (cache.kind == "preallocated")  # the other one keeps no such columns
     cache.clear_rejected()
     assert not cache.holds_rejected
-    for buffers, layer, found in zip(cache.cache.layers, held, cache.get_kv_states(), strict=True):
+    for buffers, layer, actual in zip(cache.cache.layers, kv_states, cache.get_kv_states(), strict=True):
         assert buffers.keys.isfinite().all() and buffers.values.isfinite().all()
         for row, drop in enumerate(drops):
-            for part, kept in zip(layer, found, strict=True):
+            for part, kept in zip(layer, actual, strict=True):
                 assert torch.equal(kept[row, :, drop - min(drops) :], part[row, :, : 6 - drop])
 
 
@@ -135,10 +135,10 @@ def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_ea
 
 def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
     cache, joining = preallocated(4), preallocated(1)
-    held, its = states(4, 9), states(1, 5, seed=1)
-    for layer in held:
+    first_states, its = states(4, 9), states(1, 5, seed=1)
+    for layer in first_states:
         layer.values[1] = torch.nan
-    cache.update(held)
+    cache.update(first_states)
     joining.update(its)
     cache.rows([0, 2, 3])
     addresses = [layer.keys.data_ptr() for layer in cache.cache.layers]
@@ -146,7 +146,7 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
     cache.join(joining)
     assert [layer.keys.data_ptr() for layer in cache.cache.layers] == addresses
     assert cache.num_real_tokens == [9, 9, 5]
-    for layer, before, new, buffers in zip(cache.get_kv_states(), held, its, cache.cache.layers, strict=True):
+    for layer, before, new, buffers in zip(cache.get_kv_states(), first_states, its, cache.cache.layers, strict=True):
         assert torch.equal(layer.keys[:2], before.keys[[0, 3]])
         assert torch.equal(layer.values[2, :, -5:], new.values[0])
         assert buffers.values.isfinite().all()
@@ -175,9 +175,9 @@ def test_a_row_joins_one_whose_window_has_moved():
     assert [layer.base for layer in layers] == [3, 0]
     layers[0].join(layers[1])
     for row, (tokens, first) in enumerate(zip(written, (3, 0), strict=True)):
-        held = slice(first - layers[0].base, tokens.shape[2] - layers[0].base)
+        columns = slice(first - layers[0].base, tokens.shape[2] - layers[0].base)
         for buffer in layers[0].buffers:
-            assert torch.equal(buffer[row, :, held], tokens[0, :, first:])
+            assert torch.equal(buffer[row, :, columns], tokens[0, :, first:])
 
 
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]
@@ -192,13 +192,13 @@ def buffers(shape=SHAPE):
 
 
 def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
-    pool, made = BufferPool(), buffers()
+    pool, pooled = BufferPool(), buffers()
     assert pool.take(shape_of(), 1) is None
-    pool.give_back(shape_of(), made)
+    pool.give_back(shape_of(), pooled)
     taken = pool.take(shape_of(), 1)
-    assert [one.data_ptr() for one in taken.tensors] == [one.data_ptr() for one in made.tensors]
+    assert [buffer.data_ptr() for buffer in taken.tensors] == [buffer.data_ptr() for buffer in pooled.tensors]
     assert not any(tensor.any() for tensor in taken.tensors)
-    assert taken.graphs is made.graphs
+    assert taken.graphs is pooled.graphs
     assert pool.take(shape_of(), 1) is None  # in use
     pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # which rows have left
     assert pool.take(shape_of(), 1) is None
@@ -215,14 +215,14 @@ def test_other_shapes_are_other_entries(batch_size, capacity):
 
 
 def test_the_longest_unused_go_past_the_limit_of_bytes():
-    one = buffers().num_bytes
-    pool = BufferPool(max_bytes=3 * one)
+    num_bytes = buffers().num_bytes
+    pool = BufferPool(max_bytes=3 * num_bytes)
     for capacity in (128, 64, 256):  # the third is twice as large
         pool.give_back(shape_of(2, capacity), buffers((2, 1, capacity, 4)))
     assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 64), 1) is not None
     assert pool.take(shape_of(2, 256), 1) is not None
-    small = BufferPool(max_bytes=one - 1)
+    small = BufferPool(max_bytes=num_bytes - 1)
     small.give_back(shape_of(), buffers())
     assert small.take(shape_of(), 1) is None
 

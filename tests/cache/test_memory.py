@@ -108,8 +108,8 @@ def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
         kv_cache.update([state] * num_layers)
         kv_cache.hand_back()
 
-    held = num_layers * 2 * state.keys.nbytes
-    assert peak_bytes(fill) <= ALLOWED * (num_tokens + MIN_STEP) / num_tokens * held
+    num_kept_bytes = num_layers * 2 * state.keys.nbytes
+    assert peak_bytes(fill) <= ALLOWED * (num_tokens + MIN_STEP) / num_tokens * num_kept_bytes
     assert all(torch.equal(layer.keys, state.keys) for layer in kept_cache.layers)
 
 

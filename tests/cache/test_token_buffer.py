@@ -61,7 +61,7 @@ def check_lens(lens: RowLens) -> None:
     """What the device says is what the host says."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
-        wanted = [[length + offset + place for place in range(num)] for length in lens.on_host]
+        wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]
         assert lens.columns(num, offset).expand(len(wanted), -1).tolist() == wanted
 
 
@@ -69,7 +69,7 @@ def check_lens(lens: RowLens) -> None:
 def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> None:
     make = random.Random(seed)
     lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), Ruler("cpu"))
-    other = RowLens(lens.on_host, Ruler("cpu"))
+    second = RowLens(lens.on_host, Ruler("cpu"))
     for _ in range(12):
         counts = [make.randint(0, 5) for _ in lens.on_host]
         match make.choice(["all", "known", "told", "follow", "rows"]):
@@ -85,15 +85,15 @@ def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> Non
             case "rows":
                 kept = make.sample(range(len(counts)), make.randint(1, len(counts)))
                 lens.rows(kept)
-                other.rows(kept)
+                second.rows(kept)
         gap = make.randint(-3, 3)
-        other.set([length + gap for length in lens.on_host], lens)
-        if not (lens.is_even or other.is_even):
-            varying, shared = lens.less(other)
+        second.set([length + gap for length in lens.on_host], lens)
+        if not (lens.is_even or second.is_even):
+            varying, shared = lens.less(second)
             assert (varying + shared).tolist() == [-gap] * len(lens.on_host)
         twin = lens.copy()
         check_lens(lens)
-        check_lens(other)
+        check_lens(second)
         lens.add(1)
         check_lens(twin)
         check_lens(lens)

@@ -76,7 +76,11 @@ def test_drafts_end_where_the_context_ends_and_say_so(family):
     num_before = 1 if target.config.is_encoder_decoder else 5
     with pytest.warns(UserWarning, match=f"{PAST_CONTEXT} .*, {C} tokens$") as caught:
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=28, num_assistant_tokens=K)
-    assert len([one for one in caught if PAST_CONTEXT in str(one.message)]) == len(without_caches(stats.fallbacks)) == 1
+    assert (
+        len([warning for warning in caught if PAST_CONTEXT in str(warning.message)])
+        == len(without_caches(stats.fallbacks))
+        == 1
+    )
     assert stats.num_accepted == stats.num_drafted == num_at_most(num_before, 28)
 
 

@@ -74,18 +74,18 @@ class Watcher:
 
 def followed(target, inputs, num_cached=0, layers=(-1,), **options):
     """The `Watcher` of a call, whose text must be that of plain decoding, and the call's statistics."""
-    made: list[Watcher] = []
+    watchers: list[Watcher] = []
 
     def factory(setup: DrafterSetup) -> Watcher:
-        made.append(Watcher(target, setup, num_cached, layers))
-        return made[-1]
+        watchers.append(Watcher(target, setup, num_cached, layers))
+        return watchers[-1]
 
     stats, own = hf_speculate.SpeculationStats(), {"num_assistant_tokens": 4, "drafter": factory}
     own |= {name: options.pop(name) for name in ("speculation_cache", CACHE_NAME) if name in options}
     options["max_new_tokens"] = NUM_NEW
     outputs = [target.generate(**inputs, **options, **more) for more in ({}, own | {"speculation_stats": stats})]
     assert_equal_ids(*(getattr(output, "sequences", output) for output in outputs))
-    (watcher,) = made
+    (watcher,) = watchers
     return watcher, stats
 
 
@@ -256,7 +256,7 @@ MISTAKEN = 1e-12  # what the negative control stays below
 def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
     """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
-    table, other = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
+    table, second = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 
     def p_of(told) -> float:
         def draft(self, request):
@@ -274,4 +274,4 @@ def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
         return p_value(counts, joint_distribution(target, NUM_DRAWN))
 
     assert p_of(table) > SIGNIFICANCE
-    assert p_of(other) < MISTAKEN
+    assert p_of(second) < MISTAKEN

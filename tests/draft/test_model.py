@@ -31,8 +31,8 @@ class Compares:
         self.batch_sizes, self.num_compared = [], 0
 
     def verify(self, target_logits, draft, keys):
-        places, best = torch.arange(draft.token_ids.shape[1]), target_logits.argmax(-1)
-        counts = places < draft.lens[:, None]  # [B, K]
+        steps, best = torch.arange(draft.token_ids.shape[1]), target_logits.argmax(-1)
+        counts = steps < draft.lens[:, None]  # [B, K]
         self.batch_sizes.append(len(counts))
         self.num_compared += int(counts.sum())
         if draft.token_logits is None:
@@ -41,7 +41,7 @@ class Compares:
             logits, sums = draft.token_logits[counts], draft.logsumexp[counts]
             torch.testing.assert_close(logits, target_logits[:, :-1][counts], rtol=0, atol=FLOAT32_TOLERANCE)
             torch.testing.assert_close(sums, logits.float().logsumexp(-1), rtol=0, atol=FLOAT32_TOLERANCE)
-        accepted = places < (best[:, :1] + keys.positions[:, None]) % (K + 1)
+        accepted = steps < (best[:, :1] + keys.positions[:, None]) % (K + 1)
         return hf_speculate.keep_prefix(target_logits, draft, accepted, (best + 1) % VOCAB_SIZE)
 
 

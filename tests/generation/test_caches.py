@@ -67,21 +67,21 @@ def cache_contents(cache: Cache) -> list[tuple]:
 
     The oldest column of a full static window, which is never read, is left out.
     """
-    found = []
+    tensors = []
     for layer in (layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized):
         length = int(layer.get_seq_length())
         first = int(isinstance(layer, StaticSlidingWindowLayer) and length >= layer.max_cache_len)
         states = (states[:, :, first:].clone() for states in (layer.keys, layer.values))
-        found.append((*states, type(layer), length, getattr(layer, "record_past", None)))
-    return found
+        tensors.append((*states, type(layer), length, getattr(layer, "record_past", None)))
+    return tensors
 
 
-def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
-    assert len(one) == len(other) > 0
-    for (keys, values, *rest), (other_keys, other_values, *other_rest) in zip(one, other, strict=True):
-        assert rest == other_rest
-        torch.testing.assert_close(keys, other_keys, atol=tolerance, rtol=0)
-        torch.testing.assert_close(values, other_values, atol=tolerance, rtol=0)
+def assert_same_contents(mine: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
+    assert len(mine) == len(other) > 0
+    for (keys, values, *rest), (their_keys, their_values, *their_rest) in zip(mine, other, strict=True):
+        assert rest == their_rest
+        torch.testing.assert_close(keys, their_keys, atol=tolerance, rtol=0)
+        torch.testing.assert_close(values, their_values, atol=tolerance, rtol=0)
 
 
 def tolerance_of(family: str) -> float:
@@ -172,7 +172,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, 
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K)
     assert vars(target) == before
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), tolerance_of(family))
+    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), tolerance_of(family))
 
 
 def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
@@ -199,13 +199,13 @@ def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     for first, second in (({}, {}), ({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
         output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
-        ids, held = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output[CACHE_NAME]
+        ids, kept_cache = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output[CACHE_NAME]
         mask = torch.ones_like(ids)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        before = [layer.keys.data_ptr() for layer in held.layers]
-        text = target.generate(ids, attention_mask=mask, **options, **second, **{CACHE_NAME: held})
-        assert [layer.keys.data_ptr() for layer in held.layers] == before
-        results.append((text, cache_contents(held)))
+        before = [layer.keys.data_ptr() for layer in kept_cache.layers]
+        text = target.generate(ids, attention_mask=mask, **options, **second, **{CACHE_NAME: kept_cache})
+        assert [layer.keys.data_ptr() for layer in kept_cache.layers] == before
+        results.append((text, cache_contents(kept_cache)))
     for text, contents in results[1:]:
         assert_equal_ids(results[0][0], text)
         assert_same_contents(results[0][1], contents, STATE_TOLERANCE)
@@ -221,7 +221,7 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
             warnings.simplefilter("always", FutureWarning)
             texts.append(target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW))
         assert kv_cache.get_seq_length() == ONE_ROW["input_ids"].shape[1] + NUM_NEW - 1
-        warned = [one.filename for one in caught if "use `cache`" in str(one.message)]
+        warned = [warning.filename for warning in caught if "use `cache`" in str(warning.message)]
         assert warned == ([__file__] if TAKES_CACHE and name != "cache" else [])
     assert_equal_ids(*texts)
 
@@ -305,7 +305,7 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, 
     own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": K, "speculation_cache": cache_kind}
     ours = target.generate(**inputs, **options, **own)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), 1e-4)
+    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
     options["return_dict_in_generate"] = False  # nobody sees the states then, and the text's must hold all the same
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
@@ -317,7 +317,7 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
         target.generate(**inputs, **options, assistant_model=draft)
     bytes_of_column = calls.keys[0][:, :, :1].nbytes
     last = [(keys.shape[2], keys.untyped_storage().nbytes() // bytes_of_column) for keys in calls.keys[-8:]]
-    windowed, full = (last[place::2] for place in (0, 1))
+    windowed, full = (last[offset::2] for offset in (0, 1))
     assert min(seen for seen, _ in full) > 360
     assert max(seen for seen, _ in windowed) <= SLIDING_WINDOW + K + 1
     assert max(capacity for _, capacity in windowed) < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP < 360
@@ -326,7 +326,7 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
     target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
     passed, holes = {CACHE_NAME: DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
-    for family, given, message in (
+    for family, arguments, message in (
         ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
         ("llama", {**inputs, **passed}, ""),  # the user's own cache: no second copy
@@ -334,14 +334,14 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
         target, draft = pair(family)
         own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
         own["speculation_stats"] = hf_speculate.SpeculationStats()
-        target.generate(**given, **own)
+        target.generate(**arguments, **own)
         stats, name = own["speculation_stats"], type(target).__name__
         assert stats.cache == "dynamic"
         parts = ("target", "draft") if message else ()
         assert stats.fallbacks == [f"{part} cache: dynamic, because {message}" for part in parts]
         if message:
             with pytest.raises(UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"):
-                target.generate(**given, **own, speculation_cache="preallocated")
+                target.generate(**arguments, **own, speculation_cache="preallocated")
 
 
 def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():

@@ -100,10 +100,10 @@ def test_a_passed_cache_is_brought_back_after_an_error():
 def test_passed_encoder_outputs():
     target, draft = encoder_pair("t5")
     inputs = inputs_of("t5", 2)
-    given = {"encoder_outputs": target.get_encoder()(**inputs), "attention_mask": inputs["attention_mask"]}
-    assert_decodes_as_plain(target, pair("llama")[1], given, max_new_tokens=12)
+    arguments = {"encoder_outputs": target.get_encoder()(**inputs), "attention_mask": inputs["attention_mask"]}
+    assert_decodes_as_plain(target, pair("llama")[1], arguments, max_new_tokens=12)
     with pytest.raises(SpeculateError, match="must be left out for a draft with an encoder of its own"):
-        target.generate(**given, assistant_model=draft, max_new_tokens=4)
+        target.generate(**arguments, assistant_model=draft, max_new_tokens=4)
 
 
 SILENCE = {"return_timestamps": True, "no_speech_threshold": 0.01, "logprob_threshold": 0.0, "temperature": 0.0}
@@ -172,6 +172,6 @@ def test_a_trainer_predicts_the_same_with_drafts(tmp_path):
     trainer = Seq2SeqTrainer(target, Seq2SeqTrainingArguments(tmp_path, predict_with_generate=True, use_cpu=True))
     own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3, "speculation_stats": stats}
     plain, ours = (trainer.predict(data, max_new_tokens=12, **more) for more in ({}, own))
-    assert_equal_ids(*(torch.tensor(one.predictions) for one in (plain, ours)))
+    assert_equal_ids(*(torch.tensor(output.predictions) for output in (plain, ours)))
     assert plain.metrics["test_loss"] == ours.metrics["test_loss"]
     assert stats.num_accepted > 0

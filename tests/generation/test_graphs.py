@@ -80,12 +80,12 @@ def reads_host(module: Any, args: Any) -> None:
 @pytest.mark.fallback("eager forwards")
 def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
     target, draft = new_pair("llama", 0.1)
-    inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
+    inputs, stranger = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
     decode(target, inputs, assistant_model=draft)
-    for weight, new in zip(target.parameters(), other.parameters(), strict=True):
+    for weight, new in zip(target.parameters(), stranger.parameters(), strict=True):
         weight.data = new.data  # moves it
     ids, stats = decode(target, inputs, assistant_model=draft)
-    assert_equal_ids(other.generate(**inputs, max_new_tokens=24), ids)
+    assert_equal_ids(stranger.generate(**inputs, max_new_tokens=24), ids)
     assert (stats.graphed, backend.num_captures) == (["target", "draft"], 3)
     target, draft = new_pair("llama", 0.1)
     target.model.register_forward_pre_hook(reads_host)

@@ -62,8 +62,8 @@ def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row,
 
 
 def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
-    held = set().union(*(pairs_in(row) for row, _ in ROWS))
-    assert held == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
+    covered = set().union(*(pairs_in(row) for row, _ in ROWS))
+    assert covered == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
 
 
 def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:

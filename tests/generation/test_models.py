@@ -99,8 +99,8 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     models = {"target": target, "draft": noisy_copy(target)}
     models[part].save_pretrained(tmp_path / "model")
     num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    places = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
-    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **places)
+    placement = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
+    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **placement)
     assert set(models[part].hf_device_map.values()) == {"cpu", "disk"}
     options = {**ragged_prompts(3, seed=3), "max_new_tokens": FEW_NEW}
     ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)

@@ -122,8 +122,8 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
     assert_equal_ids(plain.sequences, ours.sequences)
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW  # else no row may run ahead of the end
     assert not ours.speculation.lock_step
-    for one, other in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-        torch.testing.assert_close(other.keys, one.keys)
+    for layer, our_layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
+        torch.testing.assert_close(our_layer.keys, layer.keys)
 
 
 @pytest.mark.fallback("lock step")

@@ -77,7 +77,7 @@ def decode(model, inputs, **options):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
 def test_a_reader_decodes_as_in_plain(name):
-    target, inputs, other = (READERS | READINGS)[name]()
+    target, inputs, reading = (READERS | READINGS)[name]()
     draft = noisy_copy(target, LITTLE_NOISE) if name in READERS else text_draft(target)
     plain = decode(target, inputs)
     hf_speculate.enable(target)
@@ -91,8 +91,8 @@ def test_a_reader_decodes_as_in_plain(name):
     assert stats.num_accepted > 0
     assert not stats.lock_step
     assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")  # pictures in the cache
-    if other is not None:  # else the prompt has no other reading
-        assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
+    if reading is not None:  # else the prompt has no other reading
+        assert not torch.equal(decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences)
 
 
 # Older versions make a static cache whose layers of pictures are as long as the text, and fail with it.
@@ -162,7 +162,7 @@ def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_an_encoder_reads_beside_its_text(name):
-    target, inputs, other = ENCODERS[name]()
+    target, inputs, reading = ENCODERS[name]()
     draft, seen = noisy_copy(target, LITTLE_NOISE), []
     draft.get_encoder().register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     plain = decode(target, inputs)
@@ -171,7 +171,7 @@ def test_what_an_encoder_reads_beside_its_text(name):
     assert_equal_ids(plain.sequences, ours.sequences)
     assert ours.speculation.num_accepted > 0
     assert torch.equal(seen[0][name], inputs[name])
-    assert not torch.equal(decode(target, {**inputs, name: other}).logits[0], plain.logits[0])
+    assert not torch.equal(decode(target, {**inputs, name: reading}).logits[0], plain.logits[0])
 
 
 @pytest.mark.parametrize("family", MAKERS)
@@ -201,8 +201,8 @@ def test_threads_do_not_read_each_others_positions():
     calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}  # no picture, so another delta
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
-    found = together(*(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls))
-    for plain, ours in zip(wanted, found, strict=True):
+    outputs = together(*(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls))
+    for plain, ours in zip(wanted, outputs, strict=True):
         assert_equal_ids(plain, ours)
 
 
@@ -227,12 +227,12 @@ def test_what_cannot_be_read_is_not_supported():
     assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
     assert assert_decodes_as_plain(target, small, inputs, max_new_tokens=4, num_assistant_tokens=2).num_drafted > 0
     foreign = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64)}
-    for given, own, message in (
+    for arguments, own, message in (
         (inputs, {"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
         (foreign, {"assistant_model": draft}, "ids of the prompt must be below 64 for assistant_model"),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**given, **own, max_new_tokens=4)
+            target.generate(**arguments, **own, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)

@@ -42,8 +42,8 @@ SAMPLED = {"do_sample": True, "seed": 3}
 
 def join(rank, port):
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
 
 
@@ -159,7 +159,7 @@ def run_call(rank, name):
                 ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
     tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (alone, ours)), tolerance)
+    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance)
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
     num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
@@ -182,14 +182,14 @@ def run_faults(rank):
     target, draft = pair("llama")
     options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
     modules = {"draft": draft, "layer": draft.model.layers[0]}
-    for failing, at, place in itertools.product(range(NUM_RANKS), (1, 2, 5), (*modules, "processor")):
+    for failing, at, part in itertools.product(range(NUM_RANKS), (1, 2, 5), (*modules, "processor")):
         own, inside = dict(options), nullcontext()
-        is_processor, fault = place == "processor", Fault(at, Mistake("on purpose"))
+        is_processor, fault = part == "processor", Fault(at, Mistake("on purpose"))
         if is_processor:  # its first call is that of the prompt, and three are the draft's steps
             fault.at = 1 + min(at, 3) if rank == failing else 10**9
             own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
         elif rank == failing:
-            inside = hook(modules[place], fault)
+            inside = hook(modules[part], fault)
         with inside, gathering(target, draft), pytest.raises(Mistake if rank == failing else OtherRankError):
             target.generate(**prompts_of(rank), **own)
     with gathering(target, draft):
@@ -207,11 +207,11 @@ def run_rank(rank, port):
     for name, options in REFUSED.items():  # no rank may have waited for another by then
         with pytest.raises(UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "):
             target.generate(torch.tensor([[5, 6, 7]]), **{"assistant_model": draft, **options}, synced_gpus=True)
-    other = make_model("llama")
-    other.__class__ = FailsInBatches
+    stranger = make_model("llama")
+    stranger.__class__ = FailsInBatches
     words = "on another rank; leave" if rank == 0 else "FailsInBatches must give the same logits"
     with pytest.raises(UnsupportedModelError, match=words):
-        hf_speculate.generate(other, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True)
+        hf_speculate.generate(stranger, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True)
     dist.destroy_process_group()
 
 
@@ -286,7 +286,7 @@ APART = {
 
 
 def assert_equal_everywhere(ids, name):
-    assert all(torch.equal(ids, other) for other in of_all_ranks(ids)), name
+    assert all(torch.equal(ids, ids_there) for ids_there in of_all_ranks(ids)), name
 
 
 def draft_of(options, draft_seed=1):
@@ -341,8 +341,8 @@ def run_split_call(models, name):
         alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
-    for one, other in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-        for states, part in ((one.keys, other.keys), (one.values, other.values)):
+    for layer, our_layer in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
+        for states, part in ((layer.keys, our_layer.keys), (layer.values, our_layer.values)):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
             assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
     assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, name
@@ -369,7 +369,7 @@ def run_split_rank(rank, port, folder):
             run_apart(models, rank, name)
     for failing in range(NUM_RANKS):
         run_split_fault(models["llama"][0], rank, failing)
-    split, whole = (cost_ratio(one, make_model("llama", num_hidden_layers=1)) for one in models["llama"])
+    split, whole = (cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"])
     assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
     dist.destroy_process_group()
 

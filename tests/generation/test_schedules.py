@@ -31,7 +31,7 @@ def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, family,
     assert stats.rounds_by_draft_len[0] > (1 if ends else 3)
     assert stats.num_accepted or stats.lock_step
     if stats.lock_step:  # its rows count as one
-        assert all(len(one.row_ids) == 1 and one.num_rows == batch_size for one in scripted[0].outcomes)
+        assert all(len(outcome.row_ids) == 1 and outcome.num_rows == batch_size for outcome in scripted[0].outcomes)
 
 
 @pytest.mark.parametrize("scripted", [(0, 3)], indirect=True)
@@ -138,8 +138,8 @@ def test_sampled_rows_are_those_of_their_own_number(verifier):
     assert stats.num_accepted > 0
     lens = []
     for row, num in enumerate(LENS_OF_ROWS):
-        one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
-        (alone,), _ = decoded("llama", num or [0], one, seed=[7 + row], **options)
+        row_inputs = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+        (alone,), _ = decoded("llama", num or [0], row_inputs, seed=[7 + row], **options)
         assert torch.equal(alone, ours[row, : len(alone)])
         lens.append(len(alone))
     assert len(set(lens)) > 1  # rows leave the batch

@@ -71,9 +71,9 @@ def test_states_that_do_not_outlive_the_call_are_inference_tensors(keeps_states)
     language_model = LanguageModel(model, keeps_states=keeps_states)
     logits = torch.cat([language_model.forward(ids, cache), language_model.forward(ids, cache)], dim=1)
     assert not logits.requires_grad
-    held = cache.get_kv_states()[0].keys
-    assert held.is_inference() == (not keeps_states)
-    assert not held.requires_grad
+    keys = cache.get_kv_states()[0].keys
+    assert keys.is_inference() == (not keeps_states)
+    assert not keys.requires_grad
     expected = model(torch.cat([ids, ids], dim=1)).logits.detach()
     assert torch.allclose(logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
 

@@ -128,7 +128,7 @@ def test_padding_after_a_row_ends_before_the_last_column_of_a_table(family):
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[compat.CACHE_NAME]) for one in (plain, ours)), FLOAT32_TOLERANCE)
+    assert_same_contents(*(cache_contents(output[compat.CACHE_NAME]) for output in (plain, ours)), FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
@@ -173,8 +173,10 @@ def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(
 def packages_with(pattern):
     """The packages of `transformers.models` with code that matches."""
     root = Path(transformers.__file__).parent / "models"
-    found = {path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))}
-    return found, {path.name for path in root.iterdir()}
+    packages = {
+        path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))
+    }
+    return packages, {path.name for path in root.iterdir()}
 
 
 COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
@@ -189,8 +191,8 @@ TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]
     ("table", "pattern", "later"), TABLES, ids=["masks by type", "tables by columns", "compares the attention"]
 )
 def test_a_table_names_the_packages_of_this_version(table, pattern, later):
-    found, installed = packages_with(pattern)
-    assert found | (later & installed) == table & installed
+    packages, installed = packages_with(pattern)
+    assert packages | (later & installed) == table & installed
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)])

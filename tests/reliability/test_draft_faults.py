@@ -68,14 +68,14 @@ def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, a
     reason = (
         f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) raised Mistake: "
     )
-    assert [one for one in stats.fallbacks if RAISED in one] == [reason + "on purpose"]
+    assert [reason for reason in stats.fallbacks if RAISED in reason] == [reason + "on purpose"]
     assert stats.draft_lens[-1] == 0
     assert (draft.config.to_dict(), hooks_of(target, draft)) == before
     assert folded_attention._HOLDERS == {}
     if source == "state":
         assert own["draft_state"].num_tokens == 0
     again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
-    assert not any(RAISED in one for one in again.fallbacks)
+    assert not any(RAISED in reason for reason in again.fallbacks)
     assert again.num_drafted > 0
 
 
@@ -92,7 +92,7 @@ def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
     with hook(layer, Fault(at + bool(early_exit), Mistake("on purpose"))):
         ours = target.generate(**inputs, **options, **own, speculation_stats=stats)
     assert_equal_ids(plain, ours)
-    assert any(RAISED in one for one in stats.fallbacks)
+    assert any(RAISED in reason for reason in stats.fallbacks)
     assert hooks_of(target, draft) == before
 
 
@@ -170,7 +170,7 @@ def test_one_warning_points_at_the_call():
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
     with hook(draft, Fault(3, Mistake("on purpose"))), pytest.warns(UserWarning) as caught:
         target.generate(torch.tensor([[5, 6]]), **options)
-    (warning,) = [one for one in caught if RAISED in str(one.message)]
+    (warning,) = [warning for warning in caught if RAISED in str(warning.message)]
     assert warning.filename == __file__
 
 
@@ -205,11 +205,11 @@ def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(m
             raise waits[0]
 
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
-    found = []
+    records = []
     while waits:
-        found.append(is_of_device(Mistake("on the host"), torch.device("cuda")))
+        records.append(is_of_device(Mistake("on the host"), torch.device("cuda")))
         waits.pop(0)
-    assert found == [False, True]
+    assert records == [False, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
@@ -270,7 +270,7 @@ def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
     decoder = ContinuousDecoder(target, 2, options)
     with hook(draft, Fault(at, Mistake("on purpose"))):
-        results = [one for finished in decoder.decode(lambda: next(source, None)) for one in finished]
+        results = [result for finished in decoder.decode(lambda: next(source, None)) for result in finished]
     drafted = {}
     for prompt, token_ids, _, num_drafted, _, error in results:
         plain = target.generate(torch.tensor([prompt.token_ids]), max_new_tokens=12)[0]
@@ -290,5 +290,5 @@ def test_a_draft_that_died_is_not_learned_from():
     for at, has_verified in ((1, False), (10**9, True)):
         with hook(draft, Fault(at, Mistake("on purpose"))):
             target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=NUM_NEW)
-        found = [one.acceptance for one in HistoryStore.of(target)._by_draft.get(draft, {}).values()]
-        assert any(any(one._positions.verified) for one in found) == has_verified
+        rates = [estimates.acceptance for estimates in HistoryStore.of(target)._by_draft.get(draft, {}).values()]
+        assert any(any(estimates._positions.verified) for estimates in rates) == has_verified

@@ -90,7 +90,10 @@ def text_after(setup: Setup) -> torch.Tensor:
 
 
 def configs(*models):
-    return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
+    return [
+        (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict())
+        for model in models
+    ]
 
 
 @pytest.mark.fallback("lock step")

@@ -74,8 +74,8 @@ CALLS: list[Call] = [
 
 def assert_equal_states(one: Any, other: Any) -> None:
     for name in ("scores", "logits", "hidden_states", "attentions"):
-        found = getattr(one, name, None), getattr(other, name, None)
-        torch.testing.assert_close(*found, atol=FLOAT32_TOLERANCE, rtol=0)
+        pair = getattr(one, name, None), getattr(other, name, None)
+        torch.testing.assert_close(*pair, atol=FLOAT32_TOLERANCE, rtol=0)
 
 
 @pytest.mark.fallback("lock step")
@@ -183,7 +183,7 @@ def test_rows_that_join_a_running_batch_stay_as_alone(options):
     rows = [RowPrompt([8 + key, 9, 11 + 2 * key], seed=3, arguments=own, key=key) for key, own in enumerate(arguments)]
     with drafts_of_nan(target, draft, embedding_is_nan):
         decoder = ContinuousDecoder(target, 3, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
-        results = [one for finished in decoder.decode(partial(next, iter(rows), None)) for one in finished]
+        results = [result for finished in decoder.decode(partial(next, iter(rows), None)) for result in finished]
         for one in results:
             alone = target.generate(torch.tensor([one.prompt.token_ids]), **{**one.prompt.arguments, "seed": 3})
             assert alone[0, 3:].tolist() == one.token_ids, one.prompt.key
@@ -215,13 +215,13 @@ def test_rounds_from_graphs_are_scored_again_eagerly(backend):
 @pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scripted):
-    (target, draft), inputs, found = pair("llama"), call_of("llama", 4)[2], []
+    (target, draft), inputs, results = pair("llama"), call_of("llama", 4)[2], []
     with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
         for own in (PREALLOCATED, DYNAMIC):
             stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own)
-            found.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
-    assert found[0] == found[1]
-    assert found[0][0] > 0
+            results.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
+    assert results[0] == results[1]
+    assert results[0][0] > 0
 
 
 def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:

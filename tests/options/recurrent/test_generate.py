@@ -47,9 +47,9 @@ class Oracle:
                 self.places[row] += num
                 self.accepted |= {num - 1} if num else set()
         drafts = []
-        for row, place in enumerate(self.places):
+        for row, position in enumerate(self.places):
             num_right = (self.num_rounds + self.row_ids[row]) % (num_draft_tokens + 1)
-            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[place:][:num_draft_tokens]
+            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[position:][:num_draft_tokens]
             drafts.append([token if at < num_right else (token + 1) % 64 for at, token in enumerate(text)])
         self.num_rounds += 1
         ids = torch.tensor(drafts)
@@ -149,9 +149,9 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
 def test_rows_move_in_lock_step_where_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
     target = hf_speculate.enable(make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0))
-    for one, is_lock_step in ((target, True), (target_of("inkling"), False)):
+    for model, is_lock_step in ((target, True), (target_of("inkling"), False)):
         options = {"max_new_tokens": 8, "num_assistant_tokens": 3}
-        stats = assert_decodes_as_plain(one, draft_of("inkling"), ragged_prompts(3, seed=1), **options)
+        stats = assert_decodes_as_plain(model, draft_of("inkling"), ragged_prompts(3, seed=1), **options)
         assert stats.lock_step == is_lock_step
 
 
@@ -204,7 +204,7 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(family, 
 
 def test_states_are_freed_with_the_call():
     def num_living() -> int:
-        return sum(type(one) is RecurrentStates for one in gc.get_objects())
+        return sum(type(instance) is RecurrentStates for instance in gc.get_objects())
 
     model, prompts = hf_speculate.enable(make_model("lfm2")), ragged_prompts(2)
     gc.collect()
@@ -225,8 +225,8 @@ def test_calls_on_one_model_in_several_threads_give_their_own_texts(family):
     def decode(seed, own):
         return [target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **own) for _ in range(3)]
 
-    found = together(*(lambda _, seed=seed, own=own: decode(seed, own) for seed, own in enumerate(ways)))
-    for seed, texts in enumerate(found):
+    all_texts = together(*(lambda _, seed=seed, own=own: decode(seed, own) for seed, own in enumerate(ways)))
+    for seed, texts in enumerate(all_texts):
         for plain, text in zip(decode(seed, {}), texts, strict=True):
             assert_equal_ids(plain, text)
     assert not hooks_of(target)

@@ -90,21 +90,23 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family
     model.forward(prompt["input_ids"], kv_cache)
     for token_ids in text[:3]:
         model.forward(token_ids.expand(3, 1), kv_cache)
-    held = [3, 3, 3]
+    lens = [3, 3, 3]
     for drops, num_query in (([0, 4, 2], 5), ([3, 6, 5], 6)):
         kv_cache.crop(drops)
-        held = [num - drop for num, drop in zip(held, drops, strict=True)]
-        assert kv_cache.num_real_tokens == (mask.sum(1) + torch.tensor(held)).tolist()
+        lens = [num - drop for num, drop in zip(lens, drops, strict=True)]
+        assert kv_cache.num_real_tokens == (mask.sum(1) + torch.tensor(lens)).tolist()
         whole = [torch.cat([prompt["input_ids"][row], text]) for row in range(3)]
-        first = [prompt["input_ids"].shape[1] + num for num in held]
+        first = [prompt["input_ids"].shape[1] + num for num in lens]
         query = torch.stack([ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)])
         logits = model.forward(query, kv_cache)
-        held = [num + num_query for num in held]
-        plain_logits, plain_states = step_by_step(family, prompt, text[: max(held)])
-        for row, num in enumerate(held):
+        lens = [num + num_query for num in lens]
+        plain_logits, plain_states = step_by_step(family, prompt, text[: max(lens)])
+        for row, num in enumerate(lens):
             assert error(logits[row, -1], plain_logits[num - 1][row]) <= tolerance(family)
             for states, others in zip(recurrent_states(kv_cache.cache), plain_states[num], strict=True):
                 assert states.keys() == others.keys()
-                assert all(error(states[slot][row], other[row]) <= tolerance(family) for slot, other in others.items())
+                assert all(
+                    error(states[slot][row], expected[row]) <= tolerance(family) for slot, expected in others.items()
+                )
     kv_cache.release()
     assert not hooks_of(model_of(family))

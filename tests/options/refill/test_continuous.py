@@ -49,7 +49,7 @@ def alone(target, prompt, **options):
 def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
     """The results by key, and the decoder."""
     decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
-    results = {one.prompt.key: one for finished in decoder.decode(source_of(prompts)) for one in finished}
+    results = {result.prompt.key: result for finished in decoder.decode(source_of(prompts)) for result in finished}
     assert set(results) == {prompt.key for prompt in prompts}
     return results, decoder
 
@@ -81,7 +81,7 @@ def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verif
     options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
     some = make_prompts(5, temperature=0.8, eos_token_id=[5])
     others = make_prompts(5, temperature=1.2, top_k=9, repetition_penalty=1.3, eos_token_id=[5], no_repeat_ngram_size=2)
-    prompts = [replace(one, seed=50 + key, key=key) for key, one in enumerate([*some, *others])]
+    prompts = [replace(prompt, seed=50 + key, key=key) for key, prompt in enumerate([*some, *others])]
     results, decoder = decoded(target, [*prompts[::2], *prompts[1::2]], **options)
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
@@ -95,7 +95,10 @@ def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verif
 def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
     target, draft = pair("llama")
     samples = {"do_sample": True, "verifier": "coupled"}
-    prompts = [replace(one, arguments=one.arguments | samples) if one.key % 3 else one for one in make_prompts(9)]
+    prompts = [
+        replace(prompt, arguments=prompt.arguments | samples) if prompt.key % 3 else prompt
+        for prompt in make_prompts(9)
+    ]
     seen = {}
 
     def on_tokens(prompt, token_ids):
@@ -133,7 +136,7 @@ def test_a_failing_row_ends_alone(raises, message):
     texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
     bad = texts[2][20]  # which comes late in one row at least, and at once in others
     results, _ = decoded(target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options)
-    fails = {one.key for one in prompts if bad in [*one.token_ids, *texts[one.key][:-1]]}
+    fails = {prompt.key for prompt in prompts if bad in [*prompt.token_ids, *texts[prompt.key][:-1]]}
     assert 0 < len(fails) < len(prompts)
     for key, result in results.items():
         assert (message in str(result.error)) == (key in fails)
