@@ -10,7 +10,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import MaskSpec
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.inferencer import Chosen
+from hf_speculate.models.chosen_tokens import Chosen
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.types import NoiseKeys
@@ -55,7 +55,8 @@ class CompiledDrafter(ModelDrafter):
             super()._extend(query, kv_cache, num_draft_tokens, draft)
         else:
             kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
-            draft.chosen += steps
+            for step in steps:
+                draft.tokens.add(step)
             logits = steps[-1].token_logits
             self.chooser.last_logits = None if logits is None else logits[:, -1]
 
