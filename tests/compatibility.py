@@ -25,7 +25,7 @@ from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.validate_models import check_models
-from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit
+from hf_speculate.models.quirks import QUIRKS, TESTED_TYPES, Limit
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.random_calls import READER_NAMES, Case, target_of
@@ -190,7 +190,8 @@ def _types() -> list[str]:
         (as_code(quirk.model_type), LIMITS[quirk.limit], quirk.reason) for quirk in QUIRKS if quirk.limit in LIMITS
     ]
     versions = {
-        version: [name for name in SHOWN if SHOWN[name] == version] for version in dict.fromkeys(SHOWN.values())
+        version: [name for name, since in TESTED_TYPES.items() if since == version]
+        for version in dict.fromkeys(TESTED_TYPES.values())
     }
     lists = [
         f"- Since transformers {version}: {', '.join(map(as_code, names))}." for version, names in versions.items()

@@ -38,7 +38,7 @@ class DynamicKVCache(KVCache):
         cache: Cache,  # the transformers cache, which may hold states already
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
-        device: torch.device | str = "cpu",  # of masks and position ids
+        device: torch.device | str = "cpu",  # device of masks and position ids
         fixed_layers: frozenset[int] = frozenset(),  # layers of pictures' states, never rolled back
     ):
         self._fixed_layers = fixed_layers

@@ -73,7 +73,7 @@ def only_attends(config: PreTrainedConfig) -> bool:
     return set(getattr(config, "layer_types", None) or ()) <= _ATTENTION_TYPES
 
 
-def num_held(cache: Cache) -> int:
+def num_cached(cache: Cache) -> int:
     """Number of columns of a cache; 0 if it has recurrent layers only, which do not count their tokens."""
     if is_recurrent(cache) and not attention_layers(cache.layers):
         return 0

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.cache.row_lens import ArangeCache, RowLens
 from hf_speculate.transfers import upload
 
 _GROUP_BYTES = 32 << 20  # the most bytes of states that move in one launch, which takes as much memory
@@ -15,13 +15,13 @@ _GROUP_BYTES = 32 << 20  # the most bytes of states that move in one launch, whi
 class RowShift(NamedTuple):
     """How far each row moves right."""
 
-    varying: Tensor  # [B, 1] int64 on the device, `shared` less the shifts
-    shared: int
-    ruler: Ruler
+    per_row: Tensor  # [B, 1] int64 on the device, `common` less the shifts
+    common: int
+    aranges: ArangeCache
 
     def sources(self, num_columns: int) -> Tensor:
         """[B, T] int64: the column that each of T columns comes from, negative in the padding that rows gain."""
-        return self.ruler.span(-self.shared, num_columns) + self.varying
+        return self.aranges.span(-self.common, num_columns) + self.per_row
 
 
 def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
@@ -77,7 +77,7 @@ class LeftPadding:
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)
         self.own = list(pads)  # the padding of the prompts
-        self._lens = RowLens([0] * len(self.pads), Ruler(device))  # columns of each row but the padding it has gained
+        self._lens = RowLens([0] * len(self.pads), ArangeCache(device))  # columns without gained padding
         self._own_there: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
@@ -119,8 +119,8 @@ class LeftPadding:
         self.pads = [pad + gained for pad, gained in zip(self.pads, shifts, strict=True)]
         if not any(shifts):
             return None
-        varying, shared = self._lens.less(before)
-        return RowShift(varying[:, None], -shared - smallest, self._lens.ruler)
+        per_row, common = self._lens.less(before)
+        return RowShift(per_row[:, None], -common - smallest, self._lens.aranges)
 
     def surplus(self) -> int:
         """Columns of padding that all rows have gained; they are forgotten."""
@@ -161,5 +161,5 @@ class LeftPadding:
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
         """[B or 1, num] int64."""
         if any(self.own) and self._own_there is None:
-            self._own_there = upload(self.own, self._lens.ruler.device)[:, None]
+            self._own_there = upload(self.own, self._lens.aranges.device)[:, None]
         return self._lens_at(num_columns).positions(num, first_column - num_columns, self._own_there)

@@ -51,7 +51,7 @@ class PreallocatedKVCache(KVCache):
         mask_spec: MaskSpec,
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the states in `kept_cache` and the prompt to come
-        device: torch.device | str = "cpu",  # of masks and position ids
+        device: torch.device | str = "cpu",  # device of masks and position ids
         max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
         kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.cache.row_lens import ArangeCache, RowLens
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 
@@ -26,7 +26,7 @@ class RowLayout(PerRow):
         device: torch.device | str = "cpu",
     ):
         self.pads = list(pads)
-        self.row_lens = RowLens([0] * len(self.pads), Ruler(device))
+        self.row_lens = RowLens([0] * len(self.pads), ArangeCache(device))
         self.max_columns = max_columns
         self.capacity = capacity
         self._pads: Tensor | None = None  # see `pads_on_device`
@@ -39,7 +39,7 @@ class RowLayout(PerRow):
 
     @property
     def device(self) -> torch.device:
-        return self.row_lens.ruler.device
+        return self.row_lens.aranges.device
 
     @property
     def is_even(self) -> bool:
@@ -82,14 +82,14 @@ class RowLayout(PerRow):
     def padding_mask(self, num_columns: int) -> Tensor | None:
         """[B, num_columns] int64: 1 for real tokens; None if nothing is padded."""
         pads = self.pads_on_device()
-        return None if pads is None else (self.row_lens.ruler.span(0, num_columns) >= pads).to(torch.int64)
+        return None if pads is None else (self.row_lens.aranges.span(0, num_columns) >= pads).to(torch.int64)
 
     def positions(self, first: int, width: int) -> Tensor:
         """[B or 1, W] int64: positions of the tokens in a range of columns; those of padding come after all tokens."""
-        ruler, end, pads = self.row_lens.ruler, first + width, self.pads_on_device()
+        aranges, end, pads = self.row_lens.aranges, first + width, self.pads_on_device()
         if pads is None:
-            return ruler.span(first, width)[None]
+            return aranges.span(first, width)[None]
         if self._positions is None or self._positions.shape[1] < end:
-            positions = ruler.span(0, 2 * end) - pads
+            positions = aranges.span(0, 2 * end) - pads
             self._positions = positions.masked_fill_(positions < 0, _PADDING)
         return self._positions[:, first:end]

@@ -117,7 +117,7 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     if isinstance(assistant, str | Path):
         name = str(assistant)
         assistant = NamedDrafts.of(target).get(name, target)
-    variant = getattr(assistant, "draft_source", None)  # of a draft head
+    variant = getattr(assistant, "draft_source", None)  # set by draft heads
     if variant is not None:
         source: DraftSource = load_entry(VARIANTS[variant])(target, {**values, "assistant_model": assistant})
         return source

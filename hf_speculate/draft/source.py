@@ -46,7 +46,7 @@ class HistoryKey(NamedTuple):
 class DraftSource:
     """What proposes tokens in a call. Methods are called in this order; a source that one returns goes on instead."""
 
-    argument = ""  # of `generate()`, which chooses it; errors name it
+    argument = ""  # argument of `generate()` that chooses it; errors name it
     hint = ""  # how to decode without it, the next step in errors
     description = "none"  # for `stats.plan`
     model: PreTrainedModel | None = None  # the model that drafts

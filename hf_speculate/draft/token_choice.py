@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import Ruler
+from hf_speculate.cache.row_lens import ArangeCache
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.models.chosen_tokens import Chosen, ChosenTokens, joined
@@ -54,7 +54,7 @@ class TokenChooser(PerRow):
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
         self.can_join = processors.can_join
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
-        self.counts, self._device = Ruler(device, torch.int32), device
+        self.counts, self._device = ArangeCache(device, torch.int32), device
         self.processor_error: Exception | None = None  # the last one that a processor raised
         self.last_logits: Tensor | None = None  # [B, V] or [B, Vd] of the last drafted token
 

@@ -29,8 +29,8 @@ class DraftFaults:
     """
 
     stats: SpeculationStats  # written to
-    name: str  # of the drafter, for the reason
-    device: torch.device  # of the drafter
+    name: str  # name of the drafter, for the reason
+    device: torch.device  # device of the drafter
     is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     _error: Exception | None = field(default=None, init=False)  # that other ranks have yet to learn of
@@ -46,7 +46,7 @@ class DraftFaults:
         self._is_over = False
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if not isinstance(error, Exception):
             return False

@@ -27,7 +27,7 @@ _FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits a
 class _Row:
     """A row that the session serves."""
 
-    place: int  # in the batch
+    index: int  # of its row in the batch
     end: int  # the column behind the last token that may be drafted
     num_missed: int = 0  # rounds without an accepted token since the last one with some
     is_lost: bool = False  # whether the drafter computes NaN or infinity for it
@@ -51,7 +51,7 @@ class DraftGuard:
     ):
         self._session: DraftSession | None = session
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
-        self._served = [_Row(place, _end(session.drafter, num)) for place, num in enumerate(num_pads)]
+        self._served = [_Row(index, _end(session.drafter, num)) for index, num in enumerate(num_pads)]
         self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
@@ -97,11 +97,11 @@ class DraftGuard:
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         has_end = self._session is not None and not self._session.drafter.drafts_past_context
         for row in self._served:
-            room[row.place] = max(row.end - lens[row.place], 0) if has_end else _NO_END
+            room[row.index] = max(row.end - lens[row.index], 0) if has_end else _NO_END
         if self._is_joint:
             room = [self._ranks.min(min(room))] * batch.num_rows
         for row in self._served:
-            room[row.place] *= not row.is_lost
+            room[row.index] *= not row.is_lost
         self.is_served = [num > 0 for num in room]
         self._end_full_rows(batch)
         return room
@@ -113,8 +113,8 @@ class DraftGuard:
             self._make_room(batch, num_draft_tokens, room)
         if not num_draft_tokens or self._session is None:
             return batch.no_draft()
-        view, places, meet = self._view(batch), [row.place for row in self._served], self._faults.meet
-        own_keys, own_room = keys if view is batch else view.keys(), [room[place] for place in places]
+        view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
+        own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
         draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet))
         if self._faults.is_pending:
             meet()
@@ -124,7 +124,7 @@ class DraftGuard:
         if view is batch:
             return draft
         self._own = draft
-        return _spread(draft, places, batch.num_rows)
+        return _spread(draft, row_indices, batch.num_rows)
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
         """Roll back the session; see `DraftSession.commit`."""
@@ -133,7 +133,7 @@ class DraftGuard:
         view = self._view(batch)
         if view is not batch:
             draft = view.no_draft() if self._own is None else self._own
-            trimmed = Trimmed(*([part[row.place] for row in self._served] for part in trimmed))  # type: ignore[arg-type]
+            trimmed = Trimmed(*([part[row.index] for row in self._served] for part in trimmed))  # type: ignore[arg-type]
         self._call(lambda session: session.commit(view, draft, scored, trimmed))
         if draft.token_ids.shape[1]:
             self._look_at_numbers(trimmed.num_emitted)
@@ -141,12 +141,12 @@ class DraftGuard:
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices` of the batch, in that order."""
         self.is_served = [self.is_served[row] for row in indices]
-        present = {row.place: number for number, row in enumerate(self._served)}
-        kept = [(place, present[old]) for place, old in enumerate(indices) if old in present]
+        present = {row.index: number for number, row in enumerate(self._served)}
+        kept = [(index, present[old]) for index, old in enumerate(indices) if old in present]
         self._select([number for _, number in kept])
         served, self._served = self._served, []
-        for place, number in kept if served else ():
-            served[number].place = place
+        for index, number in kept if served else ():
+            served[number].index = index
             self._served.append(served[number])
 
     def join(self, other: "DraftGuard", batch: Batch) -> None:
@@ -154,7 +154,7 @@ class DraftGuard:
         theirs, joining = other._session, other._served
         self.is_served = self.is_served + other.is_served
         for row in joining:
-            row.place += batch.num_rows
+            row.index += batch.num_rows
         if theirs is None:
             return
         if self._session is None:
@@ -169,7 +169,7 @@ class DraftGuard:
         self._faults.meet()
 
     def _call(self, act: Callable[[DraftSession], T]) -> T | None:
-        """What `act` does with the session: the one place that an error of a drafter passes; None after an error."""
+        """What `act` does with the session: the only place where errors of a drafter pass; None after an error."""
         if self._session is None or self._faults.is_pending:
             return None
         with self._faults:
@@ -187,8 +187,8 @@ class DraftGuard:
 
     def _view(self, batch: Batch) -> Batch:
         """The served rows of a batch; the batch itself if these are all."""
-        places = [row.place for row in self._served]
-        return batch if places == list(range(batch.num_rows)) else batch.selected(places)
+        row_indices = [row.index for row in self._served]
+        return batch if row_indices == list(range(batch.num_rows)) else batch.selected(row_indices)
 
     @property
     def _is_joint(self) -> bool:
@@ -201,15 +201,15 @@ class DraftGuard:
         """Let rows leave the session whose columns would count for others with room for more drafts."""
         if self._session is None or not self._session.drafter.shares_columns:
             return
-        live = [(number, row) for number, row in enumerate(self._served) if not batch.is_finished[row.place]]
-        kept = [(number, row) for number, row in live if room[row.place] >= num_draft_tokens]
+        live = [(number, row) for number, row in enumerate(self._served) if not batch.is_finished[row.index]]
+        kept = [(number, row) for number, row in live if room[row.index] >= num_draft_tokens]
         if len(kept) < len(live):
             self._report_context()
         if len(kept) < len(self._served):
             self._select([number for number, _ in kept])
             self._served = [row for _, row in kept if self._session is not None]
-            places = {row.place for row in self._served}
-            self.is_served = [place in places for place in range(batch.num_rows)]
+            row_indices = {row.index for row in self._served}
+            self.is_served = [index in row_indices for index in range(batch.num_rows)]
 
     def _select(self, numbers: Sequence[int]) -> None:
         """Keep these of the served rows in the session, which has no more to do without any."""
@@ -223,13 +223,13 @@ class DraftGuard:
         if self._session is None:
             return
         lens, num_left = batch.tokens.lens, batch.num_left
-        live = {place for place, is_finished in enumerate(batch.is_finished) if not is_finished and num_left[place] > 1}
-        present = [row for row in self._served if row.place in live and not row.is_lost]
-        if any(row.end <= lens[row.place] or not self.is_served[row.place] for row in present):
+        live = {index for index, is_finished in enumerate(batch.is_finished) if not is_finished and num_left[index] > 1}
+        present = [row for row in self._served if row.index in live and not row.is_lost]
+        if any(row.end <= lens[row.index] or not self.is_served[row.index] for row in present):
             self._report_context()
         # other ranks, and a later call with the same draft state, need the session
         is_needed = self._ranks.is_synced or self._session.reuse is not None
-        if live and not any(self.is_served[place] for place in live) and not is_needed:
+        if live and not any(self.is_served[index] for index in live) and not is_needed:
             self._close()
 
     def _report_context(self) -> None:
@@ -275,9 +275,9 @@ def _end(drafter: Drafter, num_pads: int) -> int:
     return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
 
 
-def _spread(draft: DraftOut, places: Sequence[int], num_rows: int) -> DraftOut:
+def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
     """A draft of some rows as one of all `num_rows` rows of the batch, of which the others have no tokens."""
-    index = upload(places, draft.token_ids.device)
+    index = upload(row_indices, draft.token_ids.device)
 
     def spread(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)

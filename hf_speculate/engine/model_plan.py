@@ -21,7 +21,7 @@ class ModelPlan(NamedTuple):
 
     part: str  # "target" or "draft"
     model: PreTrainedModel
-    device: torch.device  # of its KV cache
+    device: torch.device  # device of its KV cache
     inputs: ExtraInputs  # what it reads besides tokens
     cache: CachePlan
     first_states: Cache | None  # the states that the call begins with; None for none

@@ -27,7 +27,7 @@ _OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may ru
 class Runners:
     """How the forwards of a call run: eagerly, over buffers that grow."""
 
-    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by compiled model, "target" and "draft"
     graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
     reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
     graphs_off: str = ""  # why "auto" uses no graphs on the device
@@ -42,13 +42,13 @@ class Runners:
         """Tokens of each row that a forward may write after the longest row; None for any number."""
         return None
 
-    def buffers(self, one: ModelPlan) -> Buffers:
+    def buffers(self, model_plan: ModelPlan) -> Buffers:
         """What the preallocated KV cache of a model is made of."""
         return GROWING
 
     def language_model(
         self,
-        one: ModelPlan,
+        model_plan: ModelPlan,
         max_position: int | None,
         on_failure: Callable[[str, str], None],  # called with the part and the reason if it cannot run so
         capture: Any = None,  # see `LanguageModel`
@@ -58,7 +58,7 @@ class Runners:
 
     def model_drafter(
         self,
-        one: ModelPlan,
+        model_plan: ModelPlan,
         max_position: int | None,
         on_failure: Callable[[str, str], None],
         chunk_size: int | None,
@@ -81,7 +81,7 @@ def find_runners(
     batch_size: int,
 ) -> Runners:
     """What runs compiled or from graphs, of what a call asks for."""
-    has_graphs = any(one.model.device.type in GRAPH_BACKENDS for one in models)
+    has_graphs = any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
         return EAGER
     runners: Runners = importlib.import_module(_OPTION).make_runners(request, lens, models, graphs, batch_size)
@@ -99,8 +99,8 @@ def static_request(
     if not is_static and config.compile_config is None:
         return RunnerRequest()
     models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
-    found = {part: compile_config_of(one, config) for part, one in models.items()}
-    settings = {part: one for part, one in found.items() if one is not None}
+    configs = {part: compile_config_of(each, config) for part, each in models.items()}
+    settings = {part: setting for part, setting in configs.items() if setting is not None}
     reason = ""
     if config.compile_config is not None and "target" not in settings:
         reason = f"eager forwards: plain generate() would not compile with this compile_config on {model.device}"

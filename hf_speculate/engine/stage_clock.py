@@ -50,7 +50,7 @@ class StageClock:
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
         self._created = self._began = self._since = self._now()
         self.stage: Stage | None = None  # None while code runs that is not ours
-        self.num_round = 0  # of the loop, counted from 1; 0 before it
+        self.num_round = 0  # number of the round, counted from 1; 0 before the loop
 
     def start(self, stage: Stage) -> None:
         """Begin a run of the decoder with `stage`, before its first round."""
@@ -97,7 +97,7 @@ class StageClock:
     def __enter__(self) -> "StageClock":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         if error is None or self.stage in (None, Stage.INPUTS):
             return
         if isinstance(error, SpeculateError) and self.stage is Stage.PREPARE:

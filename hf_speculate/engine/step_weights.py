@@ -36,7 +36,9 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     parts = [decoder] if head is None else [decoder, head]
     weights: dict[int, Tensor] = {id(weight): weight for part in parts for weight in part.parameters()}
     # libraries mark quantised weights by a class of their own; those of a split model have one, too
-    is_packed = any(type(one) is not nn.Parameter and not hasattr(one, "device_mesh") for one in weights.values())
+    is_packed = any(
+        type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh") for weight in weights.values()
+    )
     is_quantised = is_packed or getattr(model.config, "quantization_config", None) is not None
     if is_quantised:  # some libraries keep them in buffers
         weights |= {id(buffer): buffer for buffer in chain(*(part.buffers() for part in parts))}

@@ -32,7 +32,7 @@ class EndPadding:
 
     pad_token_id: int | None  # None if nothing is fed
     max_query: int  # tokens per row in a forward that reads padding alone
-    max_columns: int | None  # of the KV cache that the model can read; None for any number
+    max_columns: int | None  # columns of the KV cache that the model can read; None for any number
     num_rows: InitVar[int]
     ranks: Ranks
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.cache.layers import num_held
+from hf_speculate.cache.layers import num_cached
 from hf_speculate.cache.static import is_static, static_copies
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
@@ -34,7 +34,7 @@ from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
-from hf_speculate.models.quirks import is_shown
+from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.processors.used import check_unused
@@ -102,7 +102,7 @@ class SpeculativeDecoding:
         processors = BlockLogitsProcessorList(logits_processor).by_row(len(input_ids))
         call = self._call(inputs, config, processors, stopping_criteria)
         self_test = ""
-        if not is_shown(model):
+        if not is_tested_type(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
             self_test = check_decoding(call, generation_config, model_kwargs, self.source)
         call = with_working_kernels(call, self.stats)
@@ -215,9 +215,9 @@ class SpeculativeDecoding:
             query = uncached(input_ids, cache, passed, embeds)
             if not is_padded:
                 mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
-        num_held_before = num_held(cache)
-        check_mask(mask_shape, query, num_held_before, text_prefix(model))
-        max_tokens = generation_config.max_length + num_held_before + query.shape[1] - input_ids.shape[1]
+        num_columns_before = num_cached(cache)
+        check_mask(mask_shape, query, num_columns_before, text_prefix(model))
+        max_tokens = generation_config.max_length + num_columns_before + query.shape[1] - input_ids.shape[1]
         check_target(model, generation_config, is_padded, max_tokens, self.source)
         if inputs.static_cache is not None:
             room = static_copies().room_in(inputs.static_cache, model.config.get_text_config(decoder=True))

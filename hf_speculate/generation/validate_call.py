@@ -56,8 +56,8 @@ def check_call(
         "custom_generate": call.get("custom_generate") is not None,
         "speculation_type": bool(setting(model, call, "speculation_type")),
     }
-    for name, is_given in others.items():
-        if is_given:
+    for name, is_passed in others.items():
+        if is_passed:
             raise UnsupportedGenerationError(f"{name} cannot be combined with {source.argument}; omit one of them")
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
@@ -118,14 +118,14 @@ def check_prepared(
     num_rows, num_ids = input_ids.shape
     if num_ids == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {source.hint}")
-    one_row_only = {
+    single_row_only = {
         source.argument: source.is_single_row,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
         "output_attentions": returns_attentions,
     }
     if num_rows > 1:
-        _refuse(one_row_only, f"for more than one row, got {num_rows} rows; decode the rows one by one")
+        _refuse(single_row_only, f"for more than one row, got {num_rows} rows; decode the rows one by one")
 
 
 def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
@@ -184,8 +184,8 @@ def check_context(
 
 def _refuse(refused: dict[str, bool], reason: str) -> None:
     """Refuse the first of the named arguments that is given."""
-    for name, is_given in refused.items():
-        if is_given:
+    for name, is_set in refused.items():
+        if is_set:
             raise UnsupportedGenerationError(f"{name} must be left out {reason}")
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import Ruler
+from hf_speculate.cache.row_lens import ArangeCache
 
 
 class Chosen(NamedTuple):
@@ -31,7 +31,7 @@ class ChosenTokens:
     def __init__(
         self,
         stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
-        counts: Ruler,  # int32, on the device of the tokens
+        counts: ArangeCache,  # int32, on the device of the tokens
     ):
         self.chosen: list[Chosen] = []
         self._stop_ids = stop_ids

@@ -9,7 +9,10 @@ from hf_speculate.models.language_model import counts_columns
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 
 _LENGTHS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len")
-_SCALED_TYPES = ("linear", "yarn")  # of rotary embeddings, which read `factor` times the length of the first training
+_SCALED_TYPES = (
+    "linear",
+    "yarn",
+)  # types of rotary embeddings that read `factor` times the trained length
 
 
 class Context(NamedTuple):
@@ -48,7 +51,7 @@ def context_len(config: PreTrainedConfig) -> int | None:
 def max_columns(model: PreTrainedModel) -> int | None:
     """Columns of the KV cache, padding included, for which a target has a table; None if it does not count columns."""
     is_pair = model.config.get_text_config(decoder=True).is_encoder_decoder
-    grows = limit_reason(model, Limit.PADS_TAKE_NO_PLACE)  # its table of positions does
+    grows = limit_reason(model, Limit.PADDING_HAS_NO_POSITION)  # its table of positions does
     has_positions = is_pair and counts_columns(model) and not grows
     if not has_positions and not limit_reason(model, Limit.CONTEXT_BY_COLUMNS):
         return None

@@ -21,7 +21,7 @@ class ExtraInputs(PerRow):
         every: Mapping[str, Any] | None = None,  # inputs of all forwards by name; tensors are [B, ...]
         prompt: Mapping[str, Any] | None = None,  # inputs of the first forward only, which then reads the whole prompt
         types: Mapping[str, Tensor] | None = None,  # inputs of later forwards, [B, 1], the same for all tokens of a row
-        prefix: str = "",  # of the names of a model's text inputs; "decoder_" if an encoder has the plain names
+        prefix: str = "",  # prefix of the names of a model's text inputs; "decoder_" if an encoder has the plain names
         # inputs of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
         columns: Mapping[str, Tensor] | None = None,
     ):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.row_lens import Ruler
+from hf_speculate.cache.row_lens import ArangeCache
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.chosen_tokens import Chosen, ChosenTokens, joined
 from hf_speculate.models.language_model import LanguageModel
@@ -117,7 +117,7 @@ class Inferencer:
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
-        return _ModelChoice(ChosenTokens(stop_ids, Ruler(device, torch.int32)), sample_strategy)
+        return _ModelChoice(ChosenTokens(stop_ids, ArangeCache(device, torch.int32)), sample_strategy)
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:

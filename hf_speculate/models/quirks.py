@@ -1,7 +1,7 @@
 """Model types that the test suite covers, and limitations of single types.
 
-A model whose type is not in `SHOWN`, or whose class lies outside transformers, is compared with plain decoding at its
-first speculative call, see `hf_speculate.options.self_test.compare`.
+A model whose type is not in `TESTED_TYPES`, or whose class lies outside transformers, is compared with plain decoding
+at its first speculative call, see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.compat import is_tested_since
 
-_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # of modules whose classes are known
+_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # packages of modules whose classes are known
 _GROWING_TYPES = ("dynamic", "longrope")
 
 
@@ -28,7 +28,7 @@ class Limit(Enum):
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
     NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
     CONTEXT_BY_COLUMNS = "models.context: the columns of the longest row count for all rows"
-    PADS_TAKE_NO_PLACE = "engine.draft_session: drafted tokens behind a padding token do not count"
+    PADDING_HAS_NO_POSITION = "engine.draft_session: drafted tokens behind a padding token do not count"
 
 
 class Quirk(NamedTuple):
@@ -65,7 +65,7 @@ QUIRKS = (
         for name in ("gpt_neo", "imagegpt", "mpt")
     ),
     *(
-        Quirk(name, Limit.PADS_TAKE_NO_PLACE, "its forward counts no padding tokens among those it reads together")
+        Quirk(name, Limit.PADDING_HAS_NO_POSITION, "its forward counts no padding tokens among those it reads together")
         for name in ("m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "trocr")
     ),
     *(
@@ -90,9 +90,9 @@ olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 """
 _SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 _SINCE_5_24 = "moss_transcribe_diarize omniasr"
-# The oldest version of transformers with which tests have shown a type; the newest is that of `compat`.
-SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
-SHOWN |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
+# By type, the oldest version of transformers with which the test suite covers it; the newest is that of `compat`.
+TESTED_TYPES = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
+TESTED_TYPES |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
 # The packages of `transformers.models` whose models take one mask for each type of layer, by name, as `attention_mask`.
@@ -138,9 +138,9 @@ def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
     return next((quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), "")
 
 
-def placeless_id(model: PreTrainedModel) -> int | None:
+def token_without_position(model: PreTrainedModel) -> int | None:
     """The token behind which others of the same forward are read at wrong positions; None if there is none."""
-    if not limit_reason(model, Limit.PADS_TAKE_NO_PLACE):
+    if not limit_reason(model, Limit.PADDING_HAS_NO_POSITION):
         return None
     pad: int | None = model.config.get_text_config(decoder=True).pad_token_id
     return pad
@@ -152,11 +152,11 @@ def model_types(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(dict.fromkeys(types))
 
 
-def is_shown(model: PreTrainedModel) -> bool:
-    """Whether tests have shown, with this version of transformers, that the type decodes as plain `generate`."""
+def is_tested_type(model: PreTrainedModel) -> bool:
+    """Whether the test suite covers the model's type with this version of transformers."""
     if not type(model).__module__.startswith("transformers.models."):
         return False
-    return all(name in SHOWN and is_tested_since(SHOWN[name]) for name in model_types(model))
+    return all(name in TESTED_TYPES and is_tested_since(TESTED_TYPES[name]) for name in model_types(model))
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:

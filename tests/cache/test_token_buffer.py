@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 
 FREE = -1  # what may stand past a row's count
@@ -68,8 +68,8 @@ def check_lens(lens: RowLens) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> None:
     make = random.Random(seed)
-    lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), Ruler("cpu"))
-    second = RowLens(lens.on_host, Ruler("cpu"))
+    lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), ArangeCache("cpu"))
+    second = RowLens(lens.on_host, ArangeCache("cpu"))
     for _ in range(12):
         counts = [make.randint(0, 5) for _ in lens.on_host]
         match make.choice(["all", "known", "told", "follow", "rows"]):

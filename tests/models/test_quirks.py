@@ -11,7 +11,7 @@ import hf_speculate
 from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
-from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
+from hf_speculate.models.quirks import QUIRKS, TESTED_TYPES, Limit, is_tested_type, may_compare_attention, model_types
 from tests.cases import assert_decodes_as_plain, assert_equal_ids
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.random_calls import Case
@@ -57,7 +57,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     types |= {make_config(family).model_type for family in TINY_FAMILIES + MORE_FAMILIES + RECURRENT_FAMILIES} | set(
         FAMILIES
     )
-    since = {name for name, version in SHOWN.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
+    since = {name for name, version in TESTED_TYPES.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
     assert types == since
 
 
@@ -164,10 +164,10 @@ def test_a_type_that_cannot_take_part_or_has_its_own_loop_is_refused_by_name(cla
 def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(monkeypatch):
     model, own = make_model("llama"), make_model("llama")
     own.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
-    assert is_shown(model) and not is_shown(own)
+    assert is_tested_type(model) and not is_tested_type(own)
     for version in ("5.16.3", "6.0.0.dev0"):
         monkeypatch.setattr(compat.transformers, "__version__", version)
-        assert not is_shown(model)
+        assert not is_tested_type(model)
 
 
 def packages_with(pattern):

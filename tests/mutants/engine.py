@@ -118,14 +118,14 @@ MUTANTS = mutants_of(
             ),
             "padding takes the room of tokens": Fault("(0 if drafter.counts_padding else num_pads)", "0"),
             "a long row stays among rows that share its columns": Fault(
-                "if room[row.place] >= num_draft_tokens]", "if True]"
+                "if room[row.index] >= num_draft_tokens]", "if True]"
             ),
             "a dead drafter is asked again": Fault(
                 "if not self._faults.is_pending:  # then it is raised in all processes", "if False:"
             ),
             "the cache of a dead drafter keeps its hooks": Fault("            cache.release()\n", "            pass\n"),
-            "rows that join keep their old places": Fault(
-                "row.place += batch.num_rows", "row.place += 0", "reliability/test_draft_faults.py"
+            "rows that join keep their old indices": Fault(
+                "row.index += batch.num_rows", "row.index += 0", "reliability/test_draft_faults.py"
             ),
             "NaN is never looked for": Fault(
                 ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()"

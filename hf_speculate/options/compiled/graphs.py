@@ -17,7 +17,7 @@ from hf_speculate.options.compiled.compilation import Runner, copies
 from hf_speculate.options.compiled.graph_trial import GraphTrial
 from hf_speculate.options.compiled.language_model import States
 
-FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
+FAILURE_KEY = "device graphs"  # key of failures that later calls need not repeat
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"  # entries beside the graphs of a set of buffers
 # Graphs that nobody asked for are captured only where as much of the device's memory is free.
 MIN_FREE_SHARE = 1 / 32

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.base import checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_held
+from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_cached
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.recurrent.states import RecurrentStates
@@ -40,7 +40,7 @@ class HybridKVCache(DynamicKVCache):
         self._attach = attach
         self._hooks: list[RemovableHandle] = []
         self._has_attention = bool(attention_layers(cache.layers))
-        self._num_columns = num_held(cache)
+        self._num_columns = num_cached(cache)
         self._num_reread = [0] * batch_size  # [B] first tokens of the next forwards that a row holds already
         self._num_passed = [0] * batch_size  # [B] tokens since the last rollback that a row held already
         self._num_announced = 0  # Q of the forward that `states` prepared for; 0 if there is none
