@@ -5,8 +5,7 @@ reads the same tokens in one forward after the same prompt, is rolled back, and 
 
 The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
 norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
-resolution of the dtype and grows with depth; a token that is read at a wrong position, or with a wrong mask, gives 0.05 to
-1.5.
+resolution of the dtype and grows with depth; a token at a wrong position, or with a wrong mask, gives 0.05 to 1.5.
 """
 
 import copy
