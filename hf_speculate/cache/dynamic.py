@@ -1,4 +1,4 @@
-"""A batch's key-value states with rollback by row, over transformers' dynamic cache."""
+"""The dynamic KV cache: transformers' own cache, with rollback by row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +57,7 @@ class DynamicKVCache(KVCache):
             num_columns = num_real.cpu() + torch.tensor(pads, device="cpu")
             if bool(num_columns.min() < attention_mask.shape[1]):
                 self._mask = attention_mask
-            # Plain decoding goes on from the last column's position, which is 0 where that is masked.
+            # Plain decoding continues from the last column's position, which is 0 if the column is masked.
             self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]  # [B, 1]
         self._padding = LeftPadding(pads, self.device)
         self._is_recording = False
@@ -70,7 +70,7 @@ class DynamicKVCache(KVCache):
 
     @property
     def _encoder_layers(self) -> list[Any]:
-        """What an encoder gave, by layer; nothing where there is none."""
+        """Cache layers that hold the encoder's states; empty without an encoder."""
         return self.cache.cross_attention_cache.layers if isinstance(self.cache, EncoderDecoderCache) else []
 
     @property

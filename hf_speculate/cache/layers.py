@@ -1,4 +1,4 @@
-"""Which layers of a transformers cache hold states of the text, and what the model's layers see of them."""
+"""Layers of a transformers cache: which ones hold states of the text, their windows, and snapshots of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def text_cache(cache: Cache) -> Cache:
 
 
 def holding(layers: Iterable[Any]) -> list[Any]:
-    """Those of a cache's layers that states are put into, by this forward or by a later one."""
+    """The layers of a cache that hold states, now or after a later forward."""
     return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
 
 
@@ -81,13 +81,13 @@ def num_cached(cache: Cache) -> int:
 
 
 def window_of(layer: Any) -> int | None:
-    """Tokens that a layer of a cache attends to, itself included; None: all."""
+    """Window of a cache's layer: the tokens that it attends to, the query included; None if it attends to all."""
     window: int | None = getattr(layer, "sliding_window", None)
     return window
 
 
 def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
-    """What each of the model's layers attends to: one that reads another's states, as others of its type."""
+    """Windows of the model's layers; a layer that reads the states of another one has the window of its type."""
     layers = text_cache(cache).layers
     if is_recurrent(cache):
         return [window_of(layer) for layer in attention_layers(layers)]

@@ -13,7 +13,7 @@ _GROUP_BYTES = 32 << 20  # the most bytes of states that move in one launch, whi
 
 
 class RowShift(NamedTuple):
-    """How far each row moves right."""
+    """Shift of each row to the right, in columns."""
 
     per_row: Tensor  # [B, 1] int64 on the device, `common` less the shifts
     common: int
@@ -39,7 +39,7 @@ def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
 
 
 def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
-    """What moves in one launch: states of one shape, dtype and device up to a size; a CPU moves them one by one."""
+    """Groups of states that move in one launch: of one shape, dtype and device, up to a size; single ones on a CPU."""
     groups: list[list[tuple[Any, str]]] = []  # pairs of a layer and "keys" or "values"
     last: dict[Any, list[tuple[Any, str]]] = {}
     for layer in layers:

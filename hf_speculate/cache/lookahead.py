@@ -18,7 +18,7 @@ _PLAIN_STEPS = 16  # plain steps whose masks, positions and slots are computed t
 
 @dataclass
 class Mask:
-    """Which columns of a range some of the next tokens see."""
+    """Additive mask of some of the next tokens over a range of columns."""
 
     values: Tensor  # [B or 1, 1, N, W] additive
     first_token: int  # the index of its first query among the next tokens
@@ -42,7 +42,7 @@ class NextTokens:
 
 
 class Lookahead:
-    """What forwards over preallocated buffers need to know of their tokens: masks, positions, and slots to write to.
+    """Masks, positions and slot mapping of forwards over preallocated buffers.
 
     `expect` announces several forwards, for whose tokens everything is made at once. `restart` must follow a change of
     the layout other than `advance`.

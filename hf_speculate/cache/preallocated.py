@@ -171,7 +171,7 @@ class PreallocatedKVCache(KVCache):
         self._holds_rejected |= other.holds_rejected
 
     def snapshot(self) -> Callable[[], None]:
-        """Of `kept_cache`, which is left alone until `hand_back`."""
+        """Snapshot of `kept_cache`, which does not change until `hand_back`."""
         layers = [] if self._kept_cache is None else self._kept_cache.layers
         return layers_snapshot(layers, only_grows=self.batch_size == 1)
 

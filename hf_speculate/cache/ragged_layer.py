@@ -1,4 +1,4 @@
-"""One layer's states in a buffer with room to grow, in which every row writes at its own end."""
+"""A ragged cache layer: keys and values in a growing buffer, in which each row writes at its own end."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,8 +12,8 @@ from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
-# Room is made for this many tokens, or a twentieth of what is held where that is more: a long cache takes 5 % more
-# memory than its tokens at most, and growing copies it once in as many tokens, each of which reads all of it.
+# A buffer grows by this many tokens, or by a twentieth of its tokens if that is more: a long cache takes at most 5 %
+# more memory than its tokens, and is copied once in as many tokens, each of which reads all of it.
 MIN_STEP = 64
 ROOM_SHARE = 20
 # A window layer keeps this many columns more than its window, for rows that are rolled back past where they began.

@@ -142,7 +142,7 @@ def map_vocabularies(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> VocabMapping | None:
-    """How the draft's ids stand to the target's; None if they are the same.
+    """The vocabulary mapping from the draft to the target; None if both share a vocabulary.
 
     Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
     given, it is looked up in local files under its model's `name_or_path`.

@@ -15,7 +15,7 @@ from hf_speculate.processors import BlockLogitsProcessorList
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a drafter is made from; all but the first two fields concern draft models."""
+    """Parts that a drafter is made from; all but the first two fields concern draft models."""
 
     setup: DrafterSetup  # what custom drafters are told, too
     config: SpeculationConfig

@@ -37,14 +37,14 @@ _WITH_MODEL = ("assistant_model", "assistant_early_exit")  # the sources with a 
 
 
 class HistoryKey(NamedTuple):
-    """What drafts, as far as later calls can recognise it: under it, calls share what they have measured."""
+    """The key of a draft source's history: calls with an equal key share their measurements."""
 
     draft: object | None  # a draft model, which is held weakly; None if no object stays
     name: Hashable  # the type of source, and what tells it from others of its type
 
 
 class DraftSource:
-    """What proposes tokens in a call. Methods are called in this order; a source that one returns goes on instead."""
+    """The draft source of a call. Methods are called in this order; a source that one of them returns takes over."""
 
     argument = ""  # argument of `generate()` that chooses it; errors name it
     hint = ""  # how to decode without it, the next step in errors
@@ -74,7 +74,7 @@ class DraftSource:
         return self
 
     def without_model(self) -> "DraftSource":
-        """What drafts if the model cannot, or gains nothing."""
+        """The source that drafts if the model cannot, or gains nothing."""
         return self
 
     def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
@@ -179,12 +179,12 @@ def load_entry(entry: str) -> Any:
 
 
 def hint_of(argument: str) -> str:
-    """How to decode without an argument, the next step in errors."""
+    """The hint of an error: how to decode without an argument."""
     return f"leave {argument} out to decode without speculation"
 
 
 def qualified_name(factory: object) -> str:
-    """Of a function or class, or of an object's class; a partial function is what it calls."""
+    """The qualified name of a function or class, or of an object's class; of a partial function's function."""
     while isinstance(factory, partial):
         factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)

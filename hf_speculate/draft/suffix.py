@@ -18,7 +18,7 @@ from hf_speculate.types import DraftOut, Kept
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """How rows are continued after a suffix match."""
+    """Settings of drafts after a suffix match."""
 
     max_draft_tokens: int  # tokens a row is drafted at most, >= 1
     max_match_len: int | None = None  # longer matches count as of that length, at most 64; None for 64
@@ -77,7 +77,7 @@ class SuffixDrafter(PerRow, Drafter):
         match_len, end = row.find(last)
         token_ids: list[int] = []
         if match_len:
-            # A row that has begun to repeat itself goes on with its period.
+            # A row that has begun to repeat itself continues with its period.
             num_own = _within(num, match_len)
             token_ids = list(islice(cycle(row.token_ids[end : end + num_own]), num_own))
         proposal = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)

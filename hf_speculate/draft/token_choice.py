@@ -18,7 +18,7 @@ _HISTORY_CAPACITY = 256  # columns to come for which the history of processors i
 
 
 class DraftSettings(NamedTuple):
-    """How drafted tokens are chosen."""
+    """Settings of the choice of drafted tokens."""
 
     eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
     confidence_threshold: float = 0.0  # a row's draft ends after a token of lower probability, in [0, 1]

@@ -57,7 +57,7 @@ class DraftVocabulary:
 
 
 class DeviceTable(NamedTuple):
-    """What a draft model needs of a mapping on its device."""
+    """The tables of a vocabulary mapping on the draft's device."""
 
     draft_ids: Tensor  # [V] int64, by target id; exact for the shared ones
     columns: Tensor | None  # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
@@ -95,7 +95,7 @@ class VocabTable:
 
 @dataclass(frozen=True)
 class VocabMapping:
-    """Which of a draft's ids stand for which of the target's, in one call."""
+    """The vocabulary mapping of one call: ids of the draft for ids of the target."""
 
     table: VocabTable
     # the draft's ids for ids of the target that it lacks, which are called for when these first occur; it may leave

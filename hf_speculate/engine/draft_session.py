@@ -31,7 +31,7 @@ class DraftReuse(Protocol):
         """Fill the empty draft cache; the columns of every row then."""
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Note how much of `certain` [B] columns the draft cache still holds."""
+        """Record how much of `certain` [B] columns the draft cache still holds."""
 
     def remember(self, batch: Batch) -> None:
         """Keep the states of the rows' tokens."""
@@ -60,7 +60,7 @@ class RowProgress(NamedTuple):
         return min(self.num_seen, self.length if is_own else self.length - num_emitted)
 
     def num_kept(self, num_query: int) -> int:
-        """What the cache keeps before a query, padding not regarded."""
+        """Columns that the cache keeps before a query, padding ignored."""
         kept = self.length - num_query
         return max(kept, min(self.num_seen, self.prompt_len)) if self.is_finished else kept
 

@@ -33,7 +33,7 @@ _WITHOUT_FAILED_KERNELS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call decides."""
+    """The decisions of a call."""
 
     call: Call  # with the fallbacks applied to its settings
     target: ModelPlan

@@ -13,7 +13,7 @@ _PREFIX = "hf_speculate: raised while "
 
 
 class Stage(Enum):
-    """What a call is doing, in the words of the note on an error."""
+    """The stage of a call, in the words of the note on an error."""
 
     PREPARE = "the call was prepared"
     VOCABULARY = "the vocabularies were compared"

@@ -1,4 +1,4 @@
-"""Cache kinds: what the KV cache of a model may be, and the plan that chooses one of them."""
+"""Cache kinds: the kinds of KV caches that a model may have, and the plan that chooses one of them."""
 
 import importlib
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class Start:
 
 
 class Buffers(NamedTuple):
-    """What preallocated buffers are made of."""
+    """Arguments of preallocated buffers."""
 
     capacity: int | None = None  # columns of buffers that never grow; None if buffers grow
     pool: Pool | None = None  # where such buffers are between calls of the same shapes
@@ -59,7 +59,7 @@ class CacheKind:
         return ""
 
     def remark(self, plan: "CachePlan", start: Start) -> str:
-        """What a user may want to know about the cache; empty for nothing."""
+        """A note about the cache for the user; empty if there is none."""
         return ""
 
     def make(self, plan: "CachePlan", start: Start, batch_size: int, buffers: Buffers) -> KVCache:

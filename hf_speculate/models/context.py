@@ -16,7 +16,7 @@ _SCALED_TYPES = (
 
 
 class Context(NamedTuple):
-    """How many tokens of a row a model can read."""
+    """The context of a model: how many tokens of a row it can read."""
 
     num_tokens: int
     counts_padding: bool = False  # whether padding takes positions

@@ -117,7 +117,7 @@ def _attend(
     is_causal: bool,
     masks: _Masks | None,
 ) -> Tensor | None:
-    """[B, Q, g*H, D'] contiguous; None where that is left to the function that ours stands for."""
+    """Attention output [B, Q, g*H, D'], contiguous; None if transformers' own function must compute it."""
     groups: Any = getattr(module, "num_key_value_groups", 1)
     backends: Any = _loaded.get(query.device.type)
     num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)

@@ -100,7 +100,7 @@ class Inferencer:
     def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, choice: TokenChoice) -> None:
         """Choose up to N >= 1 tokens after a query [B, Q] int64; `kv_cache` is advanced by all but the last, in place.
 
-        The loop ends when every row is done, where that can be read without waiting.
+        The loop ends early when every row is done, if that can be read without waiting.
         """
         num_query = query.shape[1]
         if num_query <= MAX_EXPECTED_QUERY:

@@ -176,5 +176,5 @@ def vocab_size_of(model: PreTrainedModel) -> int:
 
 
 def text_prefix(model: PreTrainedModel) -> str:
-    """What the names of a model's text inputs begin with."""
+    """Prefix of the names of a model's text inputs."""
     return "decoder_" if model.config.is_encoder_decoder else ""

@@ -1,4 +1,4 @@
-"""Which arguments of a forward a model hands on to its text decoder unchanged, which a probe finds.
+"""The wrapper probe: finds which arguments a model passes on unchanged to its text decoder.
 
 A forward may be given a mask of four dimensions, or positions that its signature does not name, only if they reach the
 text decoder. The probe copies the model to the meta device, from its config with one layer in each part, and calls the
@@ -29,7 +29,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")  # types of layers that n
 
 
 class HandedOn(NamedTuple):
-    """Which arguments of a model's forward reach its text decoder unchanged."""
+    """The arguments of a model's forward that reach its text decoder unchanged."""
 
     mask: bool = True  # a mask of four dimensions, or one for each type of layer
     positions: bool = True  # position ids, which the forward may name or hand on
@@ -37,7 +37,7 @@ class HandedOn(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "HandedOn":
-        """What the model hands on, found once by class: it may be enabled between calls."""
+        """The arguments that the model passes on; probed once by class, as it may be enabled between calls."""
         return model_state(model).get((cls, type(model)), partial(find_handed_on, model))
 
 
@@ -49,7 +49,7 @@ class _StopForward(Exception):  # not an error
 
 
 def find_handed_on(model: PreTrainedModel) -> HandedOn:
-    """What the model hands on: everything if nothing wraps its decoder, or if tests have shown its type.
+    """The arguments that the model passes on: all if nothing wraps its decoder, or if its type is tested.
 
     Nothing is asked of encoder-decoders, whose caches are dynamic and whose forwards name the positions that they take.
     """
@@ -68,7 +68,7 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
 
 
 def _probed(twin: PreTrainedModel, has_two_masks: bool) -> HandedOn:
-    """What a model on the meta device hands on in a forward of text after a cached text."""
+    """The arguments that a model on the meta device passes on in a forward of text after a cached text."""
     cache = DynamicCache()
     state = torch.empty(_NUM_ROWS, 1, _NUM_CACHED, 1, device=_META)
     cache.update(state, state, 0)
@@ -101,7 +101,7 @@ def _names_positions(model: PreTrainedModel) -> bool:
 
 
 def _shortened(config: PreTrainedConfig, num_layers: int | None) -> PreTrainedConfig:
-    """A copy of a config in which each part has so many layers, and its lists as many entries; None: all.
+    """A copy of a config in which each part has `num_layers` layers, and its lists as many entries; all if it is None.
 
     Its attention is the eager one, which needs neither a package nor a device.
     """

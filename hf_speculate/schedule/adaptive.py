@@ -57,7 +57,7 @@ class AdaptiveSchedule(Schedule):
 
     @property
     def budget(self) -> Budget:
-        """What drafting may cost, and has cost."""
+        """The budget of drafted rounds."""
         return self._call.budget
 
     def begin(self, prefill_s: float, num_read: int, num_unread: int, num_left: int) -> None:

@@ -164,7 +164,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """What the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
+        """Seconds that the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
         return SHARE * self.elapsed_s - self.loss_s
 
     def _replace(self, outcome: RoundOutcome, plain_rows: int = 0) -> None:

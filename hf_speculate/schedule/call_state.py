@@ -13,7 +13,7 @@ _GROWTH = 2  # tokens by which a draft may be longer than the last one: estimate
 
 @dataclass
 class CallState:
-    """What the choice of the next round reads."""
+    """The state of a call that the choice of the next round reads."""
 
     max_draft_tokens: int  # K_max
     prior: DraftPrior

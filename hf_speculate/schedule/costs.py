@@ -43,7 +43,7 @@ class CostModel:
         self._counted_s: dict[int, float] = {}  # results of `counted_plain_s` since the last round
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Note the seconds of a target's prefill that read `num_read` tokens of each row."""
+        """Record the seconds of a target's prefill that read `num_read` tokens of each row."""
         self._reads.begin(prefill_s, num_read)
 
     def observe(self, outcome: RoundOutcome, has_read_prompt: bool = False) -> None:

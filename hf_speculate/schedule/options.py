@@ -48,7 +48,7 @@ class Options:
 
     @property
     def work(self) -> RemainingWork:
-        """What is left of the call."""
+        """The remaining work of the call."""
         if self._work is None:
             tokens = self.call.acceptance.expected_tokens(list(self.left_of))
             start_s = self.read_s if self.call.num_prompt and self.call.counts_prompt else 0.0

@@ -29,7 +29,7 @@ class ReadCosts:
         self._reads: dict[tuple[bool, int], tuple[_Read, ...]] = {}  # prompts or not; the bit length of their tokens
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Note the seconds of a target's prefill that read `num_read` tokens of each row."""
+        """Record the seconds of a target's prefill that read `num_read` tokens of each row."""
         self._prompt_token_s = prefill_s / max(num_read, 1)
 
     def add(self, num_rows: int, num_fed: int, num_draft_tokens: int, draft_s: float, is_prompt: bool) -> None:

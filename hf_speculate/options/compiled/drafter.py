@@ -21,7 +21,7 @@ STEP_QUERY_LEN = 2
 
 
 class Carry(NamedTuple):
-    """What a step changes for the next one."""
+    """The tensors that a draft step carries over to the next one."""
 
     query: Tensor  # [B, 2] int64, the newest tokens
     ends: Tensor  # [B] int64, the column of the first of them

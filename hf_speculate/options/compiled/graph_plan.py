@@ -66,7 +66,7 @@ def _was_run(device: torch.device) -> bool:
 
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
-    """Of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
+    """Bytes of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
     num_kv_values = (plan.cache.max_columns or 0) * kv_values_per_token(plan.model.config.get_text_config(decoder=True))
     num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
     return batch_size * (num_kv_values + num_logits) * plan.model.dtype.itemsize

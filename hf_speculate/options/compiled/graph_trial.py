@@ -24,7 +24,7 @@ class Timer(Protocol):
 
 
 class Attempt(NamedTuple):
-    """What a function gave."""
+    """The results of a function, and their difference to the eager ones."""
 
     results: list[Any]
     difference: str = ""  # how the replay differed from the eager forward, whose results these are then; or empty

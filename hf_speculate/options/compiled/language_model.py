@@ -26,7 +26,7 @@ UNREAD_COLUMNS = 8
 
 
 class Rows(NamedTuple):
-    """What stays the same about rows; inputs of a compiled forward, so that no number in it changes."""
+    """Constant tensors of the rows; inputs of a compiled forward, so that no number in it changes."""
 
     pads: Tensor  # [B] int64, columns of padding before its first token
     seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
@@ -186,7 +186,7 @@ class CompiledLanguageModel(LanguageModel):
         self._buffers: FixedBuffers | None = None
 
     def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
-        """What compiled forwards take of `kv_cache`; None where it must run eagerly."""
+        """The buffers of `kv_cache` for compiled forwards; None if forwards must run eagerly."""
         if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.layout.capacity is None:
             return None
         if not self.runner.is_working or not kv_cache.num_columns:

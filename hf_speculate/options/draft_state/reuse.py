@@ -39,7 +39,7 @@ class DraftCacheReuse:
         return num_columns
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Note how much of `certain` [B] columns the cache still holds; a finished row is fed tokens of other rows."""
+        """Record how much of `certain` [B] columns the cache holds; a finished row is fed tokens of other rows."""
         rows = zip(self._num_valid, certain, self._num_pads, batch.was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
         lens = self._kv_cache.num_real_tokens

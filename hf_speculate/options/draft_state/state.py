@@ -10,7 +10,7 @@ from hf_speculate.types import KVState
 
 
 class DraftCacheKey(NamedTuple):
-    """What the KV states depend on besides the tokens; a draft with an equal key may use them."""
+    """The key of a saved draft cache: what its states depend on besides tokens; a draft with an equal key uses them."""
 
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device

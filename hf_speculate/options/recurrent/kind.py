@@ -76,7 +76,7 @@ def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device:
 
 
 def _max_kept_bytes(device: torch.device) -> int:
-    """What the states after each token of a verification may take of a device's memory."""
+    """The most bytes of a device's memory for states after each token of a verification."""
     return int(MAX_STATE_SHARE * memory_bytes(device))
 
 

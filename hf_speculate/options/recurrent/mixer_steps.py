@@ -26,7 +26,7 @@ class Mixer(NamedTuple):
 
 
 class StepProtocol(NamedTuple):
-    """What the probe found about a class of mixers."""
+    """The properties of a class of mixers, as the probe found them."""
 
     slots: frozenset[Slot]  # slots of the states that it writes
     inputs: frozenset[str]  # input projections: children that read the token, or another one's output
@@ -245,7 +245,7 @@ class SteppedMixer:
         return outputs
 
     def _step(self, forward: _Forward, number: int, before: States) -> tuple[Any, States]:
-        """What the copy returns for a token, and the states after it, from those before it."""
+        """The copy's output for a token, and the states after it, from those before it."""
         self._load(forward.layer, before)
         self._token_outputs.update({name: by_token[number] for name, by_token in forward.outputs.items()})
         arguments = {self.mixer.hidden_name: forward.tokens[number], **forward.arguments}

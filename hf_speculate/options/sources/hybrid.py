@@ -34,7 +34,7 @@ MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in 
 
 
 class HybridRow:
-    """What one row has gained from matches and the model, and what was proposed for it in the last call."""
+    """One row of the hybrid drafter: its acceptance rates for matches and for the model, and its last proposal."""
 
     def __init__(self) -> None:
         self.suffix_rates, self.model_rates = AcceptanceRates(SUFFIX_PRIORS), AcceptanceRates(MODEL_PRIORS)

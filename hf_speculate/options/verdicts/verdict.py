@@ -34,7 +34,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Verdict(NamedTuple):
-    """What was seen on a device, by test."""
+    """The verdict on a device: the result of each test."""
 
     results: Mapping[str, str]
 
@@ -75,7 +75,7 @@ def verdict_path(key: Mapping[str, str]) -> Path:
 
 
 def device_key(device: torch.device) -> dict[str, str]:
-    """What a verdict depends on: the device, the driver, versions and our code."""
+    """The key of a verdict: the device, the driver, versions and a hash of our code."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return {**_hardware(device), **_software()}
