@@ -12,7 +12,7 @@ PAST_CONTEXT = "past the context of the drafter"
 OF_CACHES = (
     "it takes no position_ids",
     "its layers attend to an encoder's output",
-    "its positions are biases of the attention",
+    "ALiBi position biases need the dynamic cache",
     "its layers cut their windows by columns",
     "its layers have several windows",
     "its layers attend in other ways than fully or by window",

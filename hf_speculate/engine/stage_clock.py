@@ -25,10 +25,10 @@ class Stage(Enum):
     TRIM = "stopping criteria ran"
     COMMIT = "the KV caches were rolled back"
     RECORD = "the round was recorded"
-    EMIT = "tokens were handed on"  # streamers run here
+    EMIT = "tokens were passed to the streamer"
     REPORT = "speculation_callback ran"
     PAD = "the target read the padding of finished rows"
-    RETURN = "the output was put together"
+    RETURN = "the output was built"
 
 
 _FIELD_OF = {

@@ -60,7 +60,7 @@ def _obstacles(plan: CachePlan, start: Start) -> Iterator[str]:
         yield f"its {type(decoder).__name__} makes masks in a way of its own"
     yield from _obstacles_of_wrapper(model, plan.handed_on)
     if getattr(config, "alibi", False):
-        yield "its positions are biases of the attention"
+        yield "ALiBi position biases need the dynamic cache"
     names, windows = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1]), windows_in(cache)
     if not names <= set(_MASK_NAMES):
         yield "its layers attend in other ways than fully or by window"

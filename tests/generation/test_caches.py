@@ -278,7 +278,7 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
 
 
 K = 4
-FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")  # its positions are biases of the attention
+FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")  # whose ALiBi needs the dynamic cache
 
 
 @pytest.mark.parametrize("family", FITTING)

@@ -24,8 +24,8 @@ TEXT = torch.tensor([[5, 6]])
 NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
 READ, DRAFTED, SCORED = "the target read the prompt", "tokens were drafted", "the target scored tokens"
-VERIFIED, STOPS, HANDED_ON = "tokens were verified", "stopping criteria ran", "tokens were handed on"
-OUTPUT = "the output was put together"
+VERIFIED, STOPS, STREAMED = "tokens were verified", "stopping criteria ran", "tokens were passed to the streamer"
+OUTPUT = "the output was built"
 
 
 class Case(NamedTuple):
@@ -47,8 +47,8 @@ CASES = [
     Case("foreign criterion", 1, VERIFIED + PROMPT),
     Case("row-wise criterion", 1, STOPS + PROMPT),
     Case("callback", 3, "speculation_callback ran" + ROUND_3),
-    Case("streamer put", 2, HANDED_ON + PROMPT),
-    Case("streamer put", 8, HANDED_ON + LATER),
+    Case("streamer put", 2, STREAMED + PROMPT),
+    Case("streamer put", 8, STREAMED + LATER),
     Case("streamer end", 1, OUTPUT + LATER),
 ]
 

@@ -76,9 +76,9 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
 def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
     """Why the states of the recurrent layers of a cache cannot be rolled back; empty if they can."""
     if (getattr(model, "tp_size", None) or 1) > 1:
-        return "and split by tensor parallelism, which is not supported for recurrent layers"
+        return "and is split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
-        return "and compiled in place, which prevents hooks on its modules"
+        return "and is compiled in place, which prevents hooks on its modules"
     return stepped_model(model, cache).obstacle
 
 

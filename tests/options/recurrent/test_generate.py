@@ -174,11 +174,11 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
         model.generate(**inputs, **drafts)
     del mixer.forward
     model._tp_size = 2
-    with pytest.raises(UnsupportedModelError, match="with recurrent state and split by tensor parallelism"):
+    with pytest.raises(UnsupportedModelError, match="has recurrent state and is split by tensor parallelism"):
         model.generate(**inputs, **drafts)
     model._tp_size = 1
     model.compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM with recurrent state and compiled in place"):
+    with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM has recurrent state and is compiled in place"):
         model.generate(**inputs, **drafts)
 
 
