@@ -27,7 +27,7 @@ _FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits a
 class _Row:
     """A row that the session serves."""
 
-    index: int  # of its row in the batch
+    index: int  # row of the batch
     end: int  # the column behind the last token that may be drafted
     num_missed: int = 0  # rounds without an accepted token since the last one with some
     is_lost: bool = False  # whether the drafter computes NaN or infinity for it
@@ -261,11 +261,11 @@ class DraftGuard:
             is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
         if self._session is None or not is_due:
             return
-        found = self._call(lambda session: session.drafter.has_numbers())
+        are_numbers = self._call(lambda session: session.drafter.has_numbers())
         if self._ranks.is_group and not self._ranks.is_synced:
             self._faults.meet(is_last=False)  # or the others would wait for a rank with an error in the broadcast
-        if found is not None:
-            self._look = list(self._served), self._ranks.broadcast(found).to("cpu", non_blocking=True)
+        if are_numbers is not None:
+            self._look = list(self._served), self._ranks.broadcast(are_numbers).to("cpu", non_blocking=True)
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     number: int  # among all batches, from 0
     input_ids: Tensor  # [B, T] int64, left-padded
     attention_mask: Tensor  # [B, T] int64, left-padded
-    category: str = ""  # of all its prompts; empty if they have none, or several
+    category: str = ""  # category of all its prompts; empty if they have none, or several
 
     @property
     def rows(self) -> list[Tensor]:

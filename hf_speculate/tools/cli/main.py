@@ -81,7 +81,7 @@ def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
 
 def _line_of(error: Exception) -> str:
     """One line about an error; the line about an unexpected error names its type."""
-    format_message = getattr(error, "format_message", None)  # of typer's and click's errors
+    format_message = getattr(error, "format_message", None)  # typer's and click's errors have it
     if callable(format_message):
         return " ".join(str(format_message()).split())
     error_name, line = type(error).__name__, first_line(error)

@@ -17,7 +17,7 @@ from hf_speculate.field_checks import Check, is_int, one_of
 from hf_speculate.tools.atomic_file import replace_file, sync_folder
 from hf_speculate.tools.dataset.rows import Row, digest_of
 
-_BEGIN = b'{"id'  # of every line
+_BEGIN = b'{"id'  # start of every line
 _REPAIR = "repair or remove that line, or choose another output"
 _FORMAT = 1
 

@@ -15,7 +15,7 @@ from hf_speculate.tools.bench.report.values import Result, name_of, short, sprea
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
-_TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the environment, in this order
+_TOP = ("target", "draft", "device", "threads", "dtype", "date")  # values of the environment, in this order
 
 
 def write_html(result: Mapping[str, Any], path: Path) -> Path:
