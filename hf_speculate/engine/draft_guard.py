@@ -261,11 +261,11 @@ class DraftGuard:
             is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
         if self._session is None or not is_due:
             return
-        are_numbers = self._call(lambda session: session.drafter.has_numbers())
+        has_numbers = self._call(lambda session: session.drafter.has_numbers())
         if self._ranks.is_group and not self._ranks.is_synced:
             self._faults.meet(is_last=False)  # or the others would wait for a rank with an error in the broadcast
-        if are_numbers is not None:
-            self._look = list(self._served), self._ranks.broadcast(are_numbers).to("cpu", non_blocking=True)
+        if has_numbers is not None:
+            self._look = list(self._served), self._ranks.broadcast(has_numbers).to("cpu", non_blocking=True)
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:
