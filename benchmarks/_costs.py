@@ -54,9 +54,9 @@ class Costs:
 
     def bound(self, rows: int, tokens_per_round: dict[int, float]) -> tuple[float, int]:
         """The largest speed-up that the pair allows, and its K."""
-        found = {num: tokens / self.round_cost(rows, num) for num, tokens in tokens_per_round.items()}
-        best = max(found, key=found.__getitem__)
-        return found[best], best
+        speeds = {num: tokens / self.round_cost(rows, num) for num, tokens in tokens_per_round.items()}
+        best = max(speeds, key=speeds.__getitem__)
+        return speeds[best], best
 
     def report(self, counts: dict[str, float], rows: int) -> dict[str, float]:
         """Realised K and tokens a round of a method, c, v, and the speed-up that is expected from them.
@@ -79,13 +79,13 @@ class Costs:
         }
 
 
-def _between(values: dict[int, float], place: float) -> float:
+def _between(values: dict[int, float], size: float) -> float:
     """Linear between the two nearest measured places, level outside."""
-    below = max((one for one in values if one <= place), default=min(values))
-    above = min((one for one in values if one >= place), default=max(values))
+    below = max((known for known in values if known <= size), default=min(values))
+    above = min((known for known in values if known >= size), default=max(values))
     if below == above:
         return values[below]
-    share = (place - below) / (above - below)
+    share = (size - below) / (above - below)
     return values[below] * (1 - share) + values[above] * share
 
 
@@ -97,7 +97,7 @@ def filled_cache(model: PreTrainedModel, batch_size: int, length: int, mask: Ten
     if length > 1:
         shapes = [(*state.keys.shape[:2], length - 1, state.keys.shape[3]) for state in cache.get_kv_states()]
         states = [torch.randn(shape, dtype=model.dtype, device=model.device) for shape in shapes]
-        cache.update([KVState(one, one.clone()) for one in states])
+        cache.update([KVState(state, state.clone()) for state in states])
     return language_model, cache
 
 
@@ -164,11 +164,11 @@ def measure_costs(
 
 def tokens_per_round(runner: Runner, batches: list[Batch], max_k: int = MAX_K) -> dict[int, float]:
     """Tokens a row's round gives at each constant K, counted by decoding; nothing is timed."""
-    found = {}
+    costs = {}
     for num in tqdm(range(1, max_k + 1), desc="tokens a round of each K", leave=False, disable=None):
         totals = dict.fromkeys(COUNTS, 0)
         for batch in batches:
             stats = runner(ours(num), batch).stats
             totals = {name: total + getattr(stats, name) for name, total in totals.items()}
-        found[num] = totals["num_emitted"] / totals["num_rounds"]
-    return found
+        costs[num] = totals["num_emitted"] / totals["num_rounds"]
+    return costs

@@ -85,8 +85,8 @@ class Runner:
         if is_compiled(method):
             options["compile_config"] = compile_config(self.subject.device)
         self.subject.clock.reset()
-        as_given = replace(method, fields=fields, options=options, do_sample=self.do_sample)
-        return self.decoder(as_given, batch, seed, max_new_tokens)
+        as_asked = replace(method, fields=fields, options=options, do_sample=self.do_sample)
+        return self.decoder(as_asked, batch, seed, max_new_tokens)
 
     def ran_compiled(self, method: Method, run: Run) -> bool:
         """Whether all rounds of a compiled method's call ran compiled."""
@@ -149,7 +149,7 @@ class Timings:
     def summary(self, method: Method) -> dict[str, Any]:
         """The numbers that every benchmark reports of a method."""
         name, plain = method.name, PLAIN_METHOD.name
-        found = {
+        output = {
             "method": name,
             "engine": method.engine,
             "num_assistant_tokens": method.num_assistant_tokens,
@@ -161,8 +161,8 @@ class Timings:
             "decode_over_plain": self.decode_sum_s[plain] / self.decode_sum_s[name],
         }
         if name in self.counts:
-            found["counts"] = {key: self.counts[name][key] for key in (*COUNTS, *STAGES)}
-        return found
+            output["counts"] = {key: self.counts[name][key] for key in (*COUNTS, *STAGES)}
+        return output
 
 
 def warm_up(runner: Runner, methods: list[Method], batch: Batch, num_tokens: int = 12) -> None:
@@ -209,18 +209,18 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
     vocab_size = runner.subject.target.config.vocab_size
 
     def checked(method: Method) -> Run:
-        found = runner(method, batch, max_new_tokens=num)
-        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in found.texts):
+        run = runner(method, batch, max_new_tokens=num)
+        if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in run.texts):
             raise SystemExit(f"{method.name}: ids out of range, or not {num} of them")
-        return found
+        return run
 
     for method in methods:
         if method.engine != OURS and method != PLAIN_COMPILED:
             continue
-        found = checked(method)
+        result = checked(method)
         if runner.do_sample and method.verifier == "coupled":
             plain = checked(Method("coupled, no draft", OURS, {"assistant_model": None, "verifier": "coupled"})).texts
-            equal = sum(one == other for one, other in zip(plain, found.texts, strict=True))
+            equal = sum(token_ids == result_ids for token_ids, result_ids in zip(plain, result.texts, strict=True))
             if equal < len(plain) and runner.subject.dtype == "float32":
                 raise SystemExit(
                     f"{method.name}: {len(plain) - equal} rows differ from coupled sampling without a draft"
@@ -228,11 +228,11 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
         elif runner.do_sample or method.is_lossy:
             continue
         else:
-            compared = compare(method, [found], [checked(PLAIN_METHOD)])
+            compared = compare(method, [result], [checked(PLAIN_METHOD)])
             if compared.num_wrong:
                 raise SystemExit(f"{method.name}: {compared}")
             equal = compared.num_equal
-        num_rows, num_equal = num_rows + len(found.texts), num_equal + equal
+        num_rows, num_equal = num_rows + len(result.texts), num_equal + equal
     return f"{num_equal} of {num_rows} rows equal" if num_rows else "ids in range"
 
 

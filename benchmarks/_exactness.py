@@ -41,7 +41,7 @@ def padded(emitted: Emitted, num_columns: int) -> Tensor:
     """Ids [B, K+1] int64 padded with -1, on the CPU."""
     if isinstance(emitted, Tensor):
         return emitted.long().cpu()
-    columns = [torch.nn.functional.pad(one, (0, num_columns - one.shape[-1]), value=-1) for one in emitted]
+    columns = [torch.nn.functional.pad(ids, (0, num_columns - ids.shape[-1]), value=-1) for ids in emitted]
     return torch.cat(columns).cpu()
 
 
@@ -51,7 +51,7 @@ def small_round(warp: Warp, how: str, num_rows: int, device: torch.device, seed:
     target = torch.randn(NUM_DRAFT_TOKENS + 1, VOCAB_SIZE, generator=generator) * 1.5
     draft = target[:-1] + torch.randn(NUM_DRAFT_TOKENS, VOCAB_SIZE, generator=generator)
     small = warp._replace(top_k=None if warp.top_k is None else TOP_K)
-    rows = [one.expand(num_rows, -1, -1).to(device) for one in (target, draft)]
+    rows = [logits.expand(num_rows, -1, -1).to(device) for logits in (target, draft)]
     return make_round(*rows, small, how)
 
 
@@ -80,13 +80,13 @@ def check_lossless(ids: Tensor, round_: Round) -> None:
     """Raise unless the emitted ids, completed by draws from the target, follow the target's distribution."""
     probs = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()[: ids.shape[1]]
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.multinomial(one, len(ids), replacement=True, generator=generator) for one in probs]
+    drawn = [torch.multinomial(row_probs, len(ids), replacement=True, generator=generator) for row_probs in probs]
     ids = torch.where(ids < 0, torch.stack(drawn, dim=-1), ids)
     joint = probs[0]
-    for one in probs[1:]:
-        joint = (joint.unsqueeze(-1) * one).flatten()
-    places = VOCAB_SIZE ** torch.arange(ids.shape[1]).flip(0)
-    counts = torch.bincount((ids * places).sum(-1), minlength=joint.numel())
+    for position_probs in probs[1:]:
+        joint = (joint.unsqueeze(-1) * position_probs).flatten()
+    powers = VOCAB_SIZE ** torch.arange(ids.shape[1]).flip(0)
+    counts = torch.bincount((ids * powers).sum(-1), minlength=joint.numel())
     if (p := p_value(counts, joint)) < PASS_P_VALUE:
         raise DistributionError(
             f"chi-square p-value {p:.1e} of {len(ids)} joint draws against the target's distribution"
@@ -97,7 +97,7 @@ def check_greedy(ids: Tensor, round_: Round) -> None:
     """Raise unless the drafted ids stay exactly while they are the target's argmax."""
     best = round_.target_logits.argmax(-1).tolist()
     for row, drafted, chosen in zip(ids.tolist(), round_.draft_token_ids.tolist(), best, strict=True):
-        kept = next((i for i, one in enumerate(drafted) if one != chosen[i]), len(drafted))
+        kept = next((i for i, token_id in enumerate(drafted) if token_id != chosen[i]), len(drafted))
         if row != chosen[: kept + 1] + [-1] * (len(drafted) - kept):
             raise DistributionError(f"emits {row} where greedy decoding gives {chosen} of the drafted {drafted}")
 

@@ -18,7 +18,7 @@ class Finding(NamedTuple):
     """One line of the table."""
 
     question: str
-    found: str
+    measured: str
     decides: str
 
 
@@ -55,19 +55,19 @@ def _checked(question: str, content: Content, chooses: Choice, decides: tuple[st
     if not checks:
         return Finding(question, _why_unknown(content), UNKNOWN)
     wrong = [check["name"] for check in checks if not check["is_right"]]
-    found = f"{len(checks) - len(wrong)} of {len(checks)} right" + (f"; wrong: {_named(wrong)}" if wrong else "")
-    return Finding(question, found + _end_of(content), decides[bool(wrong)])
+    outcome = f"{len(checks) - len(wrong)} of {len(checks)} right" + (f"; wrong: {_named(wrong)}" if wrong else "")
+    return Finding(question, outcome + _end_of(content), decides[bool(wrong)])
 
 
 def _tests(contents: Contents) -> Finding:
     cells = [cell for content in contents.values() for cell in content.get("cells", ()) if cell.get("what") == "tests"]
     if not cells:
         return Finding("tests on the device", _why_unknown(contents.get("kernels_and_texts", {})), UNKNOWN)
-    found = "; ".join(
+    summary = "; ".join(
         "{name}: {passed} passed, {failed} failed, {skipped} skipped, {percent} % run".format(**cell) for cell in cells
     )
     is_right = all(check["is_right"] for check in _checks(*contents.values()) if check["name"].endswith(": none fails"))
-    return Finding("tests on the device", found, "nothing to mend" if is_right else "mend what fails")
+    return Finding("tests on the device", summary, "nothing to mend" if is_right else "mend what fails")
 
 
 def _graphs(texts: Content, speed: Content, batch_size: int) -> Finding:
@@ -78,16 +78,16 @@ def _graphs(texts: Content, speed: Content, batch_size: int) -> Finding:
         known = ", ".join(f"{method} {rate:.0f}" for method, rate in rates.items() if rate)
         return Finding(question, f"{known or 'nothing'}; {_why_unknown(speed)}", "speculation_graphs: " + UNKNOWN)
     plain, eager, graphed = (rates[method] or 0.0 for method in (PLAIN, OURS, GRAPHED))
-    found = (
+    summary = (
         f"plain {plain:.0f}, eager {eager:.0f} ({eager / plain:.2f}x), graphs {graphed:.0f} ({graphed / plain:.2f}x)"
     )
     default = _rate(speed, DEFAULT, batch_size)
-    found += f", default schedule {default:.0f} ({default / plain:.2f}x)" if default else ""
+    summary += f", default schedule {default:.0f} ({default / plain:.2f}x)" if default else ""
     is_right = not any("graphs" in check["name"] and not check["is_right"] for check in _checks(texts, speed))
     is_faster = graphed > eager
     verdict = "auto stays on" if is_right and is_faster else "auto -> off"
     reason = "" if is_right and is_faster else " (not right)" if not is_right else " (not faster)"
-    return Finding(question, found, f"speculation_graphs: {verdict}{reason}")
+    return Finding(question, summary, f"speculation_graphs: {verdict}{reason}")
 
 
 def _rivals(speed: Content) -> Finding:
@@ -98,11 +98,11 @@ def _rivals(speed: Content) -> Finding:
     if not ours or not others:
         return Finding(question, _why_unknown(speed), UNKNOWN)
     best = max(ours, key=ours.__getitem__)
-    found = f"{best} {ours[best]:.0f}; " + ", ".join(f"{method} {rate:.0f}" for method, rate in others.items())
+    summary = f"{best} {ours[best]:.0f}; " + ", ".join(f"{method} {rate:.0f}" for method, rate in others.items())
     if PLAIN_COMPILED not in others:
-        return Finding(question, found, "the front page: " + UNKNOWN)
+        return Finding(question, summary, "the front page: " + UNKNOWN)
     is_better = ours[best] > others[PLAIN_COMPILED]
-    return Finding(question, found, "figures go to the front page" if is_better else "figures go to the results only")
+    return Finding(question, summary, "figures go to the front page" if is_better else "figures go to the results only")
 
 
 def _rounds(content: Content) -> Finding:
@@ -112,10 +112,10 @@ def _rounds(content: Content) -> Finding:
         return Finding(question, _why_unknown(content), UNKNOWN)
     greedy = next((cell for cell in cells if cell["name"].startswith("greedy, model, B=1")), cells[0])
     launches, *rest = (median(values) for values in zip(*greedy["rounds"], strict=True))
-    found = f"{greedy['name']}: {launches:g}, {rest[0]:g}, {rest[1]:g}"
+    summary = f"{greedy['name']}: {launches:g}, {rest[0]:g}, {rest[1]:g}"
     wrong = [check["name"] for check in content["checks"] if not check["is_right"]]
-    found += (f"; wrong: {_named(wrong)}" if wrong else "") + _end_of(content)
-    return Finding(question, found, "mend" if wrong else "as designed")
+    summary += (f"; wrong: {_named(wrong)}" if wrong else "") + _end_of(content)
+    return Finding(question, summary, "mend" if wrong else "as designed")
 
 
 def _times(content: Content) -> Finding:
@@ -123,7 +123,7 @@ def _times(content: Content) -> Finding:
     cells = [cell for cell in content.get("cells", ()) if cell.get("what") == "kernel"]
     if not cells:
         return Finding(question, _why_unknown(content), UNKNOWN)
-    found = "; ".join(
+    summary = "; ".join(
         f"{cell['operation']}, B={cell['batch_size']}: {_us(cell, '')} ({_us(cell, 'reference_')})"
         for cell in cells
         if cell["operation"] in ("greedy", "rejection, saved sums")
@@ -134,9 +134,9 @@ def _times(content: Content) -> Finding:
         if cell["eager_us"] > cell["reference_eager_us"]  # decoding launches them from the host
     ]
     failed = [check["name"] for check in content["checks"] if not check["is_right"]]
-    found += (f"; failed: {_named(failed)}" if failed else "") + _end_of(content)
+    summary += (f"; failed: {_named(failed)}" if failed else "") + _end_of(content)
     decides = f"reference becomes the default of: {_named(slower)}" if slower else "kernels stay the default"
-    return Finding(question, found, decides)
+    return Finding(question, summary, decides)
 
 
 def _us(cell: dict[str, Any], prefix: str) -> str:
@@ -187,6 +187,6 @@ def summary(contents: Contents) -> str:
     where = [environment.get("device", "no part has begun"), *(f"{name} {value}" for name, value in versions.items())]
     if any(content.get("is_dry_run") for content in contents.values()):
         where.append("dry run: no figure means anything")
-    lines = [f"{number + 1:2} {line.question} | {line.found} | {line.decides}"
+    lines = [f"{number + 1:2} {line.question} | {line.measured} | {line.decides}"
              for number, line in enumerate(findings(contents))]  # fmt: skip
     return "\n".join([", ".join(map(str, [*where, f"commit {environment.get('commit', 'unknown')}"])), *lines])

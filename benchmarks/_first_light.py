@@ -197,7 +197,9 @@ def first_light(folder: Path, parts: Sequence[Part], options: Sequence[str], env
             (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
             log.say("summary\n" + text)
     contents = [read_part(folder, part.name) for part in parts]
-    is_right = all(one.get("is_finished") and all(check["is_right"] for check in one["checks"]) for one in contents)
+    is_right = all(
+        content.get("is_finished") and all(check["is_right"] for check in content["checks"]) for content in contents
+    )
     return 0 if is_right else 1
 
 

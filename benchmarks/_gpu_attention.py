@@ -17,6 +17,6 @@ def attention_is_right(report: Report, device: Device) -> None:
 
 def _check(report: Report, device: Device, name: str, batch_size: int, num_query: int) -> None:
     site = Site(torch.device("cuda", 0), is_simulated=device.is_dry)
-    found = compare(site, torch.bfloat16, batch_size, num_query)
-    report.check(f"{name}: the backend is chosen by us", found.is_chosen_by_us, str(torch.bfloat16))
-    report.check(f"{name}: close to math attention", found.gap < TOLERANCES[torch.bfloat16], found.gap)
+    compared = compare(site, torch.bfloat16, batch_size, num_query)
+    report.check(f"{name}: the backend is chosen by us", compared.is_chosen_by_us, str(torch.bfloat16))
+    report.check(f"{name}: close to math attention", compared.gap < TOLERANCES[torch.bfloat16], compared.gap)

@@ -50,7 +50,7 @@ class CudaDevice:
         """See `Device.count_rounds`; launches by the profiler, waits by torch's warnings."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled, _forward_ranges(models):
             call(lambda report: record_function(_ROUND_END).__enter__().__exit__(None, None, None))
-        events = [(one.time_range.start, one.time_range.end, one.name) for one in profiled.events()]
+        events = [(event.time_range.start, event.time_range.end, event.name) for event in profiled.events()]
         forwards = sorted((begin, end) for begin, end, name in events if name == _FORWARD)
         ends = sorted(begin for begin, _, name in events if name == _ROUND_END)
         own, plans = [0] * len(ends), [0] * len(ends)
@@ -128,7 +128,7 @@ class CudaDevice:
             warnings.simplefilter("always")
 
             def end(report: object) -> None:
-                waits.append(sum(_SYNCHRONIZES in str(one.message) for one in caught) - sum(waits))
+                waits.append(sum(_SYNCHRONIZES in str(warning.message) for warning in caught) - sum(waits))
 
             torch.cuda.set_sync_debug_mode("warn")
             try:

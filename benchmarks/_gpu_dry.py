@@ -54,10 +54,10 @@ class DryDevice:
         self._gpu.log.clear()
         with suppress(Enough):
             call(rounds.end)
-        ends = [0, *(one.num_plans for one in rounds)]
+        ends = [0, *(cost.num_plans for cost in rounds)]
         plans = [now - before for before, now in pairwise(ends)]
-        waits = [sum(name != "event" for name in one.waits) for one in rounds]  # torch warns of no event either
-        return [RoundCost(one.num_launches, *rest) for one, *rest in zip(rounds, waits, plans, strict=True)][1:]
+        waits = [sum(name != "event" for name in cost.waits) for cost in rounds]  # torch warns of no event either
+        return [RoundCost(cost.num_launches, *rest) for cost, *rest in zip(rounds, waits, plans, strict=True)][1:]
 
     def kernels_of(self, run: Callable[[], object]) -> dict[str, Any]:
         """Runs once; nothing is measured."""

@@ -38,10 +38,10 @@ def _count(report: Report, device: Device, models: Models, name: str, mode: str,
     if not device.is_dry:
         call(lambda report: None)  # compiles kernels
     rounds = device.count_rounds(models, call)
-    launches = sorted(one.num_launches for one in rounds)
-    report.cell(what="rounds", name=name, rounds=[tuple(one) for one in rounds])
-    report.check(f"{name}: no wait but for the verdict", not any(one.num_waits for one in rounds), len(rounds))
-    report.check(f"{name}: no cuDNN plan", not any(one.num_plans for one in rounds), len(rounds))
+    launches = sorted(cost.num_launches for cost in rounds)
+    report.cell(what="rounds", name=name, rounds=[tuple(cost) for cost in rounds])
+    report.check(f"{name}: no wait but for the verdict", not any(cost.num_waits for cost in rounds), len(rounds))
+    report.check(f"{name}: no cuDNN plan", not any(cost.num_plans for cost in rounds), len(rounds))
     if mode == "greedy":
         typical = launches[len(launches) // 2] if launches else None
         is_right = typical is not None and 0 < typical <= MOST_LAUNCHES[drafter, batch_size]

@@ -111,5 +111,5 @@ def _await(report: Report, device: Device, name: str, run: TestRun) -> None:
 
 def outcomes_in(output: str) -> tuple[Counter[str], int]:
     """Number of tests by outcome, and the share that was run, in percent."""
-    found = _OUTCOME.findall(output)
-    return Counter(outcome for _, outcome in found), max((int(percent) for percent, _ in found), default=0)
+    outcomes = _OUTCOME.findall(output)
+    return Counter(outcome for _, outcome in outcomes), max((int(percent) for percent, _ in outcomes), default=0)

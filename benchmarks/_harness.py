@@ -105,7 +105,7 @@ def alternate(
 
 def speedups(theirs: list[float], ours: list[float]) -> dict[str, float]:
     """How many times faster `ours` is, run by run."""
-    return spread([one / other for one, other in zip(theirs, ours, strict=True)])
+    return spread([theirs_s / ours_s for theirs_s, ours_s in zip(theirs, ours, strict=True)])
 
 
 def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:

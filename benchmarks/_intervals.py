@@ -23,7 +23,7 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
     """Pairwise ratios: geometric mean with its interval, least, median and greatest."""
-    ratios = [one / other for one, other in zip(numerators, denominators, strict=True)]
+    ratios = [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
     low, high = bootstrap_interval(ratios)
     least, middle, greatest = min(ratios), float(np.median(ratios)), max(ratios)
     return {"mean": geometric_mean(ratios), "low": low, "high": high, "min": least, "median": middle, "max": greatest}

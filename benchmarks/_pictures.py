@@ -48,13 +48,16 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         if not points:
             continue
         are_names = are_names or isinstance(points[0][0], str)
-        places = [place for place, _ in points]
+        xs = [x for x, _ in points]
         spreads = [
             value if isinstance(value, dict) else dict.fromkeys(("min", "median", "max"), value) for _, value in points
         ]
-        middle = [one["median"] for one in spreads]
-        error = ([one["median"] - one["min"] for one in spreads], [one["max"] - one["median"] for one in spreads])
-        axis.errorbar(places, middle, error, fmt="o" if isinstance(places[0], str) else "o-", capsize=2, label=name)
+        middle = [entry["median"] for entry in spreads]
+        error = (
+            [entry["median"] - entry["min"] for entry in spreads],
+            [entry["max"] - entry["median"] for entry in spreads],
+        )
+        axis.errorbar(xs, middle, error, fmt="o" if isinstance(xs[0], str) else "o-", capsize=2, label=name)
     if panel.reference is not None:
         axis.axhline(panel.reference, color="grey", linewidth=0.8)
     if are_names:

@@ -51,7 +51,7 @@ def _shown(content: dict[str, Any]) -> list[Row]:
         raise SystemExit("the results hold no row; run benchmarks/verifiers.py without --table or --readme first")
     dtypes = [row["dtype"] for row in rows]
     dtype = "bfloat16" if "cuda" in content["arguments"]["device"] and "bfloat16" in dtypes else dtypes[0]
-    num = min((row["num_draft_tokens"] for row in rows), key=lambda one: abs(one - 5))
+    num = min((row["num_draft_tokens"] for row in rows), key=lambda num: abs(num - 5))
     vocab_size = max(row["vocab_size"] for row in rows)
     chosen = [
         row for row in rows if (row["dtype"], row["num_draft_tokens"], row["vocab_size"]) == (dtype, num, vocab_size)
@@ -62,20 +62,20 @@ def _shown(content: dict[str, Any]) -> list[Row]:
 
 def as_table(content: dict[str, Any]) -> str:
     """Markdown for `docs/kernels.md`."""
-    rows, made = _shown(content), content["environment"]
+    rows, environment = _shown(content), content["environment"]
     first = rows[0]
     settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")
     names = [
         method for method in ("transformers", "textbook", "flashinfer") if any(method in row["seconds"] for row in rows)
     ]
-    num_threads = content["arguments"]["threads"] or made["threads"]
+    num_threads = content["arguments"]["threads"] or environment["threads"]
     threads = "" if "cuda" in content["arguments"]["device"] else f" (threads: {num_threads})"
+    versions = "torch {torch} and transformers {transformers}".format(**environment["versions"])
     preface = (
         f"Verifying one round from raw logits: {first['dtype']}, K = {first['num_draft_tokens']}, "
-        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {made['device']}{threads} with torch "
-        f"{made['versions']['torch']} and transformers {made['versions']['transformers']}. Medians; methods alternate "
-        "in one process, and the output of each is checked before it is timed. transformers takes one row at a time. "
-        "If it lacks a verifier, its rejection sampling is compared."
+        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {environment['device']}{threads} with {versions}. "
+        "Medians; methods alternate in one process, and the output of each is checked before it is timed. transformers "
+        "takes one row at a time. If it lacks a verifier, its rejection sampling is compared."
     )
     columns = ["verifier", "rows", *(f"{name}, ms" for name in names), "hf_speculate, ms"]
     columns.append("times transformers' speed (min to max)")
@@ -112,13 +112,13 @@ def plot(content: dict[str, Any]) -> Path | None:
         cells = [row for row in rows if row["batch_size"] == batch_size]
         methods = [method for method in COLOURS if any(method in row["seconds"] for row in cells)]
         for index, method in enumerate(methods):
-            places = [place + (index + 0.5) / len(methods) * 0.7 - 0.35 for place in range(len(cells))]
+            xs = [cell + (index + 0.5) / len(methods) * 0.7 - 0.35 for cell in range(len(cells))]
             spreads = [row["seconds"].get(method) for row in cells]
-            found = [(place, one) for place, one in zip(places, spreads, strict=True) if one]
-            middle = [one["median"] * 1e3 for _, one in found]
-            below = [(one["median"] - one["min"]) * 1e3 for _, one in found]
-            above = [(one["max"] - one["median"]) * 1e3 for _, one in found]
-            spots = [place for place, _ in found]
+            bars = [(cell, bar) for cell, bar in zip(xs, spreads, strict=True) if bar]
+            middle = [bar["median"] * 1e3 for _, bar in bars]
+            below = [(bar["median"] - bar["min"]) * 1e3 for _, bar in bars]
+            above = [(bar["max"] - bar["median"]) * 1e3 for _, bar in bars]
+            spots = [cell for cell, _ in bars]
             axis.errorbar(spots, middle, (below, above), fmt="o", capsize=2, color=COLOURS[method], label=method)
         axis.set_xticks(range(len(cells)), [row["verifier"] for row in cells], rotation=35, ha="right")
         axis.set_yscale("log")

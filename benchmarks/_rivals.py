@@ -11,12 +11,12 @@ from transformers.generation.utils import _speculative_sampling
 
 def processors_of(round_: Round) -> LogitsProcessorList:
     """What transformers builds from the round's sampling settings; nothing where they change nothing."""
-    found = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if round_.warp.temperature != 1.0:
-        found.append(TemperatureLogitsWarper(round_.warp.temperature))
+        processors.append(TemperatureLogitsWarper(round_.warp.temperature))
     if round_.warp.top_k is not None:
-        found.append(TopKLogitsWarper(round_.warp.top_k))
-    return found
+        processors.append(TopKLogitsWarper(round_.warp.top_k))
+    return processors
 
 
 class Assisted:

@@ -113,7 +113,7 @@ def draw(draft_logits: Tensor, keys: NoiseKeys, how: str) -> tuple[Tensor, Tenso
         sample(logits, keys=keys._replace(positions=keys.positions + position), stream=stream, backend="torch")
         for position, logits in enumerate(draft_logits.unbind(1))
     ]
-    return torch.stack([one.token_ids for one in drawn], -1), torch.stack([one.logsumexp for one in drawn], -1)
+    return torch.stack([draw.token_ids for draw in drawn], -1), torch.stack([draw.logsumexp for draw in drawn], -1)
 
 
 def make_round(target: Tensor, draft: Tensor, warp: Warp, how: str) -> Round:

@@ -157,7 +157,7 @@ class Subject:
         generator = torch.Generator().manual_seed(1)
         shape = (max(num_prompts // batch_size, 1), batch_size, prompt_len or 128)
         ids = torch.randint(self.target.config.vocab_size, shape, generator=generator).to(self.device)
-        return [Batch(number, one, torch.ones_like(one)) for number, one in enumerate(ids)]
+        return [Batch(number, batch_ids, torch.ones_like(batch_ids)) for number, batch_ids in enumerate(ids)]
 
 
 def load(folder: Path, dtype: str, device: torch.device | str = "cpu") -> PreTrainedModel:

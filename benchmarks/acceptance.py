@@ -55,14 +55,14 @@ def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling
 
 def table(results: dict[str, Any]) -> str:
     """The table of docs/verifiers.md."""
-    rows, args, made = results["rows"], results["arguments"], results["environment"]
+    rows, args, environment = results["rows"], results["arguments"], results["environment"]
     temperatures = sorted({row["temperature"] for row in rows})
     columns = [(sampling, temperature) for sampling in DRAFT_SAMPLING for temperature in temperatures]
     heads = [f"draft {'samples' if sampling == 'sample' else 'argmax'}, T {heat:g}" for sampling, heat in columns]
     made_of = f"{args['prompts']} prompts, {args['seeds']} seeds, {args['max_new_tokens']} new tokens"
     lines = [
         "Tokens per round of the bundled pair (kept drafts and the token that follows them), float32,",
-        f"K = {args['num_assistant_tokens']}, {made_of}, torch {made['versions']['torch']}:",
+        f"K = {args['num_assistant_tokens']}, {made_of}, torch {environment['versions']['torch']}:",
         "",
         f"| verifier | {' | '.join(heads)} |",
         f"|---|{'---|' * len(heads)}",

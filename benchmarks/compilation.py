@@ -57,8 +57,8 @@ def start(name: str, dtype: str, folder: Path) -> Row:
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
     command = [sys.executable, __file__, "--worker", name, "--dtype", dtype]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True)
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return found
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def row_of(name: str, caches: str, runs: list[Row], dtype: str) -> Row:
@@ -117,9 +117,9 @@ def main() -> None:
         runs: dict[str, list[Row]] = {EMPTY: [], FILLED: []}
         for _ in tqdm(range(args.repeats), desc=METHODS[name].name, disable=None):
             with tempfile.TemporaryDirectory() as folder:
-                for found in runs.values():
-                    found.append(start(name, args.dtype, Path(folder)))
-        results.add(row_of(name, caches, found, args.dtype) for caches, found in runs.items())
+                for run in runs.values():
+                    run.append(start(name, args.dtype, Path(folder)))
+        results.add(row_of(name, caches, run, args.dtype) for caches, run in runs.items())
     print(table({"rows": results.rows}))
     print(f"written to {results.write()}")
 

@@ -93,7 +93,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     for batch in batches:
         timings.add(runner, methods, batch, args.repeats)
     plain_s = timings.plain_step_s(args.max_new_tokens)
-    middle = sorted(batches, key=lambda one: one.input_ids.shape[1])[len(batches) // 2]
+    middle = sorted(batches, key=lambda batch: batch.input_ids.shape[1])[len(batches) // 2]
     costs = measure_costs(subject, middle, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
     counted = tokens_per_round(runner, subject.batches(num_prompts, min(num_prompts, 8)), args.max_k)
     bound, bound_k = costs.bound(batch_size, counted)
@@ -242,7 +242,7 @@ def main() -> None:
     ]
     results = Results(NAME, args, cell_of)
     walk = Cells(cells, args.limit_s, "cells")
-    made, dtype_of = (None, None), {}
+    pair, dtype_of = (None, None), {}
     for name, acceptance, batch_size, mode in walk:
 
         def make(dtype: str, name: str = name, acceptance: float | None = acceptance) -> Subject:
@@ -251,14 +251,14 @@ def main() -> None:
             return load_shape(name, dtype, args.device, acceptance, args.layers, args.draft_layers)
 
         if (name, batch_size) not in dtype_of:
-            made = (None, None)  # frees its memory
+            pair = (None, None)  # frees its memory
             dtypes = args.dtypes or (["bfloat16"] if name in SHAPES and args.device.type == "cuda" else list(DTYPES))
             dtype_of[name, batch_size] = faster_dtype(make, dtypes, batch_size)
         key = (name, acceptance, dtype_of[name, batch_size])
-        if made[0] != key:
-            made = (None, None)
-            made = (key, make(key[2]))
-        results.add(measure(made[1], batch_size, mode, args))
+        if pair[0] != key:
+            pair = (None, None)
+            pair = (key, make(key[2]))
+        results.add(measure(pair[1], batch_size, mode, args))
         torch.cuda.empty_cache()
     args.left_out = walk.left_out
     path = results.write()

@@ -127,12 +127,14 @@ class Products:
         head, fc = self.network.lm_head, self.network.fc
         columns = [num_new, *[1] * (num_draft_tokens - 1)]
         products = [(fc, num_draft_tokens + 1)]  # the target scored so many tokens
-        products += [(one, num) for num in columns for one in [*self.of_layer, head]]
-        inputs = [one.weight.new_ones(batch_size, 1 if one is head else num, one.in_features) for one, num in products]
+        products += [(layer, num) for num in columns for layer in [*self.of_layer, head]]
+        inputs = [
+            layer.weight.new_ones(batch_size, 1 if layer is head else num, layer.in_features) for layer, num in products
+        ]
         wait()
         begin = time.perf_counter()
-        for (one, _), states in zip(products, inputs, strict=True):
-            one(states)
+        for (layer, _), states in zip(products, inputs, strict=True):
+            layer(states)
         wait()
         return time.perf_counter() - begin
 

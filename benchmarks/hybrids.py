@@ -63,21 +63,21 @@ class Oracle:
         self.num_right, self.vocab_size = num_right, vocab_size
 
     def __call__(self, setup: DrafterSetup) -> "Oracle":
-        self.places = torch.ones(len(self.texts), dtype=torch.int64)  # the token after the prompt is the target's
+        self.positions = torch.ones(len(self.texts), dtype=torch.int64)  # the token after the prompt is the target's
         return self
 
     def draft(self, request: DraftRequest) -> DraftOut:
         num = request.num_draft_tokens
         if request.kept is not None:
-            self.places += request.kept.num_emitted.cpu()
-        columns = self.places[:, None] + torch.arange(num)
+            self.positions += request.kept.num_emitted.cpu()
+        columns = self.positions[:, None] + torch.arange(num)
         ids = self.texts.gather(1, columns.to(self.texts.device))  # [B, K]
         is_wrong = torch.arange(num, device=ids.device) >= self.num_right
         ids = torch.where(is_wrong, (ids + 1) % self.vocab_size, ids)
         return DraftOut(ids, torch.full((len(ids),), num, dtype=torch.int32, device=ids.device), None, None)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.texts, self.places = self.texts[list(indices)], self.places[list(indices)]
+        self.texts, self.positions = self.texts[list(indices)], self.positions[list(indices)]
 
 
 def load(args: argparse.Namespace) -> PreTrainedModel:

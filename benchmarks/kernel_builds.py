@@ -82,11 +82,11 @@ class Build(NamedTuple):
         return " ".join([self.kernel.__name__, *flags, *(["without", *left_out] if left_out else [])])
 
 
-def build_of(case: str, kernel: Any, given: dict[str, Any], num_warps: int) -> Build:
+def build_of(case: str, kernel: Any, arguments: dict[str, Any], num_warps: int) -> Build:
     """The build that a launch with arguments `given`, some of which may be another kernel's, needs."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
-        value = given[name]
+        value = arguments[name]
         if isinstance(value, torch.Tensor):
             signature[name] = TYPE_NAMES[value.dtype]
         elif value is None or name.isupper():
@@ -162,9 +162,9 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     target_name, dtype_name, number = job
     target = TARGETS[target_name]
     build = list(builds(DTYPES[dtype_name], target))[number]
-    places = {name: place for place, name in enumerate(build.kernel.arg_names)}
+    indices = {name: index for index, name in enumerate(build.kernel.arg_names)}
     aligned = {
-        (places[name],): [["tt.divisibility", 16]] for name, kind in build.signature.items() if kind.startswith("*")
+        (indices[name],): [["tt.divisibility", 16]] for name, dtype in build.signature.items() if dtype.startswith("*")
     }
     source = ASTSource(build.kernel, build.signature, build.constants, aligned)
     compiled = triton.compile(source, target=target.gpu, options={"num_warps": build.num_warps})
@@ -277,14 +277,14 @@ def main() -> int:
     for row in rows:
         print(f"{row['target']:11} {row['dtype']:8} {row['registers']:4} registers {row['spills']:4} spilled "
               f"{row['shared_bytes']:6} bytes shared  {row['kernel']}")  # fmt: skip
-    found = [problem for row in rows for problem in problems(row)]
+    all_problems = [problem for row in rows for problem in problems(row)]
     if not args.kernel and args.targets == list(TARGETS) and args.dtypes == list(DTYPES):
         print(f"written to {write_results('kernel_builds', args, rows)}")
         write_between(ROOT / "docs" / "kernels.md", "kernel-builds", table(rows))
-    for problem in found:
+    for problem in all_problems:
         print(problem, file=sys.stderr)
-    print(f"{len(rows)} builds, {len(found)} problems")
-    return 1 if found else 0
+    print(f"{len(rows)} builds, {len(all_problems)} problems")
+    return 1 if all_problems else 0
 
 
 if __name__ == "__main__":

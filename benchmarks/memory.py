@@ -27,8 +27,8 @@ Row = dict[str, Any]
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of parameters and buffers; what is tied counts once."""
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
-    storages |= {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.buffers()}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.parameters()}
+    storages |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.buffers()}
     return sum(storages.values())
 
 
@@ -51,10 +51,10 @@ def peak_bytes(call: Any, device: torch.device) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    held = peak = 0
-    for event in sorted(_allocations(profiler), key=lambda one: one.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+    current = peak = 0
+    for event in sorted(_allocations(profiler), key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
     return peak
 
 
@@ -73,24 +73,24 @@ def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list
     timings = Timings()
     timings.add(runner, [PLAIN_METHOD, *our_methods], batch, 1)
     costs = measure_costs(subject, batch, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens))
-    held = {
+    peaks = {
         method.name: peak_bytes(lambda method=method: runner(method, batch), subject.device)
         for method in (PLAIN_METHOD, *our_methods)
     }
-    plain_held = held[PLAIN_METHOD.name]
+    plain_bytes = peaks[PLAIN_METHOD.name]
     target_bytes, draft_bytes = weight_bytes(subject.target), weight_bytes(subject.draft)
     draft_cache = cache_bytes(subject.draft, batch_size, batch.input_ids.shape[1] + args.max_new_tokens)
-    allowed = target_bytes + plain_held + draft_bytes + draft_cache
+    allowed = target_bytes + plain_bytes + draft_bytes + draft_cache
     rows = []
     for method in our_methods:
         row = {"subject": subject.name, "dtype": subject.dtype, "batch_size": batch_size, "checked": checked}
         row |= timings.summary(method) | costs.report(timings.counts[method.name], batch_size)
         row["efficiency"] = row["decode_over_plain"] / row["expected"]
-        row |= {"prompt_len": batch.input_ids.shape[1], "plain_bytes": target_bytes + plain_held}
+        row |= {"prompt_len": batch.input_ids.shape[1], "plain_bytes": target_bytes + plain_bytes}
         row |= {"draft_bytes": draft_bytes, "draft_cache_bytes": draft_cache}
-        row |= {"ours_bytes": target_bytes + draft_bytes + held[method.name]}
+        row |= {"ours_bytes": target_bytes + draft_bytes + peaks[method.name]}
         row["over_allowed"] = row["ours_bytes"] / allowed
-        row["over_allowed_without_weights"] = held[method.name] / (plain_held + draft_cache)
+        row["over_allowed_without_weights"] = peaks[method.name] / (plain_bytes + draft_cache)
         rows.append(row)
     return rows
 
@@ -140,24 +140,24 @@ def main() -> None:
     on_gpu = args.device.type == "cuda"
     args.subjects = args.subjects or (["pair", "llama-8b"] if on_gpu else ["pair"])
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    walk, results, made = (
+    walk, results, pair = (
         Cells([(n, b) for n in args.subjects for b in args.batch_sizes], args.limit_s, "cells"),
         Results(NAME, args),
         None,
     )
     for name, batch_size in walk:
-        if made is None or made.name != name:
-            made = None
+        if pair is None or pair.name != name:
+            pair = None
             if name == "pair":
-                made = load_pair(args.dtype, args.device)
+                pair = load_pair(args.dtype, args.device)
             else:
-                made = load_shape(name, args.dtype, args.device, args.acceptance, args.layers, args.draft_layers)
-        results.add(measure(made, batch_size, args))
+                pair = load_shape(name, args.dtype, args.device, args.acceptance, args.layers, args.draft_layers)
+        results.add(measure(pair, batch_size, args))
     args.left_out = walk.left_out
     path, rows = results.write(), results.rows
     print(table({"rows": rows}))
-    places = [f"{row['subject']}, {row['batch_size']} rows, {row['method']}" for row in rows]
-    series = {"peak": [(place, row["over_allowed"]) for place, row in zip(places, rows, strict=True)]}
+    labels = [f"{row['subject']}, {row['batch_size']} rows, {row['method']}" for row in rows]
+    series = {"peak": [(label, row["over_allowed"]) for label, row in zip(labels, rows, strict=True)]}
     draw(path.with_suffix(".png"), [Panel("Peak over plain's, draft and its cache", "ratio", series, ALLOWED)])
     print(f"written to {path}")
 

@@ -143,12 +143,12 @@ def measure(subject: Subject, cell: Cell, args: argparse.Namespace) -> list[Row]
 
 def fastest_elsewhere(constants: list[list[float]]) -> list[float]:
     """By batch, the seconds of the constant K that was fastest in the other batches; `constants` is by K and batch."""
-    places = range(len(constants[0]))
+    settings = range(len(constants[0]))
 
-    def seconds_elsewhere(seconds: list[float], place: int) -> float:
-        return median(seconds[:place] + seconds[place + 1 :] or seconds)
+    def seconds_elsewhere(seconds: list[float], setting: int) -> float:
+        return median(seconds[:setting] + seconds[setting + 1 :] or seconds)
 
-    return [min(constants, key=lambda seconds: seconds_elsewhere(seconds, place))[place] for place in places]
+    return [min(constants, key=lambda seconds: seconds_elsewhere(seconds, setting))[setting] for setting in settings]
 
 
 def share_of_best(row: Row) -> float | None:

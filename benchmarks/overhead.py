@@ -98,10 +98,10 @@ def main() -> None:
     args.left_out = walk.left_out
     path, rows = results.write(), results.rows
     print(table({"rows": rows}))
-    places = [f"{row['batch_size']} rows, {row['mode']}" for row in rows]
+    labels = [f"{row['batch_size']} rows, {row['mode']}" for row in rows]
     series = {
-        "from outside": [(place, row["share_outside"]) for place, row in zip(places, rows, strict=True)],
-        "from inside": [(place, row["share_inside"]) for place, row in zip(places, rows, strict=True)],
+        "from outside": [(label, row["share_outside"]) for label, row in zip(labels, rows, strict=True)],
+        "from inside": [(label, row["share_inside"]) for label, row in zip(labels, rows, strict=True)],
     }
     draw(path.with_suffix(".png"), [Panel("What a round costs besides its forwards", "share of it", series, 0.05)])
     print(f"written to {path}")

@@ -46,8 +46,8 @@ def comparison_table(cells: Cells) -> str:
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
         names = [f"{method}{num}" for num in LENGTHS] if method.endswith(BEST) else [method]
-        found = [cells[(name, *column)]["over_plain"]["median"] for name in names if (name, *column) in cells]
-        return f"{max(found):.2f}x" if found else None
+        speedups = [cells[(name, *column)]["over_plain"]["median"] for name in names if (name, *column) in cells]
+        return f"{max(speedups):.2f}x" if speedups else None
 
     rows = [{"method": name} | {head: shown(of, COLUMNS[head]) for head in COLUMNS} for name, of in COMPARED.items()]
     return markdown({head: lambda row, head=head: row[head] for head in ("method", *COLUMNS)}, rows)
@@ -55,9 +55,10 @@ def comparison_table(cells: Cells) -> str:
 
 def origin(results: dict[str, Any]) -> str:
     """What measured the figures."""
-    found = results["environment"]
-    versions = "torch {torch} and transformers {transformers}".format(**found["versions"])
-    return f"Measured on {found['threads']} cores of an {found['device']} with {versions}, commit {found['commit']}."
+    environment = results["environment"]
+    versions = "torch {torch} and transformers {transformers}".format(**environment["versions"])
+    machine = f"{environment['threads']} cores of an {environment['device']}"
+    return f"Measured on {machine} with {versions}, commit {environment['commit']}."
 
 
 def statistics(cells: Cells) -> str:

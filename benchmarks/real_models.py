@@ -80,19 +80,19 @@ def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None,
 
 def check_texts(cell: Cell, decoder: Decoder, methods: Sequence[Method], runs: Runs, num: int) -> dict[str, str]:
     """The result of each method in words; those that begin with "wrong" are faults."""
-    plain, compare, found = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
+    plain, compare, results = runs[PLAIN_METHOD.name], TextCheck(decoder), {}
     vocab_size = decoder.target.config.get_text_config().vocab_size
     for method in methods:
         texts = [ids for run in runs[method.name] for ids in run.texts]
         if any(len(ids) != num or not 0 <= min(ids) <= max(ids) < vocab_size for ids in texts):
-            found[method.name] = f"wrong: ids out of range, or not {num} of them"
+            results[method.name] = f"wrong: ids out of range, or not {num} of them"
         elif cell.do_sample:
-            found[method.name] = "ids are in range; the distribution is not checked"
+            results[method.name] = "ids are in range; the distribution is not checked"
         else:
             compared = compare(method, runs[method.name], plain)
             is_wrong = compared.num_wrong or (cell.dtype == "float32" and compared.num_ties)
-            found[method.name] = f"{'wrong: ' * bool(is_wrong)}{compared}"
-    return found
+            results[method.name] = f"{'wrong: ' * bool(is_wrong)}{compared}"
+    return results
 
 
 def seconds_of(run: Run) -> Row:
@@ -212,7 +212,7 @@ def table(content: Row) -> str:
     """All cells, what they say together, and the meaning of the columns."""
     rows = content["rows"]
     settings = [row["settings"] for row in rows]
-    pairs, lengths = ({one[name] for one in settings} for name in ("pairs", "max_new_tokens"))
+    pairs, lengths = ({setting[name] for setting in settings} for name in ("pairs", "max_new_tokens"))
     shown = {"num_pairs": "/".join(map(str, sorted(pairs))), "num_new": "/".join(map(str, sorted(lengths)))}
     notes = NOTES.format(num_cells=len(rows), **shown)
     return f"{notes}\n{summary(rows)}\n\n{markdown(COLUMNS, rows)}"

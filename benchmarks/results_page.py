@@ -112,7 +112,11 @@ def find(name: str, folder: Path) -> list[tuple[str, Row]]:
     files = [f"{name}{ending}" for ending in DEVICES if (folder / f"{name}{ending}.json").exists()]
     contents = [(file, read_results(file, folder)) for file in files]
     has_methods = name in {end_to_end.NAME, never_slower.NAME, memory.NAME}
-    return [(file, one) for file, one in contents if one["rows"] and (not has_methods or "method" in one["rows"][0])]
+    return [
+        (file, content)
+        for file, content in contents
+        if content["rows"] and (not has_methods or "method" in content["rows"][0])
+    ]
 
 
 def line(
@@ -168,7 +172,7 @@ def ran_compiled(row: Row) -> bool:
 
 def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
     """Lines for every pair that was measured."""
-    found = []
+    lines = []
     goals = {1: Goals(1.5, 0.93, 1.7, 1.85, 0.95), 8: Goals(4.0, 0.90, 1.5, 1.7, 0.90)}
     for batch_size, goal in goals.items():
         for cell in cells_of(rows, batch_size) or [[]]:
@@ -178,25 +182,27 @@ def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
                     schedule = "default schedule" if num is None else f"K = {num}"
                     method = f"B={batch_size} greedy{pair}{where}, {schedule}{', compiled' * is_compiled}"
                     ours = way_of(cell, num, is_compiled=is_compiled)
-                    found += lines_of(method, cell, ours, goal, is_looped=batch_size > 1)
-    return found
+                    lines += lines_of(method, cell, ours, goal, is_looped=batch_size > 1)
+    return lines
 
 
 def lines_of(method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool) -> list[Target]:
     """The targets of one of our methods; efficiency and the pair's bound are of eager forwards."""
     peer = f"assisted{' looped over rows' * is_looped} (best of its K and its defaults)"
     over_plain = ours["over_plain"]["median"] if ours else None
-    found = [
+    candidates = [
         line(f"{method}: speed over transformers' {peer}", goal.assisted, [over_assisted(cell, ours)]),
         line(f"{method}: speed over plain", goal.plain, [over_plain]),
     ]
     if ours and ours["bound"] < goal.least_bound:
-        words = f"{found[1].goal}, where the pair's bound is {goal.least_bound:.2f} or more: it is {ours['bound']:.2f}"
-        found[1] = found[1]._replace(goal=words, is_reached=None)
+        words = (
+            f"{candidates[1].goal}, where the pair's bound is {goal.least_bound:.2f} or more: it is {ours['bound']:.2f}"
+        )
+        candidates[1] = candidates[1]._replace(goal=words, is_reached=None)
     if "compiled" in method:
-        return [*found, line(f"{method}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)])]
-    found.append(line(f"{method}: share of the pair's bound", goal.share, [ours.get("share_of_bound")]))
-    return [*found, line(f"{method}: efficiency", goal.efficiency, [ours.get("efficiency")])]
+        return [*candidates, line(f"{method}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)])]
+    candidates.append(line(f"{method}: share of the pair's bound", goal.share, [ours.get("share_of_bound")]))
+    return [*candidates, line(f"{method}: efficiency", goal.efficiency, [ours.get("efficiency")])]
 
 
 def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
@@ -294,9 +300,9 @@ def heads_targets(rows: list[Row], where: str) -> list[Target]:
 
 def throughput_targets(rows: list[Row], where: str) -> list[Target]:
     figure = "refilled rows with speculation over"
-    found = {row["method"]: row["refill_is_faster"]["median"] for row in rows if "failure" not in row}
+    refill = {row["method"]: row["refill_is_faster"]["median"] for row in rows if "failure" not in row}
     return [
-        line(f"{figure} {name}{where}", goal, [found[name]] if name in found else [])
+        line(f"{figure} {name}{where}", goal, [refill[name]] if name in refill else [])
         for name, goal in throughput.TARGETS.items()
     ]
 
@@ -338,7 +344,7 @@ def targets(folder: Path) -> str:
     return markdown(TARGET_COLUMNS, lines)
 
 
-def made(content: Row) -> str:
+def origin(content: Row) -> str:
     """Where a result comes from."""
     of = content["environment"]
     threads = "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
@@ -362,8 +368,8 @@ def sources_note(results: Iterable[tuple[str, Row]], tree: str) -> str:
     """Which results, by file, were measured with other sources than those of the hash `tree`."""
     by_state: dict[str, list[str]] = {"the same": [], "other": [], "unrecorded": []}
     for file, content in results:
-        found = content["environment"].get("sources")
-        by_state["unrecorded" if found is None else "the same" if found == tree else "other"].append(f"`{file}`")
+        sources = content["environment"].get("sources")
+        by_state["unrecorded" if sources is None else "the same" if sources == tree else "other"].append(f"`{file}`")
     lines = [f"- Measured with {state} sources: {', '.join(files)}." for state, files in by_state.items() if files]
     begin = "Results hold a hash of `hf_speculate/` and `triton_kernels/`. When this page was written, it was"
     return "\n".join([f"{begin} `{tree}`.", "", *lines])
@@ -372,7 +378,7 @@ def sources_note(results: Iterable[tuple[str, Row]], tree: str) -> str:
 def page(folder: Path) -> str:
     parts = ["# Results", ""]
     parts += ["Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.", ""]
-    results = [one for section in SECTIONS for one in find(section.name, folder)]
+    results = [result for section in SECTIONS for result in find(section.name, folder)]
     parts += ["## Sources", "", sources_note(results, source_hash()), ""]
     parts += [
         "## Targets",
@@ -387,7 +393,7 @@ def page(folder: Path) -> str:
         if not results:
             parts += ["", f"Not measured yet: `python benchmarks/{section.name}.py`."]
         for file, content in results:
-            parts += ["", made(content), "", section.table(content).strip()]
+            parts += ["", origin(content), "", section.table(content).strip()]
             if (folder / f"{file}.png").exists():
                 parts += ["", f"![{section.title}](results/{file}.png)"]
     return "\n".join([*parts, *_gpu_page.section(folder)]) + "\n"

@@ -118,7 +118,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     calls = {"ours": mine, "transformers": lambda: theirs(num), "one row": lambda: theirs(1)}
     alternate(calls, 1, prepare=undo)
     seconds = alternate(calls, args.verify_repeats, f"forwards at {length} tokens", undo)
-    one = median(seconds["one row"])
+    one_row_s = median(seconds["one row"])
     return {
         "varies": VERIFY,
         "context": length,
@@ -127,7 +127,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
         "layers": config.num_hidden_layers,
         "dtype": subject.dtype,
         "seconds": {name: spread(values) for name, values in seconds.items()},
-        "v": {name: median(seconds[name]) / one for name in ("ours", "transformers")},
+        "v": {name: median(seconds[name]) / one_row_s for name in ("ours", "transformers")},
     }
 
 

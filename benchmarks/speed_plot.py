@@ -53,7 +53,7 @@ def picture(results: dict[str, Any], theme: Theme) -> str:
     spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
     most = max(spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads)
     height = TOP + LINE * len(METHODS) + 44
-    made = results["environment"]
+    environment = results["environment"]
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',
@@ -67,8 +67,8 @@ def picture(results: dict[str, Any], theme: Theme) -> str:
         start = LEFT + number * (PANEL + GAP)
         parts += panel(start, rows_in_words(batch_size), spreads[batch_size], most, theme)
     source = (
-        f"bundled pair of 7 M and 1.5 M parameters, float32, {made['threads']} cores of an {device(made['device'])}, "
-        f"{made['date']}; bars: medians, lines: minimum to maximum"
+        f"bundled pair of 7 M and 1.5 M parameters, float32, {environment['threads']} cores of an "
+        f"{device(environment['device'])}, {environment['date']}; bars: medians, lines: minimum to maximum"
     )
     parts.append(text(16, height - 12, source, theme.faint, 'font-size="12"'))
     return "\n".join([*parts, "</svg>", ""])
@@ -78,11 +78,11 @@ def panel(start: float, title: str, spreads: list[dict[str, float]], most: float
     """The bars of one number of rows; all panels have the scale of the largest value."""
     scale = (PANEL - 24) / most  # room for the last label
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
-    one = start + scale
+    plain_x = start + scale
     style = f'stroke="{theme.line}" stroke-dasharray="3 3"'
     parts = [
         text(start, TOP - 14, title, theme.text, 'font-size="14" font-weight="600"'),
-        f'<line x1="{one:.1f}" y1="{TOP - 6}" x2="{one:.1f}" y2="{bottom}" {style}/>',
+        f'<line x1="{plain_x:.1f}" y1="{TOP - 6}" x2="{plain_x:.1f}" y2="{bottom}" {style}/>',
     ]
     for number, (method, spread) in enumerate(zip(METHODS, spreads, strict=True)):
         top = TOP + LINE * number
@@ -102,8 +102,8 @@ def panel(start: float, title: str, spreads: list[dict[str, float]], most: float
 def spreads_of(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, float]]:
     """Speed-ups over plain decoding of each of `METHODS`: min, median, max."""
     cell = ("pair", "float32", "greedy", batch_size)
-    found = [row for row in rows if (row["subject"], row["dtype"], row["mode"], row["batch_size"]) == cell]
-    by_method = {key_of(row): row["over_plain"] for row in found if row["verifier"] is None}
+    cells = [row for row in rows if (row["subject"], row["dtype"], row["mode"], row["batch_size"]) == cell]
+    by_method = {key_of(row): row["over_plain"] for row in cells if row["verifier"] is None}
     return [by_method[method.engine, method.num_assistant_tokens, method.is_compiled] for method in METHODS]
 
 

@@ -102,7 +102,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
     for length in tqdm(args.lengths, desc=f"indexing, {batch_size} rows", leave=False, disable=None):
         rows = [ids[row * 1000 : row * 1000 + length + num_new] for row in range(batch_size)]
         texts.append(Text(torch.tensor(rows), length, args))
-    other = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
     for _ in tqdm(range(num_blocks), desc=f"blocks of rounds, {batch_size} rows", leave=False, disable=None):
         for text in texts:
             for _ in range(BLOCK_ROUNDS):
@@ -112,7 +112,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
             text.their_round()
         for _ in range(BLOCK_ROUNDS):
             for text in texts:
-                other += 1
+                buffer += 1
                 text.round(text.later_us)
     return [
         {
@@ -153,12 +153,12 @@ def table(content: dict[str, Any]) -> str:
 
 def growths(rows: list[dict[str, Any]]) -> list[float]:
     """By number of rows and way of timing, the longest text's median over the shortest's."""
-    found = []
+    samples = []
     for batch_size in sorted({row["batch_size"] for row in rows}):
         for name in ("us_per_row_and_round", "us_after_other_work"):
             us = {row["length"]: row[name]["median"] for row in rows if row["batch_size"] == batch_size}
-            found.append(us[max(us)] / us[min(us)])
-    return found
+            samples.append(us[max(us)] / us[min(us)])
+    return samples
 
 
 def main() -> None:

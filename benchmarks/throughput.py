@@ -164,8 +164,8 @@ class Methods:
         return {
             "method": name,
             "tokens": self.num_tokens[name],
-            "tokens_per_s": spread([self.num_tokens[name] / one for one in seconds[name]]),
-            "refill_is_faster": spread([other / one for one, other in paired]),
+            "tokens_per_s": spread([self.num_tokens[name] / duration_s for duration_s in seconds[name]]),
+            "refill_is_faster": spread([other_s / duration_s for duration_s, other_s in paired]),
             "target": TARGETS.get(name),
             "rounds_of_the_batch": num_rounds or None,
             "tokens_per_round": self.num_tokens[name] / num_rounds if num_rounds else None,
@@ -223,7 +223,7 @@ def main() -> None:
         taken = methods.run(name)
         if taken is not None:
             seconds[name].append(taken)
-        results.new = [methods.row(one, seconds) for one in seconds if seconds[one] or one in methods.failures]
+        results.new = [methods.row(name, seconds) for name in seconds if seconds[name] or name in methods.failures]
         results.write()
     print(table({"rows": results.rows}))
 

@@ -67,7 +67,7 @@ def left_out_of(shapes: list[Shape]) -> str | None:
     parts = [
         f"{name} {', '.join(map(str, missing))}"
         for name, full, taken in axes
-        if (missing := [one for one in full if one not in taken])
+        if (missing := [method for method in full if method not in taken])
     ]
     return "; ".join(parts) or None
 
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for shape in shapes
         for name in args.verifiers
         for warp in VERIFIERS[name].warps
-        if (warp.top_k is None) in [one == "plain" for one in args.logits] or len(VERIFIERS[name].warps) == 1
+        if (warp.top_k is None) in [logits == "plain" for logits in args.logits] or len(VERIFIERS[name].warps) == 1
     ]
     rows: list[dict[str, Any]] = []
     for shape, name, warp in tqdm(cells, desc="cells", leave=False, disable=None):

@@ -43,7 +43,9 @@ def check_private_names(model: PreTrainedModel) -> None:
 
 
 def _check(*holders: tuple[object, Sequence[str]]) -> None:
-    missing = [f"{type(one).__name__}.{name}" for one, names in holders for name in names if not hasattr(one, name)]
+    missing = [
+        f"{type(holder).__name__}.{name}" for holder, names in holders for name in names if not hasattr(holder, name)
+    ]
     if missing:
         raise UnsupportedModelError(
             f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; hf_speculate was "
@@ -120,8 +122,8 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
     default: Any = model._default_compile_config
     if not is_valid({CACHE_NAME: probe}, config):
         return None
-    found: CompileConfig = config.compile_config or default()
-    return found
+    compile_config: CompileConfig = config.compile_config or default()
+    return compile_config
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:

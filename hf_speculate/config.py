@@ -16,8 +16,8 @@ from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
 
 MAX_ASSISTANT_TOKENS = 128
-DEFAULT_ASSISTANT_TOKENS = 5  # of all schedules but "adaptive"
-DEFAULT_MAX_ASSISTANT_TOKENS = 10  # of "adaptive"
+DEFAULT_ASSISTANT_TOKENS = 5  # default of all schedules but "adaptive"
+DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default of "adaptive"
 
 _RUN_FACTOR = 0x3C6EF372FE94F82B  # odd and irregular: seeds of later runs differ from those of other rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # sampling verifiers that are greedy at temperature 0
@@ -27,11 +27,13 @@ _LARGEST = sys.float_info.max
 def _is_draft_len(value: Any) -> bool:
     if is_int(value):
         return bool(1 <= value <= MAX_ASSISTANT_TOKENS)
-    return is_list(value, lambda one: is_int(one) and 0 <= one <= MAX_ASSISTANT_TOKENS) and len(value) > 0
+    return is_list(value, lambda num: is_int(num) and 0 <= num <= MAX_ASSISTANT_TOKENS) and len(value) > 0
 
 
 def _is_span(value: Any) -> bool:
-    return is_list(value, lambda one: is_int(one) and one >= 0) and len(value) == 2 and value[0] != value[1]
+    return (
+        is_list(value, lambda token_id: is_int(token_id) and token_id >= 0) and len(value) == 2 and value[0] != value[1]
+    )
 
 
 _CHECKS: dict[str, Check] = {
@@ -166,11 +168,11 @@ class SpeculationConfig:
             "a number of num_assistant_tokens per row": isinstance(self.num_assistant_tokens, Sequence),
             "candidate_generator": self.candidate_generator is not None,
         }
-        for other, is_set in constant_for.items():
+        for constant, is_set in constant_for.items():
             if is_set and self.num_assistant_tokens_schedule not in (None, "constant"):
                 raise ConfigError(
-                    f"num_assistant_tokens_schedule must be 'constant' with {other}, got "
-                    f"{self.num_assistant_tokens_schedule!r}; leave it out, or leave {other} out"
+                    f"num_assistant_tokens_schedule must be 'constant' with {constant}, got "
+                    f"{self.num_assistant_tokens_schedule!r}; leave it out, or leave {constant} out"
                 )
 
     @property
@@ -234,7 +236,7 @@ class SpeculationConfig:
         if not isinstance(num, Sequence):
             return [MAX_ASSISTANT_TOKENS] * batch_size
         _check_one_per_row("num_assistant_tokens", num, batch_size, "pass one int for all rows")
-        return [int(one) for one in num]
+        return [int(of_row) for of_row in num]
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The settings with defaults that depend on `do_sample` filled in."""

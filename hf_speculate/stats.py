@@ -291,17 +291,19 @@ _COUNTS = tuple(entry.name for entry in fields(SpeculationStats) if entry.name.e
 # How the values of a field are added, by the name of the field.
 _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **{entry.name: operator.add for entry in fields(SpeculationStats)},
-    **dict.fromkeys(("verifier", "plan", "cache"), lambda one, other: one if one == other else ""),
-    **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda one, other: list(dict.fromkeys([*one, *other]))),
+    **dict.fromkeys(("verifier", "plan", "cache"), lambda first, second: first if first == second else ""),
+    **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda first, second: list(dict.fromkeys([*first, *second]))),
     **dict.fromkeys(("status", "lock_step"), operator.or_),
-    **dict.fromkeys(_COUNTS, lambda one, other: [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]),
-    **dict.fromkeys(("rounds_by_draft_len", "replaced_steps"), lambda one, other: dict(Counter(one) + Counter(other))),
-    "draft_lens": lambda one, other: (one + other)[:MAX_DRAFT_LENS],
-    "plain_step_s_by_rows": lambda one, other: {
-        num: [*one.get(num, ()), *other.get(num, ())][:MAX_PLAIN_STEPS] for num in one | other
+    **dict.fromkeys(_COUNTS, lambda first, second: [sum(pair) for pair in zip_longest(first, second, fillvalue=0)]),
+    **dict.fromkeys(
+        ("rounds_by_draft_len", "replaced_steps"), lambda first, second: dict(Counter(first) + Counter(second))
+    ),
+    "draft_lens": lambda first, second: (first + second)[:MAX_DRAFT_LENS],
+    "plain_step_s_by_rows": lambda first, second: {
+        num: [*first.get(num, ()), *second.get(num, ())][:MAX_PLAIN_STEPS] for num in first | second
     },
 }
 
 
 def _ratios(numerators: list[int], denominators: list[int]) -> list[float]:
-    return [one / other for one, other in zip(numerators, denominators, strict=True)]
+    return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]

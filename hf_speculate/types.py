@@ -16,14 +16,14 @@ BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)
 
 
 class SampleStrategy(Enum):
-    """How a token is chosen from logits."""
+    """The strategy that chooses a token from logits."""
 
     GREEDY = "greedy"
     RANDOM = "random"
 
 
 class CachedDraft(NamedTuple):
-    """What a draft cache holds after a draft that was not fed to it, or not in every row."""
+    """The states that a draft cache holds after a draft that was not fed to it, or not in every row."""
 
     num_ahead: int  # tokens past each row's sequence; negative: tokens of the sequence that the cache lacks
     is_own: Sequence[bool]  # [B] rows whose drafted tokens the cache holds
@@ -118,7 +118,7 @@ class StageSeconds(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """What one round did; observers read it after the round."""
+    """The record of one round, which observers read after it."""
 
     num_round: int  # counted from 1; 0 for the token that follows the prompt
     row_ids: list[int]  # [B] the output row of each row
@@ -142,13 +142,13 @@ class RoundRecord(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """What one round did, as passed to `generate(..., speculation_callback=...)`.
+    """The record of one round, as passed to `generate(..., speculation_callback=...)`.
 
     All values are on the host. In a call that decodes in several runs, as Whisper's over long audio, rounds and seconds
     start again with each run.
     """
 
-    num_round: int  # of the batch, counted from 1
+    num_round: int  # number of the batch's round, counted from 1
     row_ids: tuple[int, ...]  # [N] output rows that were live
     num_drafted: tuple[int, ...]  # [N] drafted tokens of each row that counted; 0 in a plain step
     num_accepted: tuple[int, ...]  # [N] drafted tokens that the verifier accepted

@@ -89,7 +89,7 @@ CACHES = ("auto", "dynamic", "preallocated")
 # What one call may have. `tests/pairs.json` has rows that hold every pair of values, and `generation/test_matrix.py`
 # decodes each. A new feature is a value here; `python -m tests.pairs` then writes the rows anew.
 AXES: dict[str, tuple[str, ...]] = {
-    "kind": (
+    "family": (
         "llama",
         "qwen2",
         "mistral_window",
@@ -123,16 +123,17 @@ AXES: dict[str, tuple[str, ...]] = {
     "outputs": ("ids", "scores", "states", "passed cache"),
 }
 _RECURRENT, _READS_ENCODER = "it has recurrent layers", "it attends to an encoder"
-MAMBA_CACHE: Pair = (("kind", "mamba2"), ("outputs", "passed cache"))
+MAMBA_CACHE: Pair = (("family", "mamba2"), ("outputs", "passed cache"))
 # Pairs that are refused, with the reason.
 EXCLUDED: dict[Pair, str] = {
     **{
-        (("kind", kind), ("drafter", "early exit")): "its layers cannot be left out" for kind in ("gpt2", "bloom", "t5")
+        (("family", family), ("drafter", "early exit")): "its layers cannot be left out"
+        for family in ("gpt2", "bloom", "t5")
     },
-    (("kind", "bloom"), ("cache", "preallocated")): "it takes no position_ids",
-    (("kind", "falcon_h1"), ("cache", "preallocated")): _RECURRENT,
-    (("kind", "mamba2"), ("cache", "preallocated")): _RECURRENT,
-    (("kind", "t5"), ("cache", "preallocated")): _READS_ENCODER,
+    (("family", "bloom"), ("cache", "preallocated")): "it takes no position_ids",
+    (("family", "falcon_h1"), ("cache", "preallocated")): _RECURRENT,
+    (("family", "mamba2"), ("cache", "preallocated")): _RECURRENT,
+    (("family", "t5"), ("cache", "preallocated")): _READS_ENCODER,
     MAMBA_CACHE: "it takes its cache under another name",
     **{(("drafter", "generator"), ("batch", size)): "a generator drafts for one row" for size in ("2", "3", "8")},
     **{(("batch", size), ("outputs", "states")): "hidden states are those of one row" for size in ("2", "3", "8")},
@@ -155,17 +156,17 @@ def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
 
 @cache
 def pair(
-    kind: str, noise: float = DRAFT_NOISE, seed: int = 0, dtype: torch.dtype = torch.float64
+    family: str, noise: float = DRAFT_NOISE, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """As `new_pair`. Shared between tests: change neither."""
-    return new_pair(kind, noise, seed, dtype=dtype)
+    return new_pair(family, noise, seed, dtype=dtype)
 
 
 def new_pair(
-    kind: str = "llama", noise: float = DRAFT_NOISE, seed: int = 0, **options: Any
+    family: str = "llama", noise: float = DRAFT_NOISE, seed: int = 0, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """An enabled target and its draft, float64 unless told."""
-    target = hf_speculate.enable(make_model(kind, seed=seed, **options))
+    target = hf_speculate.enable(make_model(family, seed=seed, **options))
     return target, noisy_copy(target, noise, seed=seed + 1)
 
 

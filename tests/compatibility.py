@@ -25,13 +25,13 @@ from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.validate_models import check_models
-from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit
+from hf_speculate.models.quirks import QUIRKS, TESTED_TYPES, Limit
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.random_calls import READER_NAMES, Case, target_of
 from tests.random_calls import prompts_of as prompts_of_case
-from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_KINDS, UNSUPPORTED_RECURRENT, unsupported_config
+from tests.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import RECURRENT_FAMILIES, UNSUPPORTED_RECURRENT, unsupported_config
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts
 
 ROOT = Path(__file__).parents[1]
@@ -92,17 +92,17 @@ LIMITS = {
 
 
 @cache
-def models(kind: str) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
     """A plain model, an enabled one of the same weights, and a draft for them."""
-    plain = make_model(kind)
-    return plain, hf_speculate.enable(make_model(kind)), noisy_copy(plain)
+    plain = make_model(family)
+    return plain, hf_speculate.enable(make_model(family)), noisy_copy(plain)
 
 
 @cache
-def plain_text(kind: str, batch_size: int) -> list[int]:
+def plain_text(family: str, batch_size: int) -> list[int]:
     """The new ids of the first row that plain greedy decoding gives."""
     prompts = prompts_of(batch_size)
-    text = models(kind)[0].generate(**prompts, max_new_tokens=NUM_NEW)
+    text = models(family)[0].generate(**prompts, max_new_tokens=NUM_NEW)
     return text[0, prompts["input_ids"].shape[1] :].tolist()
 
 
@@ -113,7 +113,7 @@ def prompts_of(batch_size: int) -> dict[str, Tensor]:
 
 def keywords(call: Call) -> dict[str, Any]:
     """All that the call gives to `generate()`, but the draft."""
-    options = call.options if not callable(call.options) else call.options(plain_text(call.kind, call.rows))
+    options = call.options if not callable(call.options) else call.options(plain_text(call.family, call.rows))
     sampling = {"do_sample": True, "verifier": "coupled", "seed": 5} if call.samples else {}
     return {**prompts_of(call.rows), "max_new_tokens": NUM_NEW, **sampling, **options}
 
@@ -143,7 +143,7 @@ def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword"
 
 def decode_plainly(call: Call, without: str | None = None) -> Tensor:
     """The ids without a draft: transformers' own, but for sampling, which is `coupled` of an enabled model."""
-    plain, enabled, _ = models(call.kind)
+    plain, enabled, _ = models(call.family)
     given = {name: value for name, value in keywords(call).items() if name != without}
     if call.samples:
         return decode(enabled, {**given, "assistant_model": None})
@@ -152,7 +152,7 @@ def decode_plainly(call: Call, without: str | None = None) -> Tensor:
 
 def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor:
     """The ids of an enabled model with a draft; `more` are further keywords."""
-    _, enabled, draft = models(call.kind)
+    _, enabled, draft = models(call.family)
     return decode(enabled, {"assistant_model": draft, "num_assistant_tokens": 4, **keywords(call), **more}, where)
 
 
@@ -178,7 +178,7 @@ def render() -> str:
         _section("Fields of `GenerationConfig`", FIELDS),
         _section("Fields of hf_speculate", OWN_FIELDS),
         MODELS,
-        _table(("model", "KV cache"), [(as_code(name), kind) for name, kind in family_rows()]),
+        _table(("model", "KV cache"), [(as_code(name), cache) for name, cache in family_rows()]),
         "Not supported:\n",
         _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
     ]
@@ -186,9 +186,12 @@ def render() -> str:
 
 
 def _types() -> list[str]:
-    limited = [(as_code(one.model_type), LIMITS[one.limit], one.reason) for one in QUIRKS if one.limit in LIMITS]
+    limited = [
+        (as_code(quirk.model_type), LIMITS[quirk.limit], quirk.reason) for quirk in QUIRKS if quirk.limit in LIMITS
+    ]
     versions = {
-        version: [name for name in SHOWN if SHOWN[name] == version] for version in dict.fromkeys(SHOWN.values())
+        version: [name for name, since in TESTED_TYPES.items() if since == version]
+        for version in dict.fromkeys(TESTED_TYPES.values())
     }
     lists = [
         f"- Since transformers {version}: {', '.join(map(as_code, names))}." for version, names in versions.items()
@@ -233,7 +236,8 @@ _WITH_PICTURES = (make_llava, make_qwen2_vl, make_qwen3_5_vl)
 def family_rows() -> list[tuple[str, str]]:
     """Class of a model whose text tests compare with plain decoding, and the KV cache with which a call runs."""
     rows = {
-        _family_row(name) for name in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS, "t5", "bart", "whisper", *READER_NAMES)
+        _family_row(name)
+        for name in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES, "t5", "bart", "whisper", *READER_NAMES)
     }
     for make in _WITH_PICTURES:
         target = make()
@@ -260,8 +264,8 @@ def _cache_of(target: PreTrainedModel, inputs: dict[str, Any]) -> str:
 
 def refused_rows() -> Iterator[tuple[str, str]]:
     """Class of a model with recurrent states, and the message that refuses it."""
-    for kind in UNSUPPORTED_RECURRENT:
-        model = AutoModelForCausalLM.from_config(unsupported_config(kind))
+    for family in UNSUPPORTED_RECURRENT:
+        model = AutoModelForCausalLM.from_config(unsupported_config(family))
         with pytest.raises(UnsupportedModelError) as caught:
             check_models([model], AssistantModel(model))
         yield type(model).__name__, str(caught.value)

@@ -36,7 +36,7 @@ class Call:
 
     options: Options  # keywords, or what makes them from the new ids of the plain greedy text
     rows: int = 1  # 0 leaves the prompt out
-    kind: str = "llama"  # of the models, see `tests.tiny.KINDS`
+    family: str = "llama"  # of the models, see `tests.tiny.KINDS`
     samples: bool = False  # with `verifier="coupled"`, whose text is that without a draft; else greedy
     changes: bool = True  # the text is another one without the row's name, so that a name without effect is noticed
     in_configs: bool = True  # the name is met in a `GenerationConfig` too
@@ -176,13 +176,13 @@ ARGUMENTS = (
     *_each(supported, READ_WITH_PROMPT, WITH_PROMPT),
     supported("cross_attention_mask", "the last token's goes on for those that follow"),
     *_each(supported, "global_attention_mask pixel_values", "read by the encoder of an encoder-decoder"),
-    ignored("output_router_logits", "plain decoding returns none of them either", True, kind="mixtral"),
+    ignored("output_router_logits", "plain decoding returns none of them either", True, family="mixtral"),
     supported("adapter_names", "PEFT's, one adapter a row"),
     refused(
         "any other model argument",
         "`encoder_hidden_states` of GPT-2, for example",
         encoder_hidden_states=torch.zeros(1, 3, 32).double(),
-        kind="gpt2",
+        family="gpt2",
     ),
 )
 

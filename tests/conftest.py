@@ -112,12 +112,12 @@ def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     `parametrize("scripted", [lengths], indirect=True)` gives other lengths.
     """
-    made: list[object] = []
+    instances: list[object] = []
     module = importlib.import_module("tests.schedule.simulator")
 
     def build_schedule(*_: object) -> object:
-        made.append(module.ScriptedSchedule(getattr(request, "param", module.LENS)))
-        return made[-1]
+        instances.append(module.ScriptedSchedule(getattr(request, "param", module.LENS)))
+        return instances[-1]
 
     monkeypatch.setattr("hf_speculate.engine.call_schedule.build_schedule", build_schedule)
-    return made
+    return instances

@@ -45,7 +45,7 @@ def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=
     _require(query.dtype in _HALF, f"flash attention takes half precision, got {query.dtype}")
     _require(width == value.shape[-1] <= 256 and width % 8 == 0, f"flash attention takes no head of width {width}")
     _require(query.shape[1] % key.shape[1] == 0, "query heads must share key-value heads evenly")
-    _require(all(one.stride(-1) == 1 for one in (query, key, value)), "the last dimension must be contiguous")
+    _require(all(tensor.stride(-1) == 1 for tensor in (query, key, value)), "the last dimension must be contiguous")
     mask = None
     if is_causal:  # the last query sees the last key, whatever their numbers
         num_query, num_keys = query.shape[2], key.shape[2]
@@ -60,9 +60,11 @@ def _efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, 
     unit = 8 if query.dtype in _HALF else 4
     _require(query.shape[1] == key.shape[1] == value.shape[1], "memory-efficient attention takes no shared heads")
     _require(query.shape[-1] % unit == 0 == value.shape[-1] % unit, "heads must be a multiple of 16 bytes wide")
-    for one in (query, key, value):
-        _require(one.stride(-1) == 1, "the last dimension must be contiguous")
-        _require(all(stride % unit == 0 for stride in one.stride()[:-1]), f"strides {one.stride()} are not aligned")
+    for tensor in (query, key, value):
+        _require(tensor.stride(-1) == 1, "the last dimension must be contiguous")
+        _require(
+            all(stride % unit == 0 for stride in tensor.stride()[:-1]), f"strides {tensor.stride()} are not aligned"
+        )
     if attn_bias is not None:
         shape = (*query.shape[:3], key.shape[2])
         _require(tuple(attn_bias.shape) == shape, f"the mask must be {shape}, got {tuple(attn_bias.shape)}")
@@ -88,7 +90,7 @@ def _choice(query, key, value, mask, is_causal, enable_gqa) -> str:
 
 
 def _plan(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), one.stride(), one.dtype) for one in tensors if one is not None)
+    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors if tensor is not None)
 
 
 def _is_aligned(mask: Tensor, unit: int = 8) -> bool:

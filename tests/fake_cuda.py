@@ -231,9 +231,9 @@ class FakeCuda:
     def arrive(self, num_begun: int, name: str) -> None:
         """Book a wait for what was launched first."""
         self.log.waits.setdefault(self.stage, []).append(name)
-        for number, place, data in self._transfers:
+        for number, side, data in self._transfers:
             if number <= num_begun:
-                place.copy_(data)
+                side.copy_(data)
         self._transfers = [entry for entry in self._transfers if entry[0] > num_begun]
 
     def attend(self, *args: Any, **kwargs: Any) -> FakeCudaTensor:
@@ -245,7 +245,7 @@ class FakeCuda:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator on what the tensors hold, and book it."""
         flat, _ = tree_flatten((args, kwargs))
-        on_device = [one for one in flat if isinstance(one, FakeCudaTensor)]
+        on_device = [tensor for tensor in flat if isinstance(tensor, FakeCudaTensor)]
         device = kwargs.get("device")
         goes_there = device is not None and _is_there(torch.device(device))
         name = func.name().removeprefix("aten::").split(".")[0]
@@ -260,7 +260,7 @@ class FakeCuda:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self._mode:  # inference mode shows operators that are made of others
                 return func.decompose(*args, **kwargs)
-        on_host = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, FakeCudaTensor)]
+        on_host = [tensor for tensor in flat if isinstance(tensor, Tensor) and not isinstance(tensor, FakeCudaTensor)]
         if name in ("_to_copy", "copy_"):
             return self._copy(name, func, args, kwargs)
         is_index = name in ("index", "index_put_", "index_put")
@@ -268,10 +268,10 @@ class FakeCuda:
         if name in (FLASH, EFFICIENT):
             call, outputs = direct_attention(name, *_unwrapped(args), **_unwrapped(kwargs))
             self._book(call)
-            return tuple(FakeCudaTensor(one) if isinstance(one, Tensor) else one for one in outputs)
+            return tuple(FakeCudaTensor(tensor) if isinstance(tensor, Tensor) else tensor for tensor in outputs)
         if is_index and on_host:
             self.wait(f"{name} by indices of the host")
-        has_bools = any(one.dtype in (torch.bool, torch.uint8) for one in on_device[1:])
+        has_bools = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in on_device[1:])
         if name.startswith(_WAITS) or (is_index and has_bools):
             self.wait(name)
         has_views = is_view(func)
@@ -298,11 +298,11 @@ class FakeCuda:
             self.wait("download")
         output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
         if goes_down and is_async and name == "_to_copy":
-            place, data = output.clone(), output.clone()
-            place.view(-1).view(torch.uint8).fill_(_GARBAGE)
+            on_device, data = output.clone(), output.clone()
+            on_device.view(-1).view(torch.uint8).fill_(_GARBAGE)
             self.num_begun += 1
-            self._transfers.append((self.num_begun, place, data))
-            return place
+            self._transfers.append((self.num_begun, on_device, data))
+            return on_device
         if name == "copy_":
             return args[0]
         return FakeCudaTensor(output) if _is_there(target) else output.clone()
@@ -324,7 +324,7 @@ def _is_there(target: Any) -> bool:
 
 
 def _unwrapped(tree: Any) -> Any:
-    return tree_map(lambda one: one.data_on_host if isinstance(one, FakeCudaTensor) else one, tree)
+    return tree_map(lambda leaf: leaf.data_on_host if isinstance(leaf, FakeCudaTensor) else leaf, tree)
 
 
 def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -333,12 +333,12 @@ def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> Any:
     """What an operator gave, as tensors of the device; what it wrote to is the tensor that it was given."""
-    given = {id(one.data_on_host): one for one in inputs}
+    by_id = {id(tensor.data_on_host): tensor for tensor in inputs}
 
-    def wrap(one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        return given[id(one)] if id(one) in given else FakeCudaTensor(one)
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return by_id[id(leaf)] if id(leaf) in by_id else FakeCudaTensor(leaf)
 
     if has_views and not inputs[0].is_inference():  # then its views are ordinary tensors too, also in inference mode
         with torch.inference_mode(False):
@@ -349,7 +349,7 @@ def _wrapped(output: Any, inputs: Sequence[FakeCudaTensor], has_views: bool) -> 
 def _check_devices(name: str, on_host: Sequence[Tensor], is_index: bool) -> None:
     """Raise where a GPU would: a tensor of the host may be a number, or an index."""
     indices = (torch.int64, torch.bool, torch.uint8) if is_index else ()
-    strays = [tuple(one.shape) for one in on_host if one.dim() and one.dtype not in indices]
+    strays = [tuple(tensor.shape) for tensor in on_host if tensor.dim() and tensor.dtype not in indices]
     if strays:
         words = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
         raise RuntimeError(f"{words}: {name} was given tensors of the host of shapes {strays}")

@@ -12,11 +12,11 @@ PAST_CONTEXT = "past the context of the drafter"
 OF_CACHES = (
     "it takes no position_ids",
     "its layers attend to an encoder's output",
-    "its positions are biases of the attention",
+    "ALiBi position biases need the dynamic cache",
     "its layers cut their windows by columns",
     "its layers have several windows",
     "its layers attend in other ways than fully or by window",
-    "it takes one mask for layers of two kinds",
+    "it takes one mask for layers of two types",
     "its cache holds the states of pictures too",
     "its forward reads the attention mask as [B, T]",
     "makes masks in a way of its own",
@@ -45,4 +45,4 @@ def only_fallbacks(*words: str) -> Iterator[None]:
 
 def without_caches(reasons: Iterable[str]) -> list[str]:
     """The reasons but for those that say why a KV cache is dynamic, see `OF_CACHES`."""
-    return [one for one in reasons if " cache: dynamic, because " not in one or not one.endswith(OF_CACHES)]
+    return [reason for reason in reasons if " cache: dynamic, because " not in reason or not reason.endswith(OF_CACHES)]

@@ -21,21 +21,21 @@ class Brackets:
     max_depth = 4
 
     def step(self, state: Any, token_id: int) -> Any:
-        kind = token_id % 8
-        if state is None or not self._fits(state, kind):
+        token_type = token_id % 8
+        if state is None or not self._fits(state, token_type):
             return None
-        return (*state, kind) if kind < 2 else state[:-1] if kind < 4 else state
+        return (*state, token_type) if token_type < 2 else state[:-1] if token_type < 4 else state
 
     def allowed(self, state: Any, vocab_size: int) -> list[bool]:
-        by_kind = [self._fits(state, kind) for kind in range(8)]
-        return [by_kind[token_id % 8] for token_id in range(vocab_size)]
+        by_type = [self._fits(state, token_type) for token_type in range(8)]
+        return [by_type[token_id % 8] for token_id in range(vocab_size)]
 
-    def _fits(self, state: tuple[int, ...], kind: int) -> bool:
-        if kind < 2:
+    def _fits(self, state: tuple[int, ...], token_type: int) -> bool:
+        if token_type < 2:
             return len(state) < self.max_depth
-        if kind < 4:
-            return bool(state) and state[-1] == kind - 2
-        return kind < 7 or not state
+        if token_type < 4:
+            return bool(state) and state[-1] == token_type - 2
+        return token_type < 7 or not state
 
 
 def masked(machine: Brackets, states: Sequence[Any], scores: Tensor) -> Tensor:

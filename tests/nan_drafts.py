@@ -36,7 +36,7 @@ def written_states_are_nan(target: PreTrainedModel) -> Any:
             num_columns, num_query = layer.keys.shape[2], is_nan.shape[1]
             for row, is_spoilt in enumerate(is_nan):
                 is_ragged = isinstance(layer, RaggedLayer)
-                end = layer.columns.lens[row] + num_query - layer.base if is_ragged else num_columns
+                end = layer.layout.lens[row] + num_query - layer.base if is_ragged else num_columns
                 for states in (layer.keys, layer.values):
                     states[row, :, end - num_query : end][:, is_spoilt] = torch.nan
 

@@ -23,7 +23,7 @@ def read(page: str) -> str:
 
 def blocks(page: str, language: str) -> list[str]:
     """The page's blocks of one language, in order."""
-    return [dedent(code) for _, kind, code in BLOCK.findall(read(page)) if kind == language]
+    return [dedent(code) for _, label, code in BLOCK.findall(read(page)) if label == language]
 
 
 def commands(page: str) -> list[str]:

@@ -28,13 +28,13 @@ Row = dict[str, str]
 
 def pairs_of(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str]) -> set[Pair]:
     """Every pair that rows must hold."""
-    found = {
-        ((one, value), (other, another))
-        for one, other in itertools.combinations(axes, 2)
-        for value in axes[one]
-        for another in axes[other]
+    pairs = {
+        ((axis, value), (later_axis, another))
+        for axis, later_axis in itertools.combinations(axes, 2)
+        for value in axes[axis]
+        for another in axes[later_axis]
     }
-    return found - set(excluded)
+    return pairs - set(excluded)
 
 
 def pairs_in(row: Row) -> set[Pair]:
@@ -61,14 +61,14 @@ def _filled(
 ) -> Row | None:
     """The row with values for all axes, each the one that adds most missing pairs; None if every value is excluded."""
     for name in draw.sample(sorted(axes.keys() - row.keys()), len(axes) - len(row)):
-        found = []
+        rows = []
         for value in draw.sample(axes[name], len(axes[name])):
             longer = {axis: {**row, name: value}[axis] for axis in axes if axis in row or axis == name}
             if not pairs_in(longer) & excluded.keys():
-                found.append(longer)
-        if not found:
+                rows.append(longer)
+        if not rows:
             return None
-        row = max(found, key=lambda one: len(pairs_in(one) & missing))
+        row = max(rows, key=lambda one: len(pairs_in(one) & missing))
     return row
 
 
@@ -79,7 +79,7 @@ def case_of(row: Row, seed: int) -> Case:
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
     processors = {"pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"), "warpers": warpers}
     return Case(
-        family=row["kind"],
+        family=row["family"],
         prompt_seed=seed,
         batch_size=int(row["batch"]),
         padding=row["padding"],

@@ -72,10 +72,10 @@ def runs_something(page: str) -> bool:
 
 def extras_of(command: str) -> set[str]:
     """The extras that a command needs, by the examples' table and `EXTRA_OF_WORDS`."""
-    found = [extras for words, extras in EXTRA_OF_WORDS.items() if words in command]
+    needed = [extras for words, extras in EXTRA_OF_WORDS.items() if words in command]
     if "--tiny" not in command:
-        found += [extras for name, extras in extras_of_scripts().items() if f"python examples/{name}" in command]
-    return set().union(*found)
+        needed += [extras for name, extras in extras_of_scripts().items() if f"python examples/{name}" in command]
+    return set().union(*needed)
 
 
 def says_the_extra(command: str, result: Result, extras: set[str]) -> bool:

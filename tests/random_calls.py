@@ -19,8 +19,8 @@ from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import Shift, StopAtSum
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.reliability.bad_drafts import with_fault
-from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_KINDS
+from tests.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import RECURRENT_FAMILIES
 from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
@@ -28,12 +28,12 @@ from tests.tiny_wrappers import WRAPPERS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times; heads have 32 ids
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}
-_MAKERS |= {kind: partial(make_model, kind) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)}
+_MAKERS |= {family: partial(make_model, family) for family in (*TINY_FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES)}
 _MAKERS |= {name: partial(make_family, name) for name in FAMILIES}
 _MAKERS |= {"mpt": partial(make_model, "mpt", dtype=torch.float32), "whisper": make_whisper}
 _READERS = READINGS | READERS | ENCODERS | {name: wrapper.make for name, wrapper in WRAPPERS.items()}
 READER_NAMES = tuple(_READERS)
-HEAD_NAMES = tuple(f"{kind} head" for kind in HEADS)  # as families, with the targets that they were made for
+HEAD_NAMES = tuple(f"{family} head" for family in HEADS)  # as families, with the targets that they were made for
 FAMILY_NAMES = (*_MAKERS, *READER_NAMES, *HEAD_NAMES)
 
 PADDINGS = ("none", "left", "right", "holes", "empty row")

@@ -44,7 +44,7 @@ _OF_TRANSFORMERS = ("prefill chunking without a cache", "can only be called on A
 
 
 class Result(NamedTuple):
-    kind: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
+    outcome: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
     detail: str = ""
     num_accepted: int = 0  # drafted tokens of an equal case, in all turns
     num_rejected: int = 0
@@ -112,7 +112,7 @@ def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
         return []
     model, _ = target_of(case.family)
     text = model.generate(**copy.deepcopy(inputs), max_new_tokens=16)[0, -16:].tolist()
-    return sorted({text[min(place, len(text) - 1)] for place in case.ends})
+    return sorted({text[min(end, len(text) - 1)] for end in case.ends})
 
 
 def _longer(inputs: dict[str, Any], sequences: Tensor, vocab_size: int) -> dict[str, Any]:
@@ -130,21 +130,21 @@ def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -
     """How many tokens of each row were chosen, the one that ended it among them."""
     own_eos = target_of(case.family)[0].generation_config.eos_token_id  # Whisper's
     eos = eos or ([] if own_eos is None else [own_eos])
-    places = range(num_prompt, sequences.shape[1])
+    positions = range(num_prompt, sequences.shape[1])
     is_end = torch.isin(sequences[:, num_prompt:], torch.tensor(eos))
     if eos and case.own_criterion:
-        ends = [StopAtSum()(sequences[:, : place + 1], None) for place in places]
+        ends = [StopAtSum()(sequences[:, : position + 1], None) for position in positions]
         is_end = is_end | torch.stack(ends, dim=1)
     return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in is_end]
 
 
 def compare(plain: Any, ours: Any, lens: list[int], tolerance: float, has_caches: bool) -> str:
     """What is different; empty if nothing is. Of each row the first `lens` [B] new tokens have logits of its own."""
-    expected, found = (_tensors(output, lens, has_caches) for output in (plain, ours))
-    if expected.keys() != found.keys():
-        return f"one only has {sorted(expected.keys() ^ found.keys())[:2]}"
-    for name, one in expected.items():
-        if not _is_close(one, found[name], tolerance):
+    expected, actual = (_tensors(output, lens, has_caches) for output in (plain, ours))
+    if expected.keys() != actual.keys():
+        return f"one only has {sorted(expected.keys() ^ actual.keys())[:2]}"
+    for name, tensor in expected.items():
+        if not _is_close(tensor, actual[name], tolerance):
             return name
     return ""
 
@@ -158,31 +158,33 @@ def _is_close(one: Tensor | None, other: Tensor | None, tolerance: float) -> boo
 
 def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor]:
     """What a call returned, by name."""
-    found = {"sequences": output.sequences}
+    tensors = {"sequences": output.sequences}
     for name in ("scores", "logits"):
-        for step, one in enumerate(getattr(output, name) or ()):
-            found[f"{name} of step {step}"] = one[[row for row, length in enumerate(lens) if step < length]]
+        for step, tensor in enumerate(getattr(output, name) or ()):
+            tensors[f"{name} of step {step}"] = tensor[[row for row, length in enumerate(lens) if step < length]]
     for name in ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states"):
-        found |= {f"{name}, tensor {place}": one for place, one in enumerate(tree_leaves(getattr(output, name, None)))}
+        tensors |= {
+            f"{name}, tensor {number}": tensor for number, tensor in enumerate(tree_leaves(getattr(output, name, None)))
+        }
     cache = output.get(CACHE_NAME) if has_caches else None
     parts = (
         (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
     )
     for number, part in enumerate(parts):
         for place, layer in enumerate(getattr(part, "layers", ())):
-            kind = f"layer {place} of a {type(part).__name__} ({number})"
-            found |= {f"{name} of {kind}": getattr(layer, name, None) for name in ("keys", "values")}
-    return found
+            owner = f"layer {place} of a {type(part).__name__} ({number})"
+            tensors |= {f"{name} of {owner}": getattr(layer, name, None) for name in ("keys", "values")}
+    return tensors
 
 
 def _is_tie(plain: Any, ours: Any) -> bool:
     """Whether the first different token had an equal in plain decoding, to float32's resolution."""
     num = min(plain.sequences.shape[1], ours.sequences.shape[1])
-    places = (plain.sequences[:, :num] != ours.sequences[:, :num]).T.nonzero().tolist()
-    if not places:
+    differing = (plain.sequences[:, :num] != ours.sequences[:, :num]).T.nonzero().tolist()
+    if not differing:
         return False
-    place, row = places[0]
-    best = plain.logits[place - plain.sequences.shape[1] + len(plain.logits)][row].topk(2).values
+    position, row = differing[0]
+    best = plain.logits[position - plain.sequences.shape[1] + len(plain.logits)][row].topk(2).values
     return bool(best[0] - best[1] < 1e-5)
 
 
@@ -191,7 +193,7 @@ def shrunk(case: Case, detail: str) -> Case:
     for simpler in case.simpler():
         with contextlib.suppress(Exception):
             result = run_case(simpler)
-            if result.kind == "different" and result.detail[:16] == detail[:16]:
+            if result.outcome == "different" and result.detail[:16] == detail[:16]:
                 return shrunk(simpler, detail)
     return case
 
@@ -203,14 +205,14 @@ def search(seed: int, numbers: range, families: tuple[str, ...], faults: tuple[s
         for index in numbers:
             case = draw_case(seed, index, families, faults)
             result = run_case(case)
-            counts[result.kind] += 1
-            if result.kind in ("different", "tie"):
-                small = shrunk(case, result.detail) if result.kind == "different" else case
-                print(f'{seed}:{index} {result.kind}: {result.detail[:300]}\n  --case "{small}"', flush=True)
-            elif result.kind != "equal":
-                counts[f"{result.kind}: {result.detail[:110]}"] += 1
+            counts[result.outcome] += 1
+            if result.outcome in ("different", "tie"):
+                small = shrunk(case, result.detail) if result.outcome == "different" else case
+                print(f'{seed}:{index} {result.outcome}: {result.detail[:300]}\n  --case "{small}"', flush=True)
+            elif result.outcome != "equal":
+                counts[f"{result.outcome}: {result.detail[:110]}"] += 1
             if faults:
-                counts[f"with {case.fault}: drafts ended"] += any("drafter" in one for one in result.fallbacks)
+                counts[f"with {case.fault}: drafts ended"] += any("drafter" in reason for reason in result.fallbacks)
                 counts[f"with {case.fault}: tokens accepted"] += result.num_accepted
     return counts
 
@@ -235,8 +237,8 @@ def main(faults: tuple[str, ...] = ()) -> int:
     numbers = range(arguments.start, arguments.start + arguments.num)
     counts = search(arguments.seed, numbers, families, faults)
     print(f"seed {arguments.seed}, {len(families)} families, {time.perf_counter() - began:.0f} s")
-    for kind, count in sorted(counts.items()):
-        print(f"{count:6d} {kind}")
+    for outcome, count in sorted(counts.items()):
+        print(f"{count:6d} {outcome}")
     return int(counts["different"] > 0)
 
 

@@ -29,7 +29,7 @@ class Operator(NamedTuple):
 
 
 def is_view(func: Any) -> bool:
-    returned = [one.alias_info for one in func._schema.returns]
+    returned = [result.alias_info for result in func._schema.returns]
     return any(info is not None and not info.is_write for info in returned)
 
 
@@ -44,9 +44,9 @@ class Outside:
         tensor = self._tensor()
         if tensor is None:
             raise AssertionError("a tensor that a graph reads was freed")
-        found = tensor.data_ptr(), tensor.shape, tensor.stride()
-        if found != self._known:
-            raise AssertionError(f"a tensor that a graph reads was {self._known}, is now {found}")
+        identity = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if identity != self._known:
+            raise AssertionError(f"a tensor that a graph reads was {self._known}, is now {identity}")
         return tensor
 
 
@@ -70,7 +70,9 @@ class _Recorder(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._known, (args, kwargs or {}))
         flat = tree_flatten(outputs)[0]
-        self._made |= {id(one): one for one in flat if isinstance(one, Tensor) and id(one) not in self._outside}
+        self._made |= {
+            id(tensor): tensor for tensor in flat if isinstance(tensor, Tensor) and id(tensor) not in self._outside
+        }
         self.operators.append(Operator(func, args, kwargs, flat, is_view(func)))
         return outputs
 
@@ -117,9 +119,9 @@ class RecordedGraphs:
 
 def spoil(outputs: Any) -> None:
     """Change the tensors in nested tuples."""
-    for one in tree_flatten(outputs)[0]:
-        if isinstance(one, Tensor):
-            one.add_(1)
+    for output in tree_flatten(outputs)[0]:
+        if isinstance(output, Tensor):
+            output.add_(1)
 
 
 @contextmanager
@@ -132,11 +134,11 @@ def recording() -> Iterator[list[Operator]]:
 def replay(operators: list[Operator]) -> None:
     """Run recorded operators again; what they give goes where it went before."""
     with torch.no_grad():
-        for one in operators:
-            args, kwargs = tree_map(lambda part: part.get() if isinstance(part, Outside) else part, one[1:3])
-            if one.is_view:
+        for operator in operators:
+            args, kwargs = tree_map(lambda part: part.get() if isinstance(part, Outside) else part, operator[1:3])
+            if operator.is_view:
                 continue  # it still shows the memory that it showed
-            found = tree_flatten(one.func(*args, **kwargs))[0]
-            for place, value in zip(one.outputs, found, strict=True):
-                if isinstance(place, Tensor) and place is not value:
-                    place.copy_(value)
+            results = tree_flatten(operator.func(*args, **kwargs))[0]
+            for recorded, value in zip(operator.outputs, results, strict=True):
+                if isinstance(recorded, Tensor) and recorded is not value:
+                    recorded.copy_(value)

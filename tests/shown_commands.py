@@ -79,16 +79,16 @@ def _cli_problem(words: list[str], is_whole: bool) -> str | None:
 
 
 def _script_problem(words: list[str], folder: Path, is_whole: bool) -> str | None:
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == "-m":
-            module, arguments = words[place + 1], words[place + 2 :]
+            module, arguments = words[index + 1], words[index + 2 :]
             if module == CLI:
                 return _cli_problem(arguments, is_whole)
             is_ours = folder.joinpath(*module.split(".")).with_suffix(".py").is_file()
             is_installed = importlib.util.find_spec(module.split(".")[0]) is not None
             return None if is_ours or is_installed else f"no module {module}"
         if word.endswith(".py"):
-            return _options_problem(folder / word, words[place + 1 :])
+            return _options_problem(folder / word, words[index + 1 :])
     return "names no script" if is_whole else None
 
 
@@ -97,7 +97,7 @@ def _options_problem(path: Path, words: list[str]) -> str | None:
     if not path.is_file():
         return f"no file {path.name}"
     sources = [path, *path.parent.glob("*.py"), *path.parent.glob("*/*.py")]
-    known = "".join(one.read_text(encoding="utf-8") for one in sources)
-    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"-h", "--help"}
-    unknown = sorted(option for option in given if f'"{option}"' not in known)
+    known = "".join(source.read_text(encoding="utf-8") for source in sources)
+    passed = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"-h", "--help"}
+    unknown = sorted(option for option in passed if f'"{option}"' not in known)
     return f"{path.name} takes no {', '.join(unknown)}" if unknown else None

@@ -31,14 +31,14 @@ ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 
 def with_places(state, in_configs):
     """Each row of a state that has a call, and the place of its name: the places take turns."""
-    found = [
+    differences = [
         (row, in_configs if row.call.in_configs and row not in ARGUMENTS else WHERE[:1])
         for row in ROWS
         if row.state == state and row.call is not None
     ]
     return [
         pytest.param(row, where, id=f"{row.name}-{number}-{where}")
-        for number, (row, places) in enumerate(found)
+        for number, (row, places) in enumerate(differences)
         for where in (places[:1] if places == WHERE[:1] else [places[number % len(places)]])
     ]
 
@@ -55,7 +55,7 @@ def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(ro
     def fail(*args):
         raise AssertionError("a model ran before the refusal")
 
-    handles = [model.register_forward_pre_hook(fail) for model in models(row.call.kind)[1:]]
+    handles = [model.register_forward_pre_hook(fail) for model in models(row.call.family)[1:]]
     try:
         message = refusal(row.call, where)
     finally:

@@ -91,9 +91,9 @@ def seen(registry):
 @pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
 def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
     assert set(VALUES) == set(PLAIN_NAMES)
-    assert all(one != other for values in VALUES.values() for one, other in itertools.pairwise(values))
-    places = [place for place in range(len(SOURCES)) if place >= strongest]
-    sources = {SOURCES[place]: {name: values[place] for name, values in VALUES.items()} for place in places}
+    assert all(value != later for values in VALUES.values() for value, later in itertools.pairwise(values))
+    places = [strength for strength in range(len(SOURCES)) if strength >= strongest]
+    sources = {SOURCES[strength]: {name: values[strength] for name, values in VALUES.items()} for strength in places}
     models.generate_from(sources, do_sample=True, max_new_tokens=3)
     expected = {name: values[strongest] for name, values in VALUES.items()}
     assert expected in [{name: getattr(config, name) for name in VALUES} for config in seen]
@@ -179,8 +179,8 @@ def test_values_of_another_type_are_refused(fields):
 def test_numpy_integers_decode_as_the_ints_that_they_are(models):
     options = {"assistant_model": models.draft, "do_sample": True, "max_new_tokens": 8}
     texts = [
-        models.target.generate(**ragged_prompts(1, seed=1), **options, seed=kind(3), num_assistant_tokens=kind(2))
-        for kind in (int, np.int64)
+        models.target.generate(**ragged_prompts(1, seed=1), **options, seed=integer(3), num_assistant_tokens=integer(2))
+        for integer in (int, np.int64)
     ]
     assert torch.equal(*texts)
 

@@ -42,7 +42,7 @@ def test_every_tensor_that_is_made_names_its_device():
     for name, path in library_files().items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in FACTORIES:
-                assert "device" in {one.arg for one in node.keywords}, f"{name}:{node.lineno}"
+                assert "device" in {keyword.arg for keyword in node.keywords}, f"{name}:{node.lineno}"
 
 
 @pytest.mark.fallback("lock step")
@@ -62,7 +62,7 @@ def test_a_batch_is_decoded_where_it_lies(name):
     expected = decode()
     with torch.device("meta"):
         ours = decode()
-    assert_equal_ids(*(getattr(one, "sequences", one) for one in (expected, ours)))
+    assert_equal_ids(*(getattr(output, "sequences", output) for output in (expected, ours)))
 
 
 class ReadsStates(Drafter):

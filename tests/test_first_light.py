@@ -186,11 +186,11 @@ def report(scripts: Any, tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_a_cell_that_fails_is_a_failed_check_and_the_next_one_runs(report: Any, scripts: Any, tmp_path: Path) -> None:
-    one, watched = report(watch=(watched := []).append), watched
-    one.attempt("a", lambda: 1 / 0, limit_s=30.0)
-    one.attempt("b", lambda: one.cell(what="b", value=2.0))
+    first, watched = report(watch=(watched := []).append), watched
+    first.attempt("a", lambda: 1 / 0, limit_s=30.0)
+    first.attempt("b", lambda: first.cell(what="b", value=2.0))
     written = scripts.gpu_report.read_part(tmp_path, "part")
-    assert [check["name"] for check in written["checks"]] == ["a: runs"] and one.num_failed == 1
+    assert [check["name"] for check in written["checks"]] == ["a: runs"] and first.num_failed == 1
     assert "ZeroDivisionError" in written["checks"][0]["seen"]
     assert written["cells"] == [{"what": "b", "value": 2.0}] and not written["is_finished"]
     assert watched == [30.0, None, scripts.gpu_report.CELL_LIMIT_S, None]
@@ -198,21 +198,21 @@ def test_a_cell_that_fails_is_a_failed_check_and_the_next_one_runs(report: Any, 
 
 def test_cells_begin_only_while_there_is_time_and_may_not_outlast_it(report: Any, scripts: Any) -> None:
     clock, watched, ran = Clock(), [], []
-    one = report(clock=clock, watch=watched.append)
+    light = report(clock=clock, watch=watched.append)
     for now in (0.0, 580.0, 600.0):
         clock.now = now
-        one.attempt(f"at {now}", lambda: ran.append(clock.now))
+        light.attempt(f"at {now}", lambda: ran.append(clock.now))
     clock.now = 590.0
-    one.attempt("needs more", lambda: ran.append(clock.now), needs_s=10.0)
+    light.attempt("needs more", lambda: ran.append(clock.now), needs_s=10.0)
     assert ran == [0.0, 580.0]
     assert watched == [scripts.gpu_report.CELL_LIMIT_S, None, 20.0, None]
 
 
 def test_the_process_ends_when_the_device_cannot_go_on_and_the_next_one_does(report: Any, scripts: Any) -> None:
-    one = report(recover=lambda: False)
-    one.attempt("a", lambda: one.check("right", True, 1))
+    light = report(recover=lambda: False)
+    light.attempt("a", lambda: light.check("right", True, 1))
     with pytest.raises(SystemExit, match="after b"):
-        one.attempt("b", lambda: 1 / 0)
+        light.attempt("b", lambda: 1 / 0)
     after, ran = report(is_resumed=True), []
     for cell in "abc":
         after.attempt(cell, lambda: ran.append(cell))  # noqa: B023
@@ -226,9 +226,9 @@ def test_a_cell_in_which_a_process_died_is_a_failed_check(report: Any, scripts: 
     def die() -> None:
         raise Died
 
-    one = report()
+    light = report()
     with pytest.raises(Died):
-        one.attempt("a", die)
+        light.attempt("a", die)
     after = report(is_resumed=True)
     after.attempt("a", die)
     after.finish()
@@ -291,11 +291,11 @@ def contents(**changes: Any) -> dict[str, Any]:
             "environment": {"device": "some GPU", "versions": {"torch": "2.11.0"}, "commit": "abc"},
             "is_finished": True,
             "attempted": ["last"],
-            "cells": found,
+            "cells": measured,
             "checks": {"kernels_and_texts": checks[:-1], "rounds": checks[-1:]}.get(part, []),
             "left_out": [],
         }
-        for part, found in cells.items()
+        for part, measured in cells.items()
     }
 
 
@@ -310,8 +310,8 @@ def test_ten_lines_say_what_was_found_and_what_it_decides(scripts: Any) -> None:
     assert len(lines) == 10
     for line, decides in zip(lines, FINE, strict=True):
         assert decides in line.decides
-    assert "plain 40, eager 50 (1.25x), graphs 90 (2.25x)" in lines[5].found
-    assert "8.0 / 30 (? / 400)" in lines[9].found
+    assert "plain 40, eager 50 (1.25x), graphs 90 (2.25x)" in lines[5].measured
+    assert "8.0 / 30 (? / 400)" in lines[9].measured
     assert "some GPU, torch 2.11.0, commit abc" in scripts.findings.summary(contents())
 
 
@@ -331,25 +331,25 @@ def test_ten_lines_say_what_was_found_and_what_it_decides(scripts: Any) -> None:
 def test_another_finding_decides_otherwise(scripts: Any, number: int, changes: Any, decides: str) -> None:
     lines, fine = scripts.findings.findings(contents(**changes)), scripts.findings.findings(contents())
     assert decides in lines[number].decides and decides not in fine[number].decides
-    assert sum(line.decides != other.decides for line, other in zip(lines, fine, strict=True)) <= 3
+    assert sum(line.decides != fine_line.decides for line, fine_line in zip(lines, fine, strict=True)) <= 3
 
 
 @pytest.mark.parametrize("part", ["kernels_and_texts", "end_to_end", "rounds", "kernel_times"])
 def test_what_a_part_has_not_answered_is_said_with_the_reason(scripts: Any, part: str) -> None:
-    found = contents()
-    found[part] |= {"cells": [], "checks": [], "is_finished": False}
-    lines = scripts.findings.findings(found)
-    assert any("ended in last" in line.found and "no answer" in line.decides for line in lines)
-    del found[part]
-    lines = scripts.findings.findings(found)
-    assert any("wrote nothing" in line.found and "no answer" in line.decides for line in lines)
+    complete = contents()
+    complete[part] |= {"cells": [], "checks": [], "is_finished": False}
+    lines = scripts.findings.findings(complete)
+    assert any("ended in last" in line.measured and "no answer" in line.decides for line in lines)
+    del complete[part]
+    lines = scripts.findings.findings(complete)
+    assert any("wrote nothing" in line.measured and "no answer" in line.decides for line in lines)
 
 
 def test_answers_of_a_part_that_was_ended_say_so(scripts: Any) -> None:
-    found = contents()
-    for part in found.values():
+    complete = contents()
+    for part in complete.values():
         part["is_finished"] = False
-    ended = ["the part ended in last" in line.found for line in scripts.findings.findings(found)]
+    ended = ["the part ended in last" in line.measured for line in scripts.findings.findings(complete)]
     assert ended == [True] * 4 + [False] * 4 + [True] * 2
 
 

@@ -1,7 +1,8 @@
-"""The rules between the packages that ruff does not know: imports go to a lower layer, and files stay short."""
+"""The rules that ruff does not know: imports go to a lower layer, files stay short, names say what they hold."""
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,10 @@ FLOORS = {
     "hf_speculate.triton_kernels": -1,
 }
 KERNELS = "hf_speculate.triton_kernels"
+# Names that say nothing of what they hold, and comments that have no subject; the packages are yet to be renamed.
+VAGUE = frozenset(("one", "found", "given", "made", "held", "place", "places", "placed", "kinds"))
+NO_SUBJECT = re.compile(r"(?:^|\s)# [oO]f\b")
+UNNAMED = ("hf_speculate.options.heads.", "hf_speculate.tools.server.")
 
 
 def library_files() -> dict[str, Path]:
@@ -86,6 +91,26 @@ def import_problem(name: str, package: str, is_local: bool) -> str:
     return "" if is_lower or target == package else f"layer {FLOORS[target]} from layer {FLOORS[package]}"
 
 
+def bound_name(node: ast.AST) -> str:
+    """The name that a node binds as a variable, a parameter, an attribute or a function; empty if it binds none."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.MatchAs(name=str(name)):
+            return name
+    return ""
+
+
+def vague_words(source: str, tree: ast.AST) -> Iterator[str]:
+    """Names and comments of `source` that say nothing of what they stand for, with their lines."""
+    for node in ast.walk(tree):
+        if bound_name(node).strip("_") in VAGUE:
+            yield f"{getattr(node, 'lineno', 0)}: {bound_name(node)} is a vague name"
+    for number, line in enumerate(source.splitlines(), 1):
+        if NO_SUBJECT.search(line):
+            yield f"{number}: begin the comment with its noun"
+
+
 def problems_of(source: str, module: str) -> Iterator[str]:
     """Everything that `source` does against the rules, were it the module `module`."""
     tree, package, num_lines = ast.parse(source), package_of(module), len(source.splitlines())
@@ -93,6 +118,8 @@ def problems_of(source: str, module: str) -> Iterator[str]:
         yield f"{module} has no layer: add it to FLOORS"
     if num_lines > MAX_LINES:
         yield f"{module}: {num_lines} lines: at most {MAX_LINES}"
+    if not module.startswith(UNNAMED):
+        yield from (f"{module}:{problem}" for problem in vague_words(source, tree))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
     for node in ast.walk(tree):
@@ -147,6 +174,9 @@ def test_benchmarks_and_examples_import_what_exists() -> None:
         ("triton_kernels.reference", "from hf_speculate.triton_kernels.types import Verdict", "are relative"),
         ("engine.builder", "from transformers.generation.utils import _x", "private names"),
         ("stats", "x = 1\n" * (MAX_LINES + 1), "at most"),
+        ("cache.base", "for one in range(2):\n    print(one)", "one is a vague name"),
+        ("cache.base", "class A:\n    def f(self, given):\n        return given", "given is a vague name"),
+        ("cache.base", "WIDTH = 3  # of a row", "begin the comment with its noun"),
         ("engine.decoder", "from hf_speculate import errors, types", ""),
         ("triton_kernels.rejection", "from .types import Verdict\ndef f():\n    import triton", ""),
         ("compat", "from transformers.utils import _x", ""),

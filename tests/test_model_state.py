@@ -22,10 +22,10 @@ def test_a_value_is_made_once_for_each_model_and_key_and_goes_with_the_model():
         (value,) = set(pool.map(lambda _: state.get(Value, Value), range(8)))
     assert model_state(models[0]).get(Value, Value) is value
     assert state.get("another key", Value) is not value
-    other = model_state(models[1]).get(Value, Value)
-    assert other is not value
+    second = model_state(models[1]).get(Value, Value)
+    assert second is not value
     state, value = None, ref(value)
     del models[0]
     gc.collect()
     assert value() is None
-    assert model_state(models[0]).get(Value, Value) is other
+    assert model_state(models[0]).get(Value, Value) is second

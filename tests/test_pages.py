@@ -49,7 +49,7 @@ def test_every_python_block_runs_in_order(page: str, away: Path, capsys: pytest.
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_looked_at_and_every_command_would_be_accepted(page: str) -> None:
     text = read(page)
-    assert {kind.split(" ")[0] for _, kind, _ in BLOCK.findall(text)} <= set(LANGUAGES)
+    assert {label.split(" ")[0] for _, label, _ in BLOCK.findall(text)} <= set(LANGUAGES)
     for code in blocks(page, "json"):
         json.loads(code)
     assert [problem for code in blocks(page, "sh") for problem in problems_in(code)] == []
@@ -77,9 +77,9 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
     ],
 )
 def test_a_wrong_command_is_found_and_a_right_one_accepted(command: str, problem: str) -> None:
-    found = problems_in(command)
-    assert len(found) == bool(problem)
-    assert problem in "".join(found)
+    problems = problems_in(command)
+    assert len(problems) == bool(problem)
+    assert problem in "".join(problems)
 
 
 def test_links_lead_to_files_and_headings() -> None:

@@ -26,7 +26,9 @@ def each_setting(job: dict[str, Any]) -> list[dict[str, str]]:
     matrix = job.get("strategy", {}).get("matrix", {})
     axes = {name: values for name, values in matrix.items() if name != "include"}
     settings = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [{f"matrix.{name}": value for name, value in one.items()} for one in settings + matrix.get("include", [])]
+    return [
+        {f"matrix.{name}": value for name, value in setting.items()} for setting in settings + matrix.get("include", [])
+    ]
 
 
 def commands_of(workflow: dict[str, Any]) -> list[str]:
@@ -61,8 +63,8 @@ def test_a_workflow_names_versions_of_its_actions_and_commands_that_exist(path: 
 
 def test_a_step_that_names_what_does_not_exist_is_found() -> None:
     job = {"strategy": {"matrix": {"a": ["test", "tset"]}}, "steps": [{"run": "make ${{ matrix.a }}"}]}
-    found = [problems_of(command) for command in commands_of({"jobs": {"one": job}})]
-    assert found == [[], ["make tset: the Makefile has no tset"]]
+    problems = [problems_of(command) for command in commands_of({"jobs": {"one": job}})]
+    assert problems == [[], ["make tset: the Makefile has no tset"]]
     assert problems_of(".ci/rum") != []
 
 

@@ -29,9 +29,9 @@ def test_the_cells_hold_every_pair_of_choices_within_the_time(scripts: ModuleTyp
     assert len(set(cells)) == len(cells) <= 40
     assert sum(scripts.estimate_s(cell, 128, 8) for cell in cells) <= 90 * 60
     choices = [(cell[:2], *cell[2:]) for cell in cells]  # a source is one of its target
-    for one, other in itertools.combinations(range(len(choices[0])), 2):
-        values = itertools.product(*({choice[at] for choice in choices} for at in (one, other)))
-        assert set(values) == {(choice[one], choice[other]) for choice in choices}
+    for first, second in itertools.combinations(range(len(choices[0])), 2):
+        values = itertools.product(*({choice[at] for choice in choices} for at in (first, second)))
+        assert set(values) == {(choice[first], choice[second]) for choice in choices}
     for name in scripts.NAMES:  # drafts that cannot help meet every choice with each target
         useless = [cell for cell in cells if cell.target == name and cell.is_useless]
         assert [len({cell[at] for cell in useless}) for at in range(1, 6)] == [2] * 5
@@ -55,11 +55,11 @@ def load(scripts: ModuleType) -> Any:
 
     def load_bundled(name: str, dtype: str) -> Any:
         loaded.append(name)
-        found = importlib.import_module("_real_models").load_folder(
+        folder = importlib.import_module("_real_models").load_folder(
             BENCHMARKS.parent / "examples" / "pair" / folders[name], dtype
         )
-        found.tokenizer.chat_template = "{{ messages[0]['content'] }}"
-        return found
+        folder.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        return folder
 
     load_bundled.loaded = loaded
     return load_bundled

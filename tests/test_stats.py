@@ -67,8 +67,8 @@ def test_after_a_reset_everything_is_zero_and_reads():
 
 
 def test_calls_add_up():
-    one, other = make_stats((3, 3, 4), (1, 0, 1)), make_stats((4, 1, 2))
-    for stats, num in ((one, 3), (other, 4)):
+    first, second = make_stats((3, 3, 4), (1, 0, 1)), make_stats((4, 1, 2))
+    for stats, num in ((first, 3), (second, 4)):
         stats.add_draft_len(num)
         stats.add_plain_step(num / 10, 1 if num == 3 else 4)
         stats.replaced_steps = {1: 1, 2: 1} if num == 3 else {1: 3}
@@ -76,7 +76,7 @@ def test_calls_add_up():
         stats.score_s, stats.status, stats.compiled = 1.5, num, ["target"]
         stats.fallbacks += ["both", f"only {num}"]
         stats.add_to_row(num - 3, num, 1)
-    total = one + other
+    total = first + second
     assert (total.num_rounds, total.num_drafted, total.num_accepted, total.num_emitted) == (3, 8, 4, 7)
     assert total.drafted_per_position == [3, 2, 2, 1]
     assert total.rounds_by_draft_len == {3: 1, 4: 1}
@@ -85,8 +85,8 @@ def test_calls_add_up():
     assert (total.replaced_steps, total.time_to_first_token_s) == ({1: 4, 2: 1}, 0.75)
     assert (total.score_s, total.status, total.verifier) == (3.0, 7, "greedy")
     assert (total.compiled, total.fallbacks) == (["target"], ["both", "only 3", "only 4"])
-    assert (one + SpeculationStats(verifier="block")).verifier == ""
-    assert one.num_rounds == 2
+    assert (first + SpeculationStats(verifier="block")).verifier == ""
+    assert first.num_rounds == 2
 
 
 def test_the_speedup_compares_the_whole_call_with_plain_steps_of_the_same_rows():
@@ -168,9 +168,9 @@ def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
     generate(speculation_stats=stats, speculation_callback=reports.append, logits_processor=processors)
     assert stats.lock_step == is_lock_step
     num_verified = 0
-    for one in reports:
-        most = 1 + min(one.num_accepted) if is_lock_step else 3  # no row is read past the first rejection
-        rows = zip(one.num_drafted, one.num_accepted, strict=True)
+    for report in reports:
+        most = 1 + min(report.num_accepted) if is_lock_step else 3  # no row is read past the first rejection
+        rows = zip(report.num_drafted, report.num_accepted, strict=True)
         num_verified += sum(min(num_drafted, num_accepted + 1, most) for num_drafted, num_accepted in rows)
     assert stats.num_verified == num_verified
     assert stats.num_accepted < stats.num_verified < stats.num_drafted

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from tests.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
 from tests.tiny_configs import MAX_LEN as MAX_LEN
-from tests.tiny_configs import PAD_TOKEN_ID, RECURRENT_KINDS, SLIDING_WINDOW, fill, recurrent_configs
+from tests.tiny_configs import PAD_TOKEN_ID, RECURRENT_FAMILIES, SLIDING_WINDOW, fill, recurrent_configs
 
 # The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times float64's resolution.
 LOGIT_SCALE = 2.0
@@ -40,7 +40,7 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 # Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generation/test_models.py` only.
-KINDS: tuple[str, ...] = tuple(_CONFIGS)
+TINY_FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
 _CONFIGS |= {
     "cohere2": (transformers.Cohere2Config, _ALTERNATING),
@@ -68,15 +68,15 @@ _CONFIGS |= {
     "qwen3": (transformers.Qwen3Config, {}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {}),
 }
-MORE_KINDS: tuple[str, ...] = tuple(kind for kind in _CONFIGS if kind not in KINDS)
+MORE_FAMILIES: tuple[str, ...] = tuple(family for family in _CONFIGS if family not in TINY_FAMILIES)
 _CONFIGS |= recurrent_configs()
 
 
-def make_config(kind: str, **overrides: Any) -> PreTrainedConfig:
+def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of a tiny model of `kind` (one of `KINDS`); `overrides` are fields of its config class."""
-    if kind not in _CONFIGS:
-        raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {kind!r}")
-    config_class, fields = _CONFIGS[kind]
+    if family not in _CONFIGS:
+        raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {family!r}")
+    config_class, fields = _CONFIGS[family]
     return fill(config_class, **{**fields, **overrides})
 
 
@@ -102,7 +102,7 @@ def clamp_masks(model: PreTrainedModel) -> None:
 
 
 def make_model(
-    kind: str,
+    family: str,
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -116,16 +116,16 @@ def make_model(
     as it was. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and Bloom take the attention's softmax in
     float32 whatever the dtype.
     """
-    if attn_implementation is None and kind == "gemma2":
+    if attn_implementation is None and family == "gemma2":
         attn_implementation = "eager"  # transformers 5.17 takes SDPA, which drops the softcapping
-    config = make_config(kind, vocab_size=vocab_size, **overrides)
+    config = make_config(family, vocab_size=vocab_size, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The grouped product of matrices that experts use else knows no float64.
         options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **options).eval()
     model.requires_grad_(False)
-    if kind in RECURRENT_KINDS:
+    if family in RECURRENT_FAMILIES:
         vary_vectors(model)
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
     clamp_masks(model)

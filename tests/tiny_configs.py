@@ -48,7 +48,7 @@ def fill(config_class: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfi
     """A config of tiny sizes; `fields` are those of its own."""
     aliases, names = config_class.attribute_map, {field.name for field in dataclasses.fields(config_class)}
     own = {aliases.get(name, name) for name in fields}
-    aliases = {name: place for name, place in aliases.items() if place not in _SIZES}
+    aliases = {name: size for name, size in aliases.items() if size not in _SIZES}
     known = [name for name in _SIZES if name in names | aliases.keys() and aliases.get(name, name) not in own]
     return config_class(**{**COMMON, **{name: _SIZES[name] for name in known}, **fields})
 
@@ -91,16 +91,20 @@ UNSUPPORTED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": ("RwkvConfig", {"attention_hidden_size": 32}),
     "xlstm": ("xLSTMConfig", {}),
 }
-RECURRENT_KINDS: tuple[str, ...] = tuple(kind for kind, (name, _) in _KINDS.items() if hasattr(transformers, name))
+RECURRENT_FAMILIES: tuple[str, ...] = tuple(
+    family for family, (name, _) in _KINDS.items() if hasattr(transformers, name)
+)
 
 
 def recurrent_configs() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]:
     """Kind -> config class, fields; those that this version of transformers has."""
-    known = {kind: _KINDS[kind] for kind in RECURRENT_KINDS}
-    return {kind: (getattr(transformers, name), {"num_hidden_layers": 3, **own}) for kind, (name, own) in known.items()}
+    known = {family: _KINDS[family] for family in RECURRENT_FAMILIES}
+    return {
+        family: (getattr(transformers, name), {"num_hidden_layers": 3, **own}) for family, (name, own) in known.items()
+    }
 
 
-def unsupported_config(kind: str) -> PreTrainedConfig:
+def unsupported_config(family: str) -> PreTrainedConfig:
     """The config of a tiny model of `UNSUPPORTED_RECURRENT`."""
-    name, fields = UNSUPPORTED_RECURRENT[kind]
+    name, fields = UNSUPPORTED_RECURRENT[family]
     return fill(getattr(transformers, name), **fields)

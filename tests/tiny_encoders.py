@@ -143,8 +143,8 @@ def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
     """A model of text alone with the weights, but for some noise, that a reader of images has for text."""
     name = target.config.model_type
-    kind = "qwen3_5" if name == "qwen3_5" else "qwen2" if name.startswith("qwen2") else "llama"
-    draft = make_model(kind, vocab_size=VOCAB_SIZE)
+    family = "qwen3_5" if name == "qwen3_5" else "qwen2" if name.startswith("qwen2") else "llama"
+    draft = make_model(family, vocab_size=VOCAB_SIZE)
     draft.model.load_state_dict(target.get_decoder().state_dict())
     draft.lm_head.load_state_dict(target.lm_head.state_dict())
     return noisy_copy(draft, noise)

@@ -63,8 +63,8 @@ def encoded_images() -> Reading:
     target = tiny.make_llava()
     inputs, others = tiny.picture_prompts(target, 2), tiny.picture_prompts(target, 2, seed=1)
     images = [each.pop("pixel_values") for each in (inputs, others)]
-    encoded, other = ({"image": target.model.get_image_features(one, return_dict=True)} for one in images)
-    return Reading(target, {**inputs, "mm_encoder_outputs": encoded}, other)
+    encoded, second = ({"image": target.model.get_image_features(image, return_dict=True)} for image in images)
+    return Reading(target, {**inputs, "mm_encoder_outputs": encoded}, second)
 
 
 READINGS = {

@@ -75,9 +75,9 @@ def check_backend(backend: str, device: torch.device) -> None:
     version = _triton_version()
     if version is None or version < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        found = "is not installed" if version is None else f"is installed as {'.'.join(map(str, version))}"
+        state = "is not installed" if version is None else f"is installed as {'.'.join(map(str, version))}"
         raise KernelUnavailableError(
-            f'backend must be "auto" or "torch" here, got "triton", which {found}; pip install "triton>={oldest}"'
+            f'backend must be "auto" or "torch" here, got "triton", which {state}; pip install "triton>={oldest}"'
         )
     if device.type != "cuda" and not is_interpreting():
         raise KernelUnavailableError(

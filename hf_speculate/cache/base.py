@@ -1,4 +1,4 @@
-"""What a batch's key-value states must be able to do: grow with a forward, and be rolled back row by row."""
+"""The KV cache protocol: append states, roll back by row, select rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class KVCache(Protocol):
     kind: str
     """Its name among the choices of `speculation_cache`."""
     cache: Cache
-    """What the model's forward writes to and reads from."""
+    """The transformers cache that the model's forward writes to and reads from."""
 
     @property
     def num_columns(self) -> int:
@@ -78,7 +78,7 @@ class KVCache(Protocol):
         """Keep the named rows, in place."""
 
     def skip_padding(self) -> int:
-        """Of an empty cache: let the padding before all rows not come; how many columns that is."""
+        """Skip the padding before all rows of an empty cache; returns how many columns that is."""
 
     def join(self, other: Any) -> None:
         """Add the rows of another cache of the same kind behind these, or raise an `UnsupportedModelError`."""

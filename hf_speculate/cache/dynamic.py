@@ -1,4 +1,4 @@
-"""A batch's key-value states with rollback by row, over transformers' dynamic cache."""
+"""The dynamic KV cache: transformers' own cache, with rollback by row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class DynamicKVCache(KVCache):
     """
 
     kind = "dynamic"
-    layer_kinds: tuple[type, ...] = ATTENTION_LAYERS
+    layer_types: tuple[type, ...] = ATTENTION_LAYERS
     """Classes of layers that can be rolled back."""
 
     def __init__(
@@ -38,12 +38,12 @@ class DynamicKVCache(KVCache):
         cache: Cache,  # the transformers cache, which may hold states already
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
-        device: torch.device | str = "cpu",  # of masks and position ids
-        fixed_layers: frozenset[int] = frozenset(),  # of what the prompt's pictures gave, which is never rolled back
+        device: torch.device | str = "cpu",  # device of masks and position ids
+        fixed_layers: frozenset[int] = frozenset(),  # layers of pictures' states, never rolled back
     ):
         self._fixed_layers = fixed_layers
         self._text_cache: Any = text_cache(cache)
-        check_layers(self._text_cache, self.layer_kinds)
+        check_layers(self._text_cache, self.layer_types)
         self.cache = cache
         self.batch_size = batch_size
         self.device = torch.device(device)
@@ -57,20 +57,20 @@ class DynamicKVCache(KVCache):
             num_columns = num_real.cpu() + torch.tensor(pads, device="cpu")
             if bool(num_columns.min() < attention_mask.shape[1]):
                 self._mask = attention_mask
-            # Plain decoding goes on from the last column's position, which is 0 where that is masked.
+            # Plain decoding continues from the last column's position, which is 0 if the column is masked.
             self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]  # [B, 1]
         self._padding = LeftPadding(pads, self.device)
         self._is_recording = False
 
     @property
-    def _held(self) -> list[Any]:
+    def _text_layers(self) -> list[Any]:
         """The layers with states of the text: a config may name more layers than a decoder has."""
-        layers = [layer for place, layer in enumerate(self._text_cache.layers) if place not in self._fixed_layers]
+        layers = [layer for index, layer in enumerate(self._text_cache.layers) if index not in self._fixed_layers]
         return [layer for layer in attention_layers(layers) if layer.is_initialized]
 
     @property
     def _encoder_layers(self) -> list[Any]:
-        """What an encoder gave, by layer; nothing where there is none."""
+        """Cache layers that hold the encoder's states; empty without an encoder."""
         return self.cache.cross_attention_cache.layers if isinstance(self.cache, EncoderDecoderCache) else []
 
     @property
@@ -86,10 +86,10 @@ class DynamicKVCache(KVCache):
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
-        return [KVState(layer.keys, layer.values) for layer in self._held] if self.num_columns else []
+        return [KVState(layer.keys, layer.values) for layer in self._text_layers] if self.num_columns else []
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._held):
+        if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._text_layers):
             return None
         return [leading(state, self._padding.pads, max(counts)) for state in self.get_kv_states()]
 
@@ -146,7 +146,7 @@ class DynamicKVCache(KVCache):
         if shift is not None:  # before the crop: a window layer still needs the states that the crop takes
             if self._mask is not None:
                 self._mask = self._moved(self._mask, shift.sources(self.num_columns))
-            shift_rows(self._held, shift)
+            shift_rows(self._text_layers, shift)
         self._drop_last(min(drops, default=0))
         self._drop_common_padding()
         if self._mask is not None:
@@ -155,8 +155,8 @@ class DynamicKVCache(KVCache):
 
     def rows(self, indices: Sequence[int]) -> None:
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
-        devices = {layer.keys.device for layer in (*self._held, *self._encoder_layers) if layer.is_initialized}
-        # of several devices, none has an index for all
+        devices = {layer.keys.device for layer in (*self._text_layers, *self._encoder_layers) if layer.is_initialized}
+        # a mask on several devices has no index that all of them share
         index = RowIndices.of(indices).on(devices.pop() if len(devices) == 1 else torch.device("cpu"))
         self._select_rows(index)
         self.batch_size = len(indices)
@@ -181,9 +181,9 @@ class DynamicKVCache(KVCache):
             restore_text()
             restore_encoder()
             if isinstance(self.cache, EncoderDecoderCache):
-                held = [bool(layer.get_seq_length()) for layer in self._encoder_layers]
+                has_states = [bool(layer.get_seq_length()) for layer in self._encoder_layers]
                 self.cache.is_updated.clear()
-                self.cache.is_updated.update(enumerate(held))
+                self.cache.is_updated.update(enumerate(has_states))
             self.hand_back()
 
         return restore
@@ -196,22 +196,22 @@ class DynamicKVCache(KVCache):
         self.cache.batch_select_indices(index)
 
     def _drop_last(self, num: int) -> None:
-        for layer in self._held:  # a mixed layer's own `crop` would crop recurrent states too
-            kind = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
-            kind.crop(layer, -num)
+        for layer in self._text_layers:  # a mixed layer's own `crop` would crop recurrent states too
+            layer_class = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
+            layer_class.crop(layer, -num)
 
     def _drop_common_padding(self) -> None:
         """Cut from the left the padding that all rows have gained since the prompt."""
         surplus = self._padding.surplus() if self.num_columns else 0
         if surplus <= 0:
             return
-        for layer in self._held:
+        for layer in self._text_layers:
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
                 layer.cumulative_length -= surplus
-                surplus_held = max(layer.keys.shape[-2] - layer.cumulative_length, 0)
+                num_dropped = max(layer.keys.shape[-2] - layer.cumulative_length, 0)
             else:
-                surplus_held = surplus
-            layer.keys = layer.keys[..., surplus_held:, :]
-            layer.values = layer.values[..., surplus_held:, :]
+                num_dropped = surplus
+            layer.keys = layer.keys[..., num_dropped:, :]
+            layer.values = layer.values[..., num_dropped:, :]
         if self._mask is not None:
             self._mask = self._mask[:, surplus:]

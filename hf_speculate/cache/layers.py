@@ -1,4 +1,4 @@
-"""Which layers of a transformers cache hold states of the text, and what the model's layers see of them."""
+"""Layers of a transformers cache: which ones hold states of the text, their windows, and snapshots of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def text_cache(cache: Cache) -> Cache:
 
 
 def holding(layers: Iterable[Any]) -> list[Any]:
-    """Those of a cache's layers that states are put into, by this forward or by a later one."""
+    """The layers of a cache that hold states, now or after a later forward."""
     return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
 
 
@@ -46,12 +46,12 @@ def fixed_layers(config: PreTrainedConfig) -> frozenset[int]:
     return frozenset(getattr(config, "cross_attention_layers", None) or ())
 
 
-def check_layers(cache: Cache, kinds: Sequence[type]) -> None:
-    """Refuse a cache with a layer that is of none of the kinds, which can be rolled back row by row."""
+def check_layers(cache: Cache, types: Sequence[type]) -> None:
+    """Raise an error for a cache with a layer of no other type than these, which can be rolled back row by row."""
     for layer in holding(cache.layers):
-        if type(layer) not in kinds:
+        if type(layer) not in types:
             raise UnsupportedModelError(
-                f"the cache's layers must be {' or '.join(kind.__name__ for kind in kinds)}, "
+                f"the cache's layers must be {' or '.join(layer_type.__name__ for layer_type in types)}, "
                 f"got {type(layer).__name__}; decode with this cache plainly"
             )
 
@@ -63,52 +63,53 @@ def attention_layers(layers: Iterable[Any]) -> list[Any]:
 
 def is_recurrent(cache: Cache) -> bool:
     """Whether a layer of a cache holds convolution or recurrent states."""
-    kinds = set(map(type, text_cache(cache).layers))  # one or two: asking each layer shows in a call of a deep model
-    return any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
+    # One or two types: to ask each layer would be visible in the time of a call of a deep model.
+    layer_types = set(map(type, text_cache(cache).layers))
+    return any(issubclass(layer_type, LinearAttentionCacheLayerMixin) for layer_type in layer_types)
 
 
 def only_attends(config: PreTrainedConfig) -> bool:
-    """Whether a decoder's config names layers of attention alone: no cache need be made to see their kinds."""
+    """Whether a decoder's config names layers of attention alone: no cache need be made to see their types."""
     return set(getattr(config, "layer_types", None) or ()) <= _ATTENTION_TYPES
 
 
-def num_held(cache: Cache) -> int:
-    """Columns of a cache; 0 if it has recurrent layers only, which do not count their tokens."""
+def num_cached(cache: Cache) -> int:
+    """Number of columns of a cache; 0 if it has recurrent layers only, which do not count their tokens."""
     if is_recurrent(cache) and not attention_layers(cache.layers):
         return 0
     return int(cache.get_seq_length())
 
 
 def window_of(layer: Any) -> int | None:
-    """Tokens that a layer of a cache attends to, itself included; None: all."""
+    """Window of a cache's layer: the tokens that it attends to, the query included; None if it attends to all."""
     window: int | None = getattr(layer, "sliding_window", None)
     return window
 
 
 def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
-    """What each of the model's layers attends to: one that reads another's states, as others of its type."""
+    """Windows of the model's layers; a layer that reads the states of another one has the window of its type."""
     layers = text_cache(cache).layers
     if is_recurrent(cache):
         return [window_of(layer) for layer in attention_layers(layers)]
     types = getattr(config, "layer_types", None) or []
     if len(types) <= len(holding(layers)):
         return [window_of(layer) for layer in layers]
-    by_type = {kind: window_of(layer) for kind, layer in zip(types, holding(layers), strict=False)}
-    return [by_type[kind] for kind in types]
+    by_type = {layer_type: window_of(layer) for layer_type, layer in zip(types, holding(layers), strict=False)}
+    return [by_type[layer_type] for layer_type in types]
 
 
 def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
     """A function that brings layers back, in place, to what they hold now; it crops full layers that only grow."""
-    held = []
+    saved = []
     for layer in attention_layers(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)
         states = None if is_cropped_back else (layer.keys, layer.values)
-        held.append((layer, states, layer.get_seq_length()))
+        saved.append((layer, states, layer.get_seq_length()))
 
     def restore() -> None:
-        for later in attention_layers(layers)[len(held) :]:  # layers that were added since
+        for later in attention_layers(layers)[len(saved) :]:  # layers that were added since
             layers.remove(later)
-        for layer, states, num_columns in held:
+        for layer, states, num_columns in saved:
             if not num_columns:
                 layer.keys = layer.values = None
                 layer.is_initialized = False

@@ -6,41 +6,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.cache.row_lens import ArangeCache, RowLens
 from hf_speculate.transfers import upload
 
-_GROUP_BYTES = 32 << 20  # of the states that move in one launch, which takes as much memory
+_GROUP_BYTES = 32 << 20  # the most bytes of states that move in one launch, which takes as much memory
 
 
 class RowShift(NamedTuple):
-    """How far each row moves right."""
+    """Shift of each row to the right, in columns."""
 
-    varying: Tensor  # [B, 1] int64 on the device, `shared` less the shifts
-    shared: int
-    ruler: Ruler
+    per_row: Tensor  # [B, 1] int64 on the device, `common` less the shifts
+    common: int
+    aranges: ArangeCache
 
     def sources(self, num_columns: int) -> Tensor:
         """[B, T] int64: the column that each of T columns comes from, negative in the padding that rows gain."""
-        return self.ruler.span(-self.shared, num_columns) + self.varying
+        return self.aranges.span(-self.common, num_columns) + self.per_row
 
 
 def shift_rows(layers: Sequence[Any], shift: RowShift) -> None:
     """Move the keys and values of attention layers. They become new tensors: others may hold the old ones."""
     index: dict[Any, Tensor] = {}
-    for places in _groups(layers):
-        states: list[Tensor] = [getattr(layer, name) for layer, name in places]
+    for group in _groups(layers):
+        states: list[Tensor] = [getattr(layer, name) for layer, name in group]
         shape, device = states[0].shape, states[0].device
         key = (*shape[1:3], device) if device.type == "cpu" else (shape[2], device)
         if key not in index:
             source = shift.sources(shape[2]).clamp_min_(0).to(device)  # [B, T]
             index[key] = _flat_index(source, shape[1]) if device.type == "cpu" else source[:, None, :, None]
-        for (layer, name), moved in zip(places, _take(states, index[key]), strict=True):
+        for (layer, name), moved in zip(group, _take(states, index[key]), strict=True):
             setattr(layer, name, moved)
 
 
 def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
-    """What moves in one launch: states of one shape, dtype and device up to a size; a CPU moves them one by one."""
-    groups: list[list[tuple[Any, str]]] = []  # of layers, each with "keys" or "values"
+    """Groups of states that move in one launch: of one shape, dtype and device, up to a size; single ones on a CPU."""
+    groups: list[list[tuple[Any, str]]] = []  # pairs of a layer and "keys" or "values"
     last: dict[Any, list[tuple[Any, str]]] = {}
     for layer in layers:
         for name in ("keys", "values"):
@@ -64,7 +64,7 @@ def _flat_index(source: Tensor, num_heads: int) -> Tensor:
 def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
     """States [B, H, T, D] rebuilt: a CPU copies whole rows by a flat index, in half of the time of a gather."""
     if index.dim() == 1:
-        return [one.reshape(-1, one.shape[-1]).index_select(0, index).view(one.shape) for one in states]
+        return [state.reshape(-1, state.shape[-1]).index_select(0, index).view(state.shape) for state in states]
     if len(states) == 1:
         return [states[0].gather(2, index.expand(-1, states[0].shape[1], -1, states[0].shape[3]))]
     stacked = torch.stack(list(states))  # [N, B, H, T, D]
@@ -76,14 +76,14 @@ class LeftPadding:
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)
-        self.own = list(pads)  # of the prompts
-        self._lens = RowLens([0] * len(self.pads), Ruler(device))  # columns of each row but the padding it has gained
+        self.own = list(pads)  # the padding of the prompts
+        self._lens = RowLens([0] * len(self.pads), ArangeCache(device))  # columns without gained padding
         self._own_there: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
         # [B or 1, N] int64, negative in padding: of the columns to come, and of those before if there is a mask
         self._positions: Tensor | None = None
-        self._first_column = 0  # of these positions
+        self._first_column = 0  # the column of the first of these positions
 
     def expect(self, num_tokens: int) -> None:
         self._num_expected = num_tokens
@@ -103,11 +103,11 @@ class LeftPadding:
 
     def positions(self, num_columns: int, num_query: int) -> Tensor:
         """[B or 1, Q] int64: real tokens before each of the coming ones; 0 in padding."""
-        made, first = self._positions, num_columns - self._first_column
-        if made is None or not 0 <= first <= first + num_query <= made.shape[1]:
-            made = self._make_positions(num_columns, num_columns, max(num_query, self._num_expected))
-            self._positions, self._first_column, first = made, num_columns, 0
-        positions = made[:, first : first + num_query]
+        cached, first = self._positions, num_columns - self._first_column
+        if cached is None or not 0 <= first <= first + num_query <= cached.shape[1]:
+            cached = self._make_positions(num_columns, num_columns, max(num_query, self._num_expected))
+            self._positions, self._first_column, first = cached, num_columns, 0
+        positions = cached[:, first : first + num_query]
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:
@@ -119,8 +119,8 @@ class LeftPadding:
         self.pads = [pad + gained for pad, gained in zip(self.pads, shifts, strict=True)]
         if not any(shifts):
             return None
-        varying, shared = self._lens.less(before)
-        return RowShift(varying[:, None], -shared - smallest, self._lens.ruler)
+        per_row, common = self._lens.less(before)
+        return RowShift(per_row[:, None], -common - smallest, self._lens.aranges)
 
     def surplus(self) -> int:
         """Columns of padding that all rows have gained; they are forgotten."""
@@ -161,5 +161,5 @@ class LeftPadding:
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
         """[B or 1, num] int64."""
         if any(self.own) and self._own_there is None:
-            self._own_there = upload(self.own, self._lens.ruler.device)[:, None]
+            self._own_there = upload(self.own, self._lens.aranges.device)[:, None]
         return self._lens_at(num_columns).positions(num, first_column - num_columns, self._own_there)

@@ -25,7 +25,7 @@ class PooledBuffers(NamedTuple):
 
 
 class BufferShape(NamedTuple):
-    """What interchangeable buffers of a model have in common."""
+    """The shape that interchangeable buffers of a model share."""
 
     batch_size: int  # B
     capacity: int | None  # columns of each buffer

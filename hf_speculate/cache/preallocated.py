@@ -1,4 +1,4 @@
-"""A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
+"""The preallocated KV cache: each row ends in a column of its own, and a rollback copies nothing."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -8,10 +8,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import KVCache, checked_drops, gathered, leading
-from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding, layers_snapshot
+from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.cache.ragged_layer import RaggedLayer
+from hf_speculate.cache.row_layout import RowLayout
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.per_row import RowIndices
 from hf_speculate.types import KVState
@@ -20,52 +21,55 @@ from hf_speculate.types import KVState
 MAX_MASKED_QUERY = 160
 
 
-class LayerKinds(NamedTuple):
-    """What the layers of a model attend to."""
+class MaskSpec(NamedTuple):
+    """The attention masks that a model takes: windows by layer and by mask, dtype, and whether rows share one."""
 
-    windows: tuple[int | None, ...]  # by layer; None: everything
-    mask_windows: dict[str, int | None]  # by the name of a mask that the model asks for; one entry: it takes one mask
-    mask_dtype: torch.dtype  # of the additive masks: the queries'
+    windows: tuple[int | None, ...]  # by layer; None if it attends to all tokens
+    mask_windows: dict[
+        str, int | None
+    ]  # by the mask's name in the model; with one entry, the model takes a single mask
+    mask_dtype: torch.dtype  # dtype of additive masks, which is that of the queries
     is_mask_per_row: bool = False  # whether each row needs a mask of its own, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """What the model takes: the one mask that `make` gives for its window, or one by name."""
+        """The model's attention mask, made by `make` from its window; masks by name if it takes several."""
         masks = {name: make(window) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
 class PreallocatedKVCache(KVCache):
-    """`KVCache` over buffers of its own, left-aligned: a row's next token goes where that row ends.
+    """`KVCache` over preallocated buffers, left-aligned: a row's next token is written where that row ends.
 
-    Rolling a row back lowers its length. What lies behind is hidden by explicit masks, [B, 1, Q, T] additive, and
-    overwritten later. Attention is handed views of the columns in use.
+    Rolling a row back lowers its length. Explicit masks, [B, 1, Q, T] additive, hide the columns after its end; later
+    tokens overwrite them. Attention reads views of the columns in use.
     """
 
     kind = "preallocated"
 
     def __init__(
         self,
-        kinds: LayerKinds,
+        mask_spec: MaskSpec,
         batch_size: int,
         attention_mask: Tensor | None = None,  # [B, T] int64 over the states in `kept_cache` and the prompt to come
-        device: torch.device | str = "cpu",  # of masks and position ids
+        device: torch.device | str = "cpu",  # device of masks and position ids
         max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
         kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
         capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
         pool: Pool | None = None,  # where such buffers come from, and go to with `release`
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
-        self.columns = Columns(pads, max_columns, capacity, device, kinds.mask_dtype)
-        self._layers = [RaggedLayer(self.columns, window) for window in kinds.windows]
+        self.layout = RowLayout(pads, max_columns, capacity, device)
+        self._lookahead = Lookahead(self.layout, mask_spec.mask_dtype)
+        self._layers = [RaggedLayer(self._lookahead, window) for window in mask_spec.windows]
         self.cache = Cache(layers=list(self._layers))
-        self.kinds = kinds
+        self.mask_spec = mask_spec
         self.device = torch.device(device)
         self._kept_cache = kept_cache
         self._holds_rejected = False
         self._pool = pool
-        self._shape = BufferShape(batch_size, capacity, kinds.mask_dtype, self.device)
+        self._shape = BufferShape(batch_size, capacity, mask_spec.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
-        taken = None if pool is None else pool.take(self._shape, len(kinds.windows))
+        taken = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
         if taken is not None:
             self.graphs = taken.graphs
             for layer, buffers in zip(self._layers, taken.layers, strict=True):
@@ -75,15 +79,15 @@ class PreallocatedKVCache(KVCache):
 
     @property
     def batch_size(self) -> int:
-        return len(self.columns.pads)
+        return len(self.layout.pads)
 
     @property
     def num_columns(self) -> int:
-        return self.columns.num_held
+        return self.layout.num_columns
 
     @property
     def num_real_tokens(self) -> list[int]:
-        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
+        return [max(length - pad, 0) for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)]
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
@@ -93,11 +97,11 @@ class PreallocatedKVCache(KVCache):
         """None once a window layer has dropped some."""
         if not self.num_columns or any(layer.base for layer in self._layers):
             return None
-        return [leading(layer.buffers, self.columns.pads, max(counts)) for layer in self._layers]
+        return [leading(layer.buffers, self.layout.pads, max(counts)) for layer in self._layers]
 
     def update(self, states: Sequence[KVState]) -> None:
         num_query = states[0].keys.shape[2] if states else 0
-        self.columns.begin(num_query)
+        self._lookahead.begin(num_query)
         for index, state in enumerate(states):
             self.cache.update(state.keys, state.values, index)
         self.advance(num_query)
@@ -105,35 +109,35 @@ class PreallocatedKVCache(KVCache):
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """The mask of a forward; None where every query sees all before it and itself.
 
-        [B, T + Q] int64 for prompts; otherwise [B or 1, 1, Q, T] additive, or one such mask per kind of layer.
+        [B, T + Q] int64 for prompts; otherwise [B or 1, 1, Q, T] additive, or one such mask per type of layer.
         """
-        columns = self.columns
-        columns.begin(num_query)
-        # what a query of padding sees, and so what it leaves in the cache, is up to transformers' masks
-        reads_padding = not columns.num_held or columns.num_held < max(columns.pads)
-        if columns.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
-            return columns.padding()
-        if num_query == 1 and columns.is_even and not any(columns.pads):
+        layout, lookahead = self.layout, self._lookahead
+        lookahead.begin(num_query)
+        # transformers' masks decide what a query of padding sees, and so what it leaves in the cache
+        reads_padding = not layout.num_columns or layout.num_columns < max(layout.pads)
+        if layout.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
+            return lookahead.padding_mask()
+        if num_query == 1 and layout.is_even and not any(layout.pads):
             return None
-        columns.is_masked = True
-        num_rows = self.batch_size if self.kinds.is_mask_per_row else -1
-        return self.kinds.masks(lambda window: columns.mask(window).expand(num_rows, -1, -1, -1))
+        lookahead.is_masked = True
+        num_rows = self.batch_size if self.mask_spec.is_mask_per_row else -1
+        return self.mask_spec.masks(lambda window: lookahead.mask(window).expand(num_rows, -1, -1, -1))
 
     def position_ids(self, num_query: int) -> Tensor:
-        positions = self.columns.positions(num_query)
-        starts = [length - pad for length, pad in zip(self.columns.lens, self.columns.pads, strict=True)]
+        positions = self._lookahead.positions(num_query)
+        starts = [length - pad for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)]
         return positions.clamp_min(0) if min(starts) < 0 else positions
 
     def expect(self, num_tokens: int) -> None:
-        self.columns.expect(num_tokens)
+        self._lookahead.expect(num_tokens)
 
     def advance(self, num_query: int) -> None:
-        self.columns.advance(num_query)
+        self._lookahead.advance(num_query)
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if any(drops):
-            self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
+            self._cut([length - drop for length, drop in zip(self.layout.lens, drops, strict=True)], like)
             self._holds_rejected = True
 
     @property
@@ -142,28 +146,32 @@ class PreallocatedKVCache(KVCache):
 
     def clear_rejected(self) -> None:
         for layer in self._layers:
-            layer.clear_behind(self.columns.lens)
+            layer.clear_behind(self.layout.lens)
         self._holds_rejected = False
 
     def rows(self, indices: Sequence[int]) -> None:
         kept = RowIndices.of(indices)
-        self.columns.rows(kept)
-        surplus, index = self.columns.drop_padding(), kept.on(self.device)
+        self.layout.rows(kept)
+        surplus, index = self.layout.drop_padding(), kept.on(self.device)
+        self._lookahead.restart()
         for layer in self._layers:
             layer.select(indices, index, surplus)
 
     def skip_padding(self) -> int:
-        return self.columns.skip_padding()
+        surplus = self.layout.skip_padding()
+        self._lookahead.restart()
+        return surplus
 
     def join(self, other: "PreallocatedKVCache") -> None:
         """Add the rows of `other` behind these; its buffers grow too, and nobody keeps its states."""
         for layer, its in zip(self._layers, other._layers, strict=True):
             layer.join(its)
-        self.columns.join(other.columns)
+        self.layout.join(other.layout)
+        self._lookahead.restart()
         self._holds_rejected |= other.holds_rejected
 
     def snapshot(self) -> Callable[[], None]:
-        """Of `kept_cache`, which is left alone until `hand_back`."""
+        """Snapshot of `kept_cache`, which does not change until `hand_back`."""
         layers = [] if self._kept_cache is None else self._kept_cache.layers
         return layers_snapshot(layers, only_grows=self.batch_size == 1)
 
@@ -191,17 +199,22 @@ class PreallocatedKVCache(KVCache):
         self._layers, self.cache, self._pool = [], Cache(layers=[]), None
 
     def _load(self, kept_cache: Cache) -> None:
-        num_held = int(kept_cache.get_seq_length())
-        if not num_held:
+        num_kept = int(kept_cache.get_seq_length())
+        if not num_kept:
             return
-        for layer, held in zip(self._layers, holding(kept_cache.layers), strict=True):
-            layer.load(held.keys, held.values, num_held - held.keys.shape[2])
-        self.columns.cut([num_held] * self.batch_size)
+        for layer, kept_layer in zip(self._layers, holding(kept_cache.layers), strict=True):
+            layer.load(kept_layer.keys, kept_layer.values, num_kept - kept_layer.keys.shape[2])
+        self._cut([num_kept] * self.batch_size)
+
+    def _cut(self, lens: Sequence[int], like: RowLens | None = None) -> None:
+        """Let rows end at the columns `lens` [B]; see `RowLens.set` for `like`."""
+        self.layout.row_lens.set(lens, like)
+        self._lookahead.restart()
 
     def _states(self, layer: RaggedLayer) -> KVState:
         """Copies of a layer's states [B, H, T, D], rows right-aligned; of a window layer, what the next token needs."""
         width = self.num_columns
         first = 0 if layer.window is None else max(width - layer.window + 1, 0)
-        source = self.columns.row_lens.columns(width - first, first - width - layer.base)  # [B or 1, T]
+        source = self.layout.row_lens.columns(width - first, first - width - layer.base)  # [B or 1, T]
         columns = source.to(layer.device).clamp_min(0)
         return KVState(*(gathered(buffer, columns) for buffer in layer.buffers))

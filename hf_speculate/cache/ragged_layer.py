@@ -1,4 +1,4 @@
-"""One layer's states in a buffer with room to grow, in which every row writes at its own end."""
+"""A ragged cache layer: keys and values in a growing buffer, in which each row writes at its own end."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_speculate.cache.columns import Columns
+from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
-# Room is made for this many tokens, or a twentieth of what is held where that is more: a long cache takes 5 % more
-# memory than its tokens at most, and growing copies it once in as many tokens, each of which reads all of it.
+# A buffer grows by this many tokens, or by a twentieth of its tokens if that is more: a long cache takes at most 5 %
+# more memory than its tokens, and is copied once in as many tokens, each of which reads all of it.
 MIN_STEP = 64
 ROOM_SHARE = 20
 # A window layer keeps this many columns more than its window, for rows that are rolled back past where they began.
@@ -31,13 +31,13 @@ class RaggedLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, columns: Columns, window: int | None = None):
+    def __init__(self, lookahead: Lookahead, window: int | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.columns = columns
+        self.lookahead, self.layout = lookahead, lookahead.layout
         self.window = window
         self.is_sliding = window is not None
         self.base = 0
-        # the buffers with the places of rows that have left, which lie behind the others; None if there are none
+        # the buffers with the slots of rows that have left, behind the others; None if no row has left
         self._with_free: KVState | None = None
 
     @property
@@ -48,7 +48,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
-        room = self.columns.capacity or 0
+        room = self.layout.capacity or 0
         self.take(KVState(_zeros(key_states, room), _zeros(value_states, room)))
 
     def take(self, buffers: KVState) -> None:
@@ -61,16 +61,16 @@ class RaggedLayer(CacheLayerMixin):
         """Write the coming tokens' states [B, H, Q, D]; the states [B, H, T, D] that they attend to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        columns = self.columns
-        window = self.window if columns.capacity is None else None
-        if window is not None and not columns.num_held and columns.num_query > window + WINDOW_SLACK:
-            first = columns.num_query - window - WINDOW_SLACK
+        layout, num_query = self.layout, self.lookahead.num_query
+        window = self.window if layout.capacity is None else None
+        if window is not None and not layout.num_columns and num_query > window + WINDOW_SLACK:
+            first = num_query - window - WINDOW_SLACK
             self.load(key_states[:, :, first:], value_states[:, :, first:], first)
             return key_states, value_states  # all of a prompt attends, its end is kept
-        first, end = columns.first_seen(self.window), columns.end
+        first, end = self.lookahead.first_seen(self.window), self.lookahead.end
         if end - self.base > self.buffers.keys.shape[2]:  # what no query will look at any more may go
             keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
-            self._grow(keep_from, end, columns.num_held)
+            self._grow(keep_from, end, layout.num_columns)
         keys, values = self.buffers
         self._write(keys, key_states)
         self._write(values, value_states)
@@ -82,19 +82,19 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         end = base + keys.shape[2]
-        if self.columns.capacity is None:
+        if self.layout.capacity is None:
             self.base = base
-            self._grow(base, end, num_held=0)
-        held = slice(base - self.base, end - self.base)
+            self._grow(base, end, num_columns=0)
+        columns = slice(base - self.base, end - self.base)
         for buffer, states in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, held] = states
+            buffer[:, :, columns] = states
 
     def select(self, indices: Sequence[int], index: Tensor, num_dropped: int) -> None:
         """Keep rows, in place until fewer than half are left, without the first `num_dropped` columns of each."""
         if not self.is_initialized:
             return
         buffers = self._with_free or self.buffers
-        is_ascending = all(one < other for one, other in pairwise(indices))
+        is_ascending = all(before < after for before, after in pairwise(indices))
         if num_dropped or not is_ascending or 2 * len(indices) < buffers[0].shape[0]:
             surplus = max(num_dropped - self.base, 0)
             self.base = max(self.base - num_dropped, 0)
@@ -103,32 +103,32 @@ class RaggedLayer(CacheLayerMixin):
             self._with_free = None
             return
         with torch.inference_mode(buffers[0].is_inference()):
-            for place, row in enumerate(indices):
-                if place < row:
+            for slot, row in enumerate(indices):
+                if slot < row:
                     for buffer in buffers:
-                        buffer[place] = buffer[row]  # all columns: what the place held may be NaN
+                        buffer[slot] = buffer[row]  # all columns, as any may be NaN
         self._use(buffers, len(indices))
 
     def join(self, other: "RaggedLayer") -> None:
-        """Add the rows of `other` behind these, before the columns are joined; in the places of rows that have left."""
+        """Add the rows of `other` behind these, before the columns are joined; in the slots of rows that have left."""
         if not self.is_initialized or not other.is_initialized:
             return  # a layer that reads the states of another one
         num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
-        num_held, num_joining_held = self.columns.num_held - self.base, other.columns.num_held - other.base
+        num_columns, num_joining_columns = self.layout.num_columns - self.base, other.layout.num_columns - other.base
         buffers, base = self._with_free or self.buffers, min(self.base, other.base)
-        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_held <= buffers[0].shape[2]
+        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_joining_columns <= buffers[0].shape[2]
         if not has_room or self.base != other.base:
-            capacity = self._roomy(max(self.columns.num_held, other.columns.num_held) - base, base)
-            buffers = KVState(*(_zeros(one, capacity, num_rows + num_joining) for one in self.buffers))
+            capacity = self._roomy(max(self.layout.num_columns, other.layout.num_columns) - base, base)
+            buffers = KVState(*(_zeros(states, capacity, num_rows + num_joining) for states in self.buffers))
             for buffer, states in zip(buffers, self.buffers, strict=True):
                 start = self.base - base
-                buffer[:num_rows, :, start : start + num_held] = states[:, :, :num_held]
+                buffer[:num_rows, :, start : start + num_columns] = states[:, :, :num_columns]
             self.base = base
         with torch.inference_mode(buffers[0].is_inference()):
             for buffer, states in zip(buffers, other.buffers, strict=True):
-                start, places = other.base - base, buffer[num_rows : num_rows + num_joining]
-                places[:, :, start : start + num_joining_held] = states[:, :, :num_joining_held]
-                places[:, :, start + num_joining_held :] = 0
+                start, new_rows = other.base - base, buffer[num_rows : num_rows + num_joining]
+                new_rows[:, :, start : start + num_joining_columns] = states[:, :, :num_joining_columns]
+                new_rows[:, :, start + num_joining_columns :] = 0
         self._use(buffers, num_rows + num_joining)
 
     def clear_behind(self, lens: Sequence[int]) -> None:
@@ -154,42 +154,41 @@ class RaggedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that `query_length` coming tokens attend to, and the first of them; for rows of one length."""
-        first = self.columns.first_seen(self.window)
-        return self.columns.num_held + query_length - first, first
+        first = self.lookahead.first_seen(self.window)
+        return self.layout.num_columns + query_length - first, first
 
     def get_seq_length(self) -> int:
-        return self.columns.num_held if self.is_initialized else 0
+        return self.layout.num_columns if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         return -1  # no bound: the buffer grows
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
-        columns = self.columns
-        if columns.is_even:
-            start = columns.num_held - self.base
-            buffer[:, :, start : start + columns.num_query] = states
+        if self.layout.is_even:
+            start = self.layout.num_columns - self.base
+            buffer[:, :, start : start + self.lookahead.num_query] = states
             return
-        places = columns.places(buffer.shape[1], buffer.shape[2], self.base, buffer.device)
-        buffer.view(-1, buffer.shape[3]).index_copy_(0, places, states.reshape(-1, states.shape[3]))
+        slots = self.lookahead.slot_mapping(buffer.shape[1], buffer.shape[2], self.base, buffer.device)
+        buffer.view(-1, buffer.shape[3]).index_copy_(0, slots, states.reshape(-1, states.shape[3]))
 
     def _roomy(self, num_columns: int, first: int) -> int:
         """Columns of a buffer that is to hold `num_columns` from column `first` on."""
         if self.device.type == "cuda":
             return even_capacity(num_columns)
         capacity = num_columns + max(MIN_STEP, num_columns // ROOM_SHARE)
-        if self.columns.max_columns is not None:
-            capacity = max(min(capacity, self.columns.max_columns - first), num_columns)
+        if self.layout.max_columns is not None:
+            capacity = max(min(capacity, self.layout.max_columns - first), num_columns)
         return capacity
 
-    def _grow(self, keep_from: int, end: int, num_held: int) -> None:
-        """Move the columns `keep_from` .. `num_held` to buffers with room for more than up to `end`."""
+    def _grow(self, keep_from: int, end: int, num_columns: int) -> None:
+        """Move the columns `keep_from` .. `num_columns` to buffers with room for more than up to `end`."""
         capacity = self._roomy(end - keep_from, keep_from)
-        held = slice(keep_from - self.base, max(num_held, keep_from) - self.base)
+        kept = slice(keep_from - self.base, max(num_columns, keep_from) - self.base)
         keys, values = self.buffers
         self._with_free = None
-        self.keys = _moved(keys, held, capacity)
+        self.keys = _moved(keys, kept, capacity)
         del keys  # before values are held twice
-        self.values = _moved(values, held, capacity)
+        self.values = _moved(values, kept, capacity)
         self.base = keep_from
 
 
@@ -205,8 +204,8 @@ def _zeros(states: Tensor, num_columns: int, num_rows: int | None = None) -> Ten
     return states.new_zeros(num_rows or states.shape[0], states.shape[1], num_columns, states.shape[3])
 
 
-def _moved(buffer: Tensor, held: slice, capacity: int) -> Tensor:
-    """A new buffer that begins with the columns `held` of `buffer`."""
+def _moved(buffer: Tensor, columns: slice, capacity: int) -> Tensor:
+    """A new buffer that begins with a range of columns of `buffer`."""
     larger = _zeros(buffer, capacity)
-    larger[:, :, : held.stop - held.start] = buffer[:, :, held]
+    larger[:, :, : columns.stop - columns.start] = buffer[:, :, columns]
     return larger

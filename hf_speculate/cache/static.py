@@ -1,4 +1,4 @@
-"""Static caches that users pass, which cannot be rolled back row by row: what they are, and what copies them."""
+"""Static caches that users pass: recognises them, and names the module that copies them."""
 
 import importlib
 from typing import Any

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.per_row import PerRow
 
 
@@ -21,7 +21,7 @@ class TokenBuffer(PerRow):
         batch_size, length = token_ids.shape
         self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
         self.token_ids[:, :length] = token_ids
-        self.row_lens = RowLens([length] * batch_size, Ruler(token_ids.device))
+        self.row_lens = RowLens([length] * batch_size, ArangeCache(token_ids.device))
 
     @property
     def lens(self) -> list[int]:

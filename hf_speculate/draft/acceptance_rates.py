@@ -1,62 +1,62 @@
-"""Acceptance-rate estimates: decayed counts of verified and accepted tokens, and their use by row and kind of draft."""
+"""Acceptance-rate estimates: decayed counts of verified and accepted tokens, by row and type of drafted token."""
 
 from collections.abc import Sequence
 
-_DECAY = 0.97  # of the counts, per verified token: sequences change
-_PRIOR_WEIGHT = 4.0  # of the prior, in tokens
+_DECAY = 0.97  # factor of the counts, per verified token: sequences change
+_PRIOR_WEIGHT = 4.0  # weight of the prior, in tokens
 SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more
 MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 
 
 class AcceptanceCounts:
-    """Decayed counts of verified and accepted tokens, for several kinds of tokens."""
+    """Decayed counts of verified and accepted tokens, in several buckets of tokens."""
 
-    def __init__(self, num_kinds: int):
-        self.accepted = [0.0] * num_kinds
-        self.verified = [0.0] * num_kinds
+    def __init__(self, num_buckets: int):
+        self.accepted = [0.0] * num_buckets
+        self.verified = [0.0] * num_buckets
 
-    def add(self, kind: int, is_accepted: bool, decay: float = 1.0) -> None:
-        """Count one verified token, after the kind's counts were multiplied by `decay`."""
-        self.accepted[kind] = decay * self.accepted[kind] + is_accepted
-        self.verified[kind] = decay * self.verified[kind] + 1
+    def add(self, bucket: int, is_accepted: bool, decay: float = 1.0) -> None:
+        """Count one verified token, after the bucket's counts were multiplied by `decay`."""
+        self.accepted[bucket] = decay * self.accepted[bucket] + is_accepted
+        self.verified[bucket] = decay * self.verified[bucket] + 1
 
     def decay(self, factor: float) -> None:
-        """Multiply the counts of all kinds by `factor` in [0, 1]."""
+        """Multiply the counts of all buckets by `factor` in [0, 1]."""
         self.accepted = [factor * count for count in self.accepted]
         self.verified = [factor * count for count in self.verified]
 
-    def rate(self, kind: int, prior: float, prior_weight: float) -> float:
-        """Accepted over verified tokens of a kind, with a prior that weighs `prior_weight` tokens."""
-        return (self.accepted[kind] + prior_weight * prior) / (self.verified[kind] + prior_weight)
+    def rate(self, bucket: int, prior: float, prior_weight: float) -> float:
+        """Accepted over verified tokens of a bucket, with a prior that weighs `prior_weight` tokens."""
+        return (self.accepted[bucket] + prior_weight * prior) / (self.verified[bucket] + prior_weight)
 
 
 class AcceptanceRates(AcceptanceCounts):
-    """Acceptance rates of one row by kind of token; shared counts would let other rows change a seed's sample."""
+    """Acceptance rates of one row by bucket of tokens; shared counts would let other rows change a seed's sample."""
 
     def __init__(self, priors: Sequence[float]):
         super().__init__(len(priors))
         self._priors = priors
 
-    def observe(self, kinds: Sequence[int], num_accepted: int) -> None:
+    def observe(self, buckets: Sequence[int], num_accepted: int) -> None:
         """Count the verified tokens of a draft; all but the last one at most were accepted."""
-        for position, kind in enumerate(kinds):
-            self.add(kind, position < num_accepted, _DECAY)
+        for position, bucket in enumerate(buckets):
+            self.add(bucket, position < num_accepted, _DECAY)
 
-    def expected(self, kinds: Sequence[int]) -> float:
+    def expected(self, buckets: Sequence[int]) -> float:
         """The expected number of accepted tokens in a draft."""
         total, prefix = 0.0, 1.0
-        for kind in kinds:
-            prefix *= self.rate(kind, self._priors[kind], _PRIOR_WEIGHT)
+        for bucket in buckets:
+            prefix *= self.rate(bucket, self._priors[bucket], _PRIOR_WEIGHT)
             total += prefix
         return total
 
 
-def suffix_kinds(match_len: int, num: int) -> list[int]:
-    """[num] kinds of tokens after a match; each accepted token lengthens the match of the next one."""
+def suffix_buckets(match_len: int, num: int) -> list[int]:
+    """[num] buckets of the tokens after a match; each accepted token lengthens the match of the next one."""
     last = len(SUFFIX_PRIORS)
     return [min((match_len + position).bit_length(), last) - 1 for position in range(num)]
 
 
-def model_kinds(num: int) -> list[int]:
-    """[num] kinds of a draft model's tokens, by position."""
+def model_buckets(num: int) -> list[int]:
+    """[num] buckets of a draft model's tokens, by position."""
     return [min(position, len(MODEL_PRIORS) - 1) for position in range(num)]

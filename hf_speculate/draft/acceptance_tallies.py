@@ -20,7 +20,7 @@ class DraftCounts(NamedTuple):
 
 
 class AcceptanceBound(NamedTuple):
-    """What a draft that goes with its target reaches."""
+    """The least acceptance rate of a draft that fits its target."""
 
     least_rate: float  # accepted over drafted tokens, in [0, 1]
     num_drafted: int  # tokens after which the rate is compared

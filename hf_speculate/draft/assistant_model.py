@@ -27,8 +27,8 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 
 _VOCABULARIES = "hf_speculate.draft.vocab_intersection"  # imported where two tokenizers are compared
-# With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
-# Of these, 1 in 100 looks so bad by then.
+# With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor draft with the same
+# tokenizer. The bound is wrong for 1 poor draft in 100.
 VERIFIED_TOKENS_BOUND = AcceptanceBound(least_rate=0.02, num_drafted=64)
 
 
@@ -43,7 +43,7 @@ class AssistantModel(DraftSource):
 
     def __init__(self, model: PreTrainedModel, name: str = ""):
         self.model = model
-        self.name = name  # of its folder or repository, if the call gave that
+        self.name = name  # the folder or repository, if the call gave one
 
     @property
     def generation_config(self) -> GenerationConfig | None:  # type: ignore[override]
@@ -118,7 +118,7 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     if isinstance(assistant, str | Path):
         name = str(assistant)
         assistant = NamedDrafts.of(target).get(name, target)
-    variant = getattr(assistant, "draft_source", None)  # of a draft head
+    variant = getattr(assistant, "draft_source", None)  # set by draft heads
     if variant is not None:
         source: DraftSource = load_entry(VARIANTS[variant])(target, {**values, "assistant_model": assistant})
         return source
@@ -143,15 +143,15 @@ def map_vocabularies(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> VocabMapping | None:
-    """How the draft's ids stand to the target's; None if they are the same.
+    """The vocabulary mapping from the draft to the target; None if both share a vocabulary.
 
     Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
     given, it is looked up in local files under its model's `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
-    are_given = tokenizer is not None and assistant_tokenizer is not None
+    has_tokenizers = tokenizer is not None and assistant_tokenizer is not None
     num_read, num_scored = table_sizes(draft)
-    if num_target == num_draft and not are_given:
+    if num_target == num_draft and not has_tokenizers:
         # ids that the draft has no embedding for, or scores past its vocabulary, must not reach either model
         fits = num_read >= num_draft and num_scored <= num_draft
         return None if fits else padding_mapping(num_target, min(num_read, num_draft))
@@ -161,7 +161,7 @@ def map_vocabularies(
         vocabularies = importlib.import_module(_VOCABULARIES)
         if vocabularies.are_equal(ours, theirs):
             return None if num_target == num_draft else padding_mapping(num_target, num_draft)
-        if are_given:
+        if has_tokenizers:
             common: VocabMapping = vocabularies.intersect_vocabularies(ours, theirs, num_target, num_draft)
             return common
         why = "their tokenizers differ"

@@ -26,7 +26,7 @@ class DraftCompilation(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterSetup:
-    """What a drafter factory is told about the call.
+    """The setup of a drafter: arguments of a drafter factory, from the call.
 
     Args:
         target: the target model, to share its embeddings and head; it must not be changed.
@@ -63,7 +63,7 @@ class DrafterSetup:
 
 
 class DraftRequest(NamedTuple):
-    """What a drafter is asked for in one round."""
+    """The request for the draft of one round."""
 
     query_token_ids: Tensor
     """[B, Q] int64, the tokens of each row that `kv_cache` does not hold, the newest last; in the first call the whole
@@ -141,7 +141,7 @@ class Drafter(Protocol):
     def is_callers(self, error: Exception) -> bool:
         """Whether an error that one of these methods raises comes from the caller's own code, and is raised to it.
 
-        After any other error the text goes on plainly.
+        After any other error decoding continues without drafts.
         """
         return True
 

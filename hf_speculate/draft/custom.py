@@ -25,7 +25,9 @@ from hf_speculate.types import DraftOut, SampleStrategy
 
 _MOST = integer("an int of at least 1", 1, math.inf, "leave it out for any number")
 _LAYERS = Check(
-    "be one or more ints", lambda layers: layers and all(type(one) is int for one in layers), "leave it out for none"
+    "be one or more ints",
+    lambda layers: layers and all(type(layer) is int for layer in layers),
+    "leave it out for none",
 )
 
 _FLAGS = ["reads_host_tokens", "reads_kept", "is_compiled", "counts_padding", "shares_columns", "drafts_past_context"]
@@ -151,8 +153,8 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     return source
 
 
-def _name(made: object) -> str:
-    return made.__name__ if isinstance(made, type) else type(made).__name__
+def _name(result: object) -> str:
+    return result.__name__ if isinstance(result, type) else type(result).__name__
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -27,8 +27,8 @@ class ModelDrafter(PerRow, Drafter):
         inferencer: Inferencer,
         processors: RowProcessors | None = None,
         settings: DraftSettings | None = None,
-        context: Context | None = None,  # of the draft model, if rows may be longer
-        vocabulary: DraftVocabulary | None = None,  # of the logits' columns
+        context: Context | None = None,  # context of the draft model, if rows may be longer
+        vocabulary: DraftVocabulary | None = None,  # vocabulary of the logits' columns
     ):
         self.inferencer, self.language_model = inferencer, inferencer.language_model
         self.settings = settings or DraftSettings()

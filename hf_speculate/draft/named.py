@@ -48,7 +48,7 @@ def _load_model(source: str, target: PreTrainedModel) -> PreTrainedModel:
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         model, info = load(source, dtype=target.dtype, trust_remote_code=False, output_loading_info=True)
-    except Exception as error:  # of any type for unreadable files
+    except Exception as error:  # unreadable files raise errors of any type
         reason = " ".join(str(error).split())[:_REASON_LEN]
         raise ConfigError(
             f"assistant_model must name a draft head or a causal language model, got {source!r}, which does not load "

@@ -39,7 +39,7 @@ class PromptLookup(DraftSource):
         return SuffixDrafter(self.suffix_settings(plan), plan.device)
 
     def suffix_settings(self, plan: DraftPlan) -> SuffixSettings:
-        """How rows are continued after a match."""
+        """Settings of drafts after a match."""
         config = plan.config
         return SuffixSettings(
             max_draft_tokens=config.prompt_lookup_num_tokens or config.max_draft_tokens,

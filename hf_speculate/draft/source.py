@@ -37,16 +37,16 @@ _WITH_MODEL = ("assistant_model", "assistant_early_exit")  # the sources with a 
 
 
 class HistoryKey(NamedTuple):
-    """What drafts, as far as later calls can recognise it: under it, calls share what they have measured."""
+    """The key of a draft source's history: calls with an equal key share their measurements."""
 
     draft: object | None  # a draft model, which is held weakly; None if no object stays
-    name: Hashable  # of the kind of source, and what tells it from others of its kind
+    name: Hashable  # the type of source, and what tells it from others of its type
 
 
 class DraftSource:
-    """What proposes tokens in a call. Methods are called in this order; a source that one returns goes on instead."""
+    """The draft source of a call. Methods are called in this order; a source that one of them returns takes over."""
 
-    argument = ""  # of `generate()`, which chooses it; errors name it
+    argument = ""  # argument of `generate()` that chooses it; errors name it
     hint = ""  # how to decode without it, the next step in errors
     description = "none"  # for `stats.plan`
     model: PreTrainedModel | None = None  # the model that drafts
@@ -74,7 +74,7 @@ class DraftSource:
         return self
 
     def without_model(self) -> "DraftSource":
-        """What drafts if the model cannot, or gains nothing."""
+        """The source that drafts if the model cannot, or gains nothing."""
         return self
 
     def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
@@ -126,7 +126,7 @@ class FactorySource(DraftSource):
 
 def find_source(
     target: PreTrainedModel,
-    values: Mapping[str, Any],  # of the arguments in `sources` that are no settings
+    values: Mapping[str, Any],  # values of the arguments in `sources` that are no settings
     read_settings: Callable[[GenerationConfig | None], SpeculationConfig],
     sources: Mapping[str, str] = SOURCES,
 ) -> tuple[DraftSource | None, SpeculationConfig]:
@@ -136,7 +136,7 @@ def find_source(
         ConfigError: a `DraftState` comes without a draft model.
         UnsupportedGenerationError: the call names several sources.
     """
-    first = next((name for name in sources if _is_given(values.get(name))), "")
+    first = next((name for name in sources if _is_set(values.get(name))), "")
     source = make_source(first, target, values, sources) if first else None
     config = read_settings(None if source is None else source.generation_config)
     values = source_values(values, config)
@@ -157,7 +157,7 @@ def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) 
         raise ConfigError(
             "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
         )
-    names = [name for name in sources if _is_given(values.get(name))]
+    names = [name for name in sources if _is_set(values.get(name))]
     key = " and ".join(names)
     if len(names) > 1 and key not in sources:
         surplus = "one of them" if len(names) == 2 else "all but one"
@@ -179,17 +179,17 @@ def load_entry(entry: str) -> Any:
 
 
 def hint_of(argument: str) -> str:
-    """How to decode without an argument, the next step in errors."""
+    """The hint of an error: how to decode without an argument."""
     return f"leave {argument} out to decode without speculation"
 
 
 def qualified_name(factory: object) -> str:
-    """Of a function or class, or of an object's class; a partial function is what it calls."""
+    """The qualified name of a function or class, or of an object's class; of a partial function's function."""
     while isinstance(factory, partial):
         factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _is_given(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return value is not None and value is not False

@@ -18,7 +18,7 @@ from hf_speculate.types import DraftOut, Kept
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """How rows are continued after a suffix match."""
+    """Settings of drafts after a suffix match."""
 
     max_draft_tokens: int  # tokens a row is drafted at most, >= 1
     max_match_len: int | None = None  # longer matches count as of that length, at most 64; None for 64
@@ -77,15 +77,15 @@ class SuffixDrafter(PerRow, Drafter):
         match_len, end = row.find(last)
         token_ids: list[int] = []
         if match_len:
-            # A row that has begun to repeat itself goes on with its period.
+            # A row that has begun to repeat itself continues with its period.
             num_own = _within(num, match_len)
             token_ids = list(islice(cycle(row.token_ids[end : end + num_own]), num_own))
-        found = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)
-        if found.match_len > match_len:
-            stored = found.token_ids[: _within(num, found.match_len)]
+        proposal = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)
+        if proposal.match_len > match_len:
+            stored = proposal.token_ids[: _within(num, proposal.match_len)]
             known = list(takewhile(lambda token: token < settings.vocab_size, stored))
             if known:
-                match_len, token_ids = found.match_len, known
+                match_len, token_ids = proposal.match_len, known
         ends = [at for at, token in enumerate(token_ids) if token in settings.eos_token_ids]
         return Proposal(match_len, token_ids[: ends[0] + 1] if ends else token_ids)
 

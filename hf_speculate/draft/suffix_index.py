@@ -10,8 +10,8 @@ SEPARATOR = -1  # in place of a token: no match and no continuation crosses it
 # Python's standard library in the bundled tokenizer.
 _NGRAM_LENS = (3, 1)
 _MAX_CANDIDATES = 16  # occurrences of an n-gram that are compared, the latest ones
-_ENTRY_BYTES = 152  # of a large dict's entry with its n-gram and its number, at most
-_TOKEN_BYTES = 16  # of three arrays, which grow by an eighth
+_ENTRY_BYTES = 152  # bytes of a large dict's entry with its n-gram and its number, at most
+_TOKEN_BYTES = 16  # bytes of a token in three arrays, which grow by an eighth
 MAX_TOKEN_BYTES = _TOKEN_BYTES + len(_NGRAM_LENS) * _ENTRY_BYTES
 
 
@@ -71,7 +71,7 @@ class SuffixIndex:
 
     def find(self, last: "array[int]") -> Match:
         """The latest of the longest occurrences of the `last` tokens of a sequence that another token follows."""
-        text, most, length, found = self.token_ids, len(last), 0, 0
+        text, most, length, match_end = self.token_ids, len(last), 0, 0
         for num, latest, before in self._chains:
             end = latest.get(last[-num:].tobytes(), 0) if num <= most else 0
             for _ in range(_MAX_CANDIDATES):
@@ -82,17 +82,17 @@ class SuffixIndex:
                 if is_longer and text[end] != SEPARATOR:
                     matched = _match_len(text, end, last[-most:])
                     if matched > length:
-                        length, found = matched, end
+                        length, match_end = matched, end
                 end = before[end - 1]
             if length:
                 break
             most = min(most, num - 1)  # a longer match would have been found
-        return Match(length, found)
+        return Match(length, match_end)
 
     def continuation(self, end: int, num: int) -> list[int]:
         """The `num` tokens, or fewer, after the first `end` ones, up to a separator."""
-        found = self.token_ids[end : end + num].tolist()
-        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
+        token_ids = self.token_ids[end : end + num].tolist()
+        return token_ids[: token_ids.index(SEPARATOR)] if SEPARATOR in token_ids else token_ids
 
 
 def _match_len(text: Sequence[int], end: int, last: Sequence[int]) -> int:

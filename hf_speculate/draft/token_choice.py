@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import Ruler
+from hf_speculate.cache.row_lens import ArangeCache
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
-from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
+from hf_speculate.models.chosen_tokens import Chosen, ChosenTokens, joined
 from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.triton_kernels import Draws, sample
@@ -18,13 +18,13 @@ _HISTORY_CAPACITY = 256  # columns to come for which the history of processors i
 
 
 class DraftSettings(NamedTuple):
-    """How drafted tokens are chosen."""
+    """Settings of the choice of drafted tokens."""
 
     eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
     confidence_threshold: float = 0.0  # a row's draft ends after a token of lower probability, in [0, 1]
     keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
     stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
-    backend: str = "auto"  # of the sampling kernel
+    backend: str = "auto"  # backend of the sampling kernel
 
 
 def choose_step(logits: Tensor, keys: NoiseKeys | None, settings: DraftSettings) -> Chosen:
@@ -54,7 +54,7 @@ class TokenChooser(PerRow):
         self.history: TokenBuffer | None = None  # None before the first round, and if no processor reads tokens
         self.can_join = processors.can_join
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
-        self.counts, self._device = Ruler(device, torch.int32), device
+        self.counts, self._device = ArangeCache(device, torch.int32), device
         self.processor_error: Exception | None = None  # the last one that a processor raised
         self.last_logits: Tensor | None = None  # [B, V] or [B, Vd] of the last drafted token
 
@@ -91,14 +91,15 @@ class TokenChooser(PerRow):
         return None if self.last_logits is None else self.last_logits.amax(dim=-1).isfinite()
 
 
-class RoundDraft(ChosenTokens):
-    """The tokens chosen so far in one round, with new forks of processors that have state."""
+class RoundDraft:
+    """The draft of one round: chooses its tokens, with new forks of processors that have state; a `TokenChoice`."""
 
     def __init__(self, chooser: TokenChooser, draws: Draws | None, num_tokens: int):
-        super().__init__(chooser.settings.eos_token_ids, chooser.counts)
+        self.tokens = ChosenTokens(chooser.settings.eos_token_ids, chooser.counts)
+        self.are_enough = self.tokens.are_enough
         self._chooser = chooser
         self._draws = draws  # None to take the argmax
-        self.keys = None if draws is None else draws.keys  # of the noise
+        self.keys = None if draws is None else draws.keys  # keys of the noise
         self._num_tokens = num_tokens  # K at most; a compiled draft may be longer
         self._processors = chooser.processors.forked()
         self._num_recorded = 0  # tokens of the round in the history
@@ -131,7 +132,7 @@ class RoundDraft(ChosenTokens):
             log_probs = scores.float().log_softmax(dim=-1).gather(1, best[:, None])[:, 0]
             are_last = log_probs.exp() < settings.confidence_threshold
         is_kept = self._draws is not None and settings.keeps_logits
-        self.add(Chosen(token_ids[:, None], scores[:, None] if is_kept else None), are_last)
+        self.tokens.add(Chosen(token_ids[:, None], scores[:, None] if is_kept else None), are_last)
         return token_ids
 
     def choose_all(self, logits: Tensor) -> None:
@@ -139,16 +140,16 @@ class RoundDraft(ChosenTokens):
         if self._draws is None and self._chooser.is_plain:
             self._chooser.last_logits = logits[:, -1]
             vocabulary = self._chooser.vocabulary
-            self.add(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
+            self.tokens.add(Chosen(vocabulary.ids(vocabulary.cut(logits).argmax(dim=-1))))
             return
         for step in range(logits.shape[1]):
             self.choose(logits[:, step])
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
         """The draft on a device; `most` [B] int32 bounds the tokens that count. The history forgets them."""
-        token_ids, logits, logsumexp = joined(self.chosen)
+        token_ids, logits, logsumexp = joined(self.tokens.chosen)
         token_ids = token_ids[:, : self._num_tokens]
-        lens, num = self.lens(token_ids), token_ids.shape[1]
+        lens, num = self.tokens.lens(token_ids), token_ids.shape[1]
         if most is not None:
             lens = torch.minimum(lens, most)
             if lens.device.type == "cpu":  # elsewhere reading it would wait for an accelerator

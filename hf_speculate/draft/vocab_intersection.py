@@ -31,7 +31,7 @@ _Surface = bytes | str
 
 
 class _Stamp(NamedTuple):
-    """What tells in microseconds whether a tokenizer object is still what it was."""
+    """A fingerprint of a tokenizer object, which shows in microseconds whether it has changed."""
 
     num_tokens: int
     roles: tuple[int | None, ...]  # by role, and the ids of all special tokens
@@ -40,7 +40,7 @@ class _Stamp(NamedTuple):
 
 @dataclass
 class _Pair:
-    """What is known of two tokenizer objects; it holds neither of them."""
+    """The vocabulary intersection of two tokenizer objects, without references to them."""
 
     stamps: tuple[_Stamp, _Stamp]
     probe_ids: tuple[list[int], list[int]]
@@ -101,7 +101,7 @@ def _pair(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> _P
 
 def _probe_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     num = len(tokenizer)
-    return sorted({num * place // _NUM_PROBES for place in range(_NUM_PROBES)})
+    return sorted({num * probe // _NUM_PROBES for probe in range(_NUM_PROBES)})
 
 
 def _stamp(tokenizer: PreTrainedTokenizerBase, probe_ids: list[int]) -> _Stamp:
@@ -152,7 +152,7 @@ def _make_table(
 
 
 class _Surfaces:
-    """What each token of a tokenizer stands for: the bytes of its text, or a special token's name."""
+    """The meaning of each token of a tokenizer: the bytes of its text, or a special token's name."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         space_ids = tokenizer(" ", add_special_tokens=False)["input_ids"]

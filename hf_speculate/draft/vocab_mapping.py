@@ -57,11 +57,11 @@ class DraftVocabulary:
 
 
 class DeviceTable(NamedTuple):
-    """What a draft model needs of a mapping on its device."""
+    """The tables of a vocabulary mapping on the draft's device."""
 
     draft_ids: Tensor  # [V] int64, by target id; exact for the shared ones
     columns: Tensor | None  # [N] int64, the draft's ids of the shared tokens; None if these are its first ones
-    vocabulary: DraftVocabulary  # of logits [..., N] in these columns
+    vocabulary: DraftVocabulary  # vocabulary of logits [..., N] in these columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class VocabTable:
 
 @dataclass(frozen=True)
 class VocabMapping:
-    """Which of a draft's ids stand for which of the target's, in one call."""
+    """The vocabulary mapping of one call: ids of the draft for ids of the target."""
 
     table: VocabTable
     # the draft's ids for ids of the target that it lacks, which are called for when these first occur; it may leave
@@ -109,8 +109,8 @@ class VocabMapping:
             return ids
         with table.lock:
             lacking = target_ids[table.draft_ids[target_ids] < 0].unique().tolist()
-            found = self.encode(lacking)
-            values = [found.get(target_id, table.stand_in) for target_id in lacking]
+            draft_ids = self.encode(lacking)
+            values = [draft_ids.get(target_id, table.stand_in) for target_id in lacking]
             table.draft_ids[torch.tensor(lacking, dtype=torch.int64, device="cpu")] = torch.tensor(
                 values, dtype=torch.int64, device="cpu"
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.layers import num_held
+from hf_speculate.cache.layers import num_cached
 from hf_speculate.compat import pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
@@ -149,7 +149,7 @@ class Call:
     @property
     def num_hidden(self) -> int:
         """Tokens that the target reads but the output does not show: of a passed cache, or embeddings without ids."""
-        return num_held(self.cache) + self.prompts.num_ahead
+        return num_cached(self.cache) + self.prompts.num_ahead
 
     @property
     def max_columns(self) -> int:

@@ -46,19 +46,19 @@ def build_schedule(
 
 
 def history_of(plan: Plan, config: SpeculationConfig) -> ScheduleHistory:
-    """What earlier calls of the same settings have measured; `config` has the draft length of the call's drafter."""
+    """The history of earlier calls of the same type; `config` has the draft length of the call's drafter."""
     call, target, key = plan.call, plan.target, plan.call.source.history_key()
-    situation = (
+    call_type = (
         *(key.name, target.model.device, target.model.dtype, torch.get_num_threads()),
         *(config.verifier, target.cache.kind, *plan.runners.settings, plan.runners.graphed),
         *(plan.is_lock_step, config.max_draft_tokens),
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
-    return ScheduleHistory(HistoryStore.of(target.model), key.draft, situation)
+    return ScheduleHistory(HistoryStore.of(target.model), key.draft, call_type)
 
 
 def draft_prior(target: PreTrainedModel, source: DraftSource) -> DraftPrior:
-    """What is known of a draft source before its first round, from the weights that its steps read."""
+    """The prior of a draft source, from the weights that its steps read."""
     weights = StepWeights.of(target)
     is_known = not weights.is_quantised
     if source.model is not None:

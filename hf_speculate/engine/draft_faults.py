@@ -29,8 +29,8 @@ class DraftFaults:
     """
 
     stats: SpeculationStats  # written to
-    name: str  # the drafter's, for the reason
-    device: torch.device  # the drafter's
+    name: str  # name of the drafter, for the reason
+    device: torch.device  # device of the drafter
     is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     _error: Exception | None = field(default=None, init=False)  # that other ranks have yet to learn of

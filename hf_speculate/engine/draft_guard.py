@@ -27,7 +27,7 @@ _FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits a
 class _Row:
     """A row that the session serves."""
 
-    index: int  # its number in the batch
+    index: int  # row of the batch
     end: int  # the column behind the last token that may be drafted
     num_missed: int = 0  # rounds without an accepted token since the last one with some
     is_lost: bool = False  # whether the drafter computes NaN or infinity for it
@@ -114,8 +114,8 @@ class DraftGuard:
             self._make_room(batch, num_draft_tokens, room)
         if not num_draft_tokens or self._session is None:
             return batch.no_draft()
-        view, indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
-        own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in indices]
+        view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
+        own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
         draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet))
         if self._faults.is_pending:
             meet()
@@ -125,7 +125,7 @@ class DraftGuard:
         if view is batch:
             return draft
         self._own = draft
-        return _spread(draft, indices, batch.num_rows)
+        return _spread(draft, row_indices, batch.num_rows)
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
         """Roll back the session; see `DraftSession.commit`."""
@@ -170,7 +170,7 @@ class DraftGuard:
         self._faults.meet()
 
     def _call(self, act: Callable[[DraftSession], T]) -> T | None:
-        """What `act` does with the session, None after an error; every error of a drafter passes here."""
+        """What `act` does with the session: the only place where errors of a drafter pass; None after an error."""
         if self._session is None or self._faults.is_pending:
             return None
         with self._faults:
@@ -188,8 +188,8 @@ class DraftGuard:
 
     def _view(self, batch: Batch) -> Batch:
         """The served rows of a batch; the batch itself if these are all."""
-        indices = [row.index for row in self._served]
-        return batch if indices == list(range(batch.num_rows)) else batch.selected(indices)
+        row_indices = [row.index for row in self._served]
+        return batch if row_indices == list(range(batch.num_rows)) else batch.selected(row_indices)
 
     @property
     def _is_joint(self) -> bool:
@@ -209,8 +209,8 @@ class DraftGuard:
         if len(kept) < len(self._served):
             self._select([number for number, _ in kept])
             self._served = [row for _, row in kept if self._session is not None]
-            indices = {row.index for row in self._served}
-            self.is_served = [index in indices for index in range(batch.num_rows)]
+            row_indices = {row.index for row in self._served}
+            self.is_served = [index in row_indices for index in range(batch.num_rows)]
 
     def _select(self, numbers: Sequence[int]) -> None:
         """Keep these of the served rows in the session, which has no more to do without any."""
@@ -262,11 +262,11 @@ class DraftGuard:
             is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
         if self._session is None or not is_due:
             return
-        flags = self._call(lambda session: session.drafter.has_numbers())
+        has_numbers = self._call(lambda session: session.drafter.has_numbers())
         if self._ranks.is_group and not self._ranks.is_synced:
             self._faults.meet(is_last=False)  # or the others would wait for a rank with an error in the broadcast
-        if flags is not None:
-            self._look = list(self._served), self._ranks.broadcast(flags).to("cpu", non_blocking=True)
+        if has_numbers is not None:
+            self._look = list(self._served), self._ranks.broadcast(has_numbers).to("cpu", non_blocking=True)
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:
@@ -276,12 +276,12 @@ def _end(drafter: Drafter, num_pads: int) -> int:
     return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
 
 
-def _spread(draft: DraftOut, indices: Sequence[int], num_rows: int) -> DraftOut:
+def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
     """A draft of some rows as one of all `num_rows` rows of the batch, of which the others have no tokens."""
-    targets = upload(indices, draft.token_ids.device)
+    index = upload(row_indices, draft.token_ids.device)
 
     def spread(part: Tensor | None) -> Tensor | None:
-        return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, targets, part)
+        return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
 
     ids, lens, logits, logsumexp = map(spread, draft[:4])
     return DraftOut(ids, lens, logits, logsumexp)  # type: ignore[arg-type]  # there are ids and lens

@@ -48,7 +48,7 @@ class DraftLength(Observer):
         self.schedule.begin(prefill_s, num_read, num_unread, self.max_new_tokens - 1)
 
     def next(self, batch: Batch, room: Sequence[int], target_room: int | None = None) -> int | None:
-        """What the schedule asks for, within the rows' limits and the room that they have left; None at the end.
+        """The next draft length: the schedule's, within the rows' limits and the room that is left; None at the end.
 
         `room` [B] is what the drafter can draft in each row. `target_room` is how many drafted tokens the target can
         read in all rows, None for any number.

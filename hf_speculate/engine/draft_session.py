@@ -15,7 +15,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.target_states import TargetStates
-from hf_speculate.models.quirks import placeless_id
+from hf_speculate.models.quirks import token_without_position
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
@@ -31,7 +31,7 @@ class DraftReuse(Protocol):
         """Fill the empty draft cache; the columns of every row then."""
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Note how much of `certain` [B] columns the draft cache still holds."""
+        """Record how much of `certain` [B] columns the draft cache still holds."""
 
     def remember(self, batch: Batch) -> None:
         """Keep the states of the rows' tokens."""
@@ -50,7 +50,7 @@ class RowProgress(NamedTuple):
     | with fewer than Q tokens behind its pads  | its padding, some of which is then read as text    |
     """
 
-    length: int  # all columns
+    length: int  # columns of the row
     num_seen: int  # what the drafter has read, drafts of its own among them
     prompt_len: int
     is_finished: bool
@@ -60,7 +60,7 @@ class RowProgress(NamedTuple):
         return min(self.num_seen, self.length if is_own else self.length - num_emitted)
 
     def num_kept(self, num_query: int) -> int:
-        """What the cache keeps before a query, padding not regarded."""
+        """Columns that the cache keeps before a query, padding ignored."""
         kept = self.length - num_query
         return max(kept, min(self.num_seen, self.prompt_len)) if self.is_finished else kept
 
@@ -77,12 +77,12 @@ class DraftSession(PerRow):
     PARTS = ("drafter", "kv_cache", "hidden_states", "_seen_lens")
 
     drafter: Drafter
-    kv_cache: KVCache | None  # the draft model's
+    kv_cache: KVCache | None  # KV cache of the draft model
     strategy: SampleStrategy
     padding_id: int | None = None  # drafted for finished rows in lock step
     reuse: DraftReuse | None = None
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
-    placeless_id: int | None = None
+    token_without_position: int | None = None
     hidden_states: TargetStates | None = None
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
@@ -99,7 +99,7 @@ class DraftSession(PerRow):
             if call.config.draft_state is not None:
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, draft.model, kv_cache)
         padding_id = plan.pad_token_id if plan.is_lock_step else None
-        rest = reuse, placeless_id(plan.target.model), states, call.ranks
+        rest = reuse, token_without_position(plan.target.model), states, call.ranks
         return cls(drafter, kv_cache, plan.draft_strategy, padding_id, *rest)
 
     def begin(self, batch: Batch) -> None:
@@ -130,7 +130,7 @@ class DraftSession(PerRow):
         self.num_fed = num_fed = self._num_unseen(batch)
         lens = batch.tokens.lens
         # a finished row may lack fewer tokens than are fed
-        num_held = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
+        num_known = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
         tokens = self._tokens(batch)
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
         request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
@@ -138,11 +138,11 @@ class DraftSession(PerRow):
         meet()
         draft = self.ranks.broadcast_draft(draft, request)
         self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
-        draft = self._before_placeless(batch, _within_room(draft, batch, room))
+        draft = self._before_token_without_position(batch, _within_room(draft, batch, room))
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
-        self._num_seen = [num + num_fed + num_ahead for num in num_held]
+        self._num_seen = [num + num_fed + num_ahead for num in num_known]
         if self.padding_id is not None and any(batch.is_finished):
             finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
@@ -191,7 +191,7 @@ class DraftSession(PerRow):
     def _show_prompts(self, batch: Batch) -> None:
         tokens = self._tokens(batch)
         self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
-        self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
+        self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.aranges)
 
     def _read_states(self, batch: Batch, states: TargetStates, max_tokens: int | None) -> bool:
         """Let the drafter read what the target's states tell of all tokens but the newest; see `read_ahead`."""
@@ -248,12 +248,12 @@ class DraftSession(PerRow):
         num_unseen = max(row.length - row.num_seen for row in rows)
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
 
-    def _before_placeless(self, batch: Batch, draft: DraftOut) -> DraftOut:
-        if self.placeless_id is None:
+    def _before_token_without_position(self, batch: Batch, draft: DraftOut) -> DraftOut:
+        if self.token_without_position is None:
             return draft
         newest = batch.tokens.last(1).to(draft.token_ids.device)
-        is_placeless = torch.cat([newest, draft.token_ids], dim=1) == self.placeless_id  # [B, K+1]
-        most = (is_placeless.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
+        has_no_position = torch.cat([newest, draft.token_ids], dim=1) == self.token_without_position  # [B, K+1]
+        most = (has_no_position.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
         return draft._replace(lens=torch.minimum(draft.lens, most))
 
     def _kept(self, batch: Batch, tokens: TokenBuffer, counts: Sequence[int] | None = None) -> Kept | None:
@@ -265,7 +265,7 @@ class DraftSession(PerRow):
         if self.hidden_states is not None:
             seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
             if seen is None or seen.on_host != seen_lens:
-                seen = RowLens(seen_lens, lens.ruler)
+                seen = RowLens(seen_lens, lens.aranges)
             states = self.hidden_states.take(tokens.token_ids.device, counts)
         if seen is None:
             return None
@@ -306,7 +306,7 @@ def _within_room(draft: DraftOut, batch: Batch, room: Sequence[int]) -> DraftOut
         return draft
     row_lens = batch.tokens.row_lens
     is_equal = min(limits) >= num and len(set(batch.max_lengths)) == 1
-    if is_equal and row_lens.ruler.device == lens.device:  # nothing is uploaded
+    if is_equal and row_lens.aranges.device == lens.device:  # nothing is uploaded
         on_device = (batch.max_lengths[0] - 1 - row_lens.on_device()).clamp_min_(0)  # [B]
     else:
         on_device = upload(most, lens.device)

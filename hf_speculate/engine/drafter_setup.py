@@ -49,7 +49,7 @@ def find_target_states(plan: Plan, drafter: Drafter) -> TargetStates | None:
 
 
 def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
-    """What a drafter is told; `on_failure` gets the part and the reason if the draft cannot be compiled."""
+    """The setup of a drafter; `on_failure` gets the part and the reason if the draft cannot be compiled."""
     config, traits, compilation = call.config, traits_of(call.config), None
     settings = call.static.settings.get("target")
     if settings is not None:

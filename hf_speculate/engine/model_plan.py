@@ -33,7 +33,7 @@ class ModelPlan(NamedTuple):
 
 
 def plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
-    """The plan of the target, of which the drafter reads the states of some layers."""
+    """The plan of the target; the drafter reads the states of some of its layers."""
     eager_reason = ""
     if hidden_layers and call.source.reads_outputs:
         eager_reason = call.source.reads_outputs

@@ -18,7 +18,7 @@ from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.types import RoundRecord
 
 LayerStates = tuple[Tensor, ...]
-GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # as plain decoding returns it
+GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # outputs of plain decoding
 
 
 class OutputRecorder(Observer):

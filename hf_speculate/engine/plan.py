@@ -33,7 +33,7 @@ _WITHOUT_FAILED_KERNELS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call decides."""
+    """The decisions of a call."""
 
     call: Call  # with the fallbacks applied to its settings
     target: ModelPlan
@@ -152,8 +152,8 @@ def make_plan(call: Call, self_test: str = "") -> Plan:
     )
 
 
-def positions_by_column(model: PreTrainedModel) -> bool:
-    """Whether the target takes columns of the cache as positions, so that all rows must advance together."""
+def counts_by_column(model: PreTrainedModel) -> bool:
+    """Whether the target places tokens by their column in the cache, so that all rows must advance together."""
     return counts_columns(model) or (takes_positions(model) and not HandedOn.of(model).positions)
 
 
@@ -182,7 +182,7 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
         )
     if call.batch_size == 1:
         return ""
-    counting = {type(call.target).__name__} if positions_by_column(call.target) else set()
+    counting = {type(call.target).__name__} if counts_by_column(call.target) else set()
     counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"

@@ -25,7 +25,7 @@ _OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may ru
 
 @dataclass(frozen=True)
 class Runners:
-    """How the forwards of a call run: eagerly, over buffers that grow."""
+    """The runners of a call's forwards: eager ones, over buffers that grow."""
 
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by compiled model, "target" and "draft"
     graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
@@ -43,7 +43,7 @@ class Runners:
         return None
 
     def buffers(self, model_plan: ModelPlan) -> Buffers:
-        """What the preallocated KV cache of a model is made of."""
+        """Arguments of the preallocated KV cache of a model."""
         return GROWING
 
     def language_model(

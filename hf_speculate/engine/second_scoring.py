@@ -60,7 +60,7 @@ class SecondScoring:
         scored = joined([self._score(token, **self.target.options) for token in tokens])
         verified = self.verification.verify(batch, scored.logits, scored_draft, keys, checks_logits=True)
         num_host_syncs = first.num_host_syncs + verified.num_host_syncs
-        if verified.has_bad_logits:  # the text itself has them, as in plain decoding
+        if verified.has_bad_logits:  # the text itself gives them, as in plain decoding
             verified = self.verification.verify(batch, scored.logits, scored_draft, keys)
             num_host_syncs += verified.num_host_syncs
         verified = verified._replace(num_drafted=first.num_drafted, num_host_syncs=num_host_syncs, is_rescored=True)

@@ -13,7 +13,7 @@ _PREFIX = "hf_speculate: raised while "
 
 
 class Stage(Enum):
-    """What a call is doing, in the words of the note on an error."""
+    """The stage of a call, in the words of the note on an error."""
 
     PREPARE = "the call was prepared"
     VOCABULARY = "the vocabularies were compared"
@@ -25,10 +25,10 @@ class Stage(Enum):
     TRIM = "stopping criteria ran"
     COMMIT = "the KV caches were rolled back"
     RECORD = "the round was recorded"
-    EMIT = "tokens were handed on"  # streamers run here
+    EMIT = "tokens were passed to the streamer"
     REPORT = "speculation_callback ran"
     PAD = "the target read the padding of finished rows"
-    RETURN = "the output was put together"
+    RETURN = "the output was built"
 
 
 _FIELD_OF = {
@@ -50,7 +50,7 @@ class StageClock:
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
         self._created = self._began = self._since = self._now()
         self.stage: Stage | None = None  # None while code runs that is not ours
-        self.num_round = 0  # counted from 1; 0 before the loop
+        self.num_round = 0  # number of the round, counted from 1; 0 before the loop
 
     def start(self, stage: Stage) -> None:
         """Begin a run of the decoder with `stage`, before its first round."""

@@ -13,7 +13,7 @@ from hf_speculate.models.module_walk import weight_bytes
 
 
 class StepWeights(NamedTuple):
-    """What a decoding step reads in one process, each weight once."""
+    """The weights that a decoding step reads in one process, each once."""
 
     num_bytes: int
     is_quantised: bool  # whether there are quantised weights, whose bytes say little of seconds

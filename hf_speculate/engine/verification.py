@@ -172,7 +172,7 @@ class LockStepVerification(Verification):
         for position in range(logits.shape[1]):
             step_scores = self.processors(input_ids, logits[:, position].to(torch.float32, copy=True))
             verifier = self._verifier_at(position, batch, draft)
-            verdict = verifier.verify(*_one_position(step_scores, draft, keys, position))
+            verdict = verifier.verify(*_single_position(step_scores, draft, keys, position))
             next_ids = verdict.token_ids[:, 0].masked_fill(is_padded, self.pad_token_id or 0)
             input_ids = torch.cat([input_ids, next_ids[:, None]], dim=1)
             columns.append(next_ids)
@@ -225,7 +225,7 @@ def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> b
     return not all(isfinite(tops[row][positions[row]]) for row in rows)
 
 
-def _one_position(
+def _single_position(
     scores: Tensor, draft: DraftOut, keys: NoiseKeys, position: int
 ) -> tuple[Tensor, DraftOut, NoiseKeys]:
     """The verifier's arguments for one position: a draft of one token, or of none at the bonus position."""

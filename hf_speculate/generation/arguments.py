@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.layers import attention_layers, num_held, text_cache
+from hf_speculate.cache.layers import attention_layers, num_cached, text_cache
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
@@ -39,13 +39,13 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
     positional_names: list[str] = []
-    for position, (name, parameter) in enumerate(signature.parameters.items()):
+    for index, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call.update(call.pop(name, {}))
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and call.pop(name, ()):
-            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + position :]  # None stands for self
+            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + index :]  # None stands for self
             call.update(named)
-            positional_names = [*list(signature.parameters)[:position], *dict(named)]
+            positional_names = [*list(signature.parameters)[:index], *dict(named)]
     return BoundCall(plain, call, positional_names)
 
 
@@ -58,8 +58,8 @@ def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
     return bool(setting(model, call, "do_sample"))
 
 
-def take_over(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
-    """The value of a field that speculation handles itself; transformers gets `left` instead."""
+def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
+    """The value of a field that speculation handles itself; in its place transformers gets `left`."""
     value = setting(model, call, name)
     if value not in (None, left):
         call[name] = left
@@ -79,12 +79,12 @@ def take_over_all(model: PreTrainedModel, call: dict[str, Any], values: Mapping[
     """Hide the arguments of a draft source from transformers."""
     for name, value in values.items():
         if hasattr(_DEFAULTS, name):
-            take_over(model, call, name, left=False if isinstance(value, bool) else None)
+            pop_setting(model, call, name, left=False if isinstance(value, bool) else None)
 
 
-def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
+def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
-    stop_strings, tokenizer = take_over(model, call, "stop_strings"), call.get("tokenizer")
+    stop_strings, tokenizer = pop_setting(model, call, "stop_strings"), call.get("tokenizer")
     if stop_strings is None:
         return
     if tokenizer is None:
@@ -132,7 +132,7 @@ def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 def uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embeds: Tensor | None = None) -> Tensor:
     """[B, Q] int64, the tokens of ids [B, T], whole or new, that the cache lacks; zeros for embeddings [B, P, D]."""
-    num_before, num_prompt = num_held(cache), input_ids.shape[1]
+    num_before, num_prompt = num_cached(cache), input_ids.shape[1]
     mask_len = None if passed_mask is None else passed_mask.shape[-1]
     if embeds is None:
         query = input_ids[:, num_before:] if mask_len in (None, num_prompt) else input_ids

@@ -33,7 +33,7 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
     """Read each field from the first source that sets it; the strongest source comes first."""
     settled: dict[str, Any] = {}
     for source in sources:
-        shut_out = {companion for name, companion in _SHUTS_OUT.items() if name in settled}
+        shut_out = {excluded for name, excluded in _SHUTS_OUT.items() if name in settled}
         for name in FIELD_NAMES:
             if name in source and name not in settled and name not in shut_out:
                 settled[name] = source[name]

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.cache.layers import num_held
+from hf_speculate.cache.layers import num_cached
 from hf_speculate.cache.static import is_static, static_copies
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
@@ -39,7 +39,7 @@ from hf_speculate.generation.validate_call import (
 from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
-from hf_speculate.models.quirks import is_shown
+from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.processors.used import check_unused
@@ -114,7 +114,7 @@ class SpeculativeDecoding:
         call = self._with_draft_inputs(call, inputs_tensor, model_kwargs)
         call = replace(call, static=static_request(call, is_fixed))
         self_test = ""
-        if not is_shown(model):
+        if not is_tested_type(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
             self_test = check_decoding(call, generation_config, model_kwargs, self.source)
         call = with_working_kernels(call, self.stats)
@@ -150,10 +150,10 @@ class SpeculativeDecoding:
             query_ids = uncached(input_ids, cache, passed, embeds)
             if not is_padded:
                 mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
-        num_cached = num_held(cache)
-        check_mask(mask_shape, query_ids, num_cached, text_prefix(model))
+        num_before = num_cached(cache)
+        check_mask(mask_shape, query_ids, num_before, text_prefix(model))
         prompts = Prompts(input_ids, query_ids, padding_mask)
-        max_tokens = generation_config.max_length + num_cached + prompts.num_ahead
+        max_tokens = generation_config.max_length + num_before + prompts.num_ahead
         check_target(model, generation_config, is_padded, max_tokens, self.source)
         if static_cache is not None:
             room = static_copies().room_in(static_cache, model.config.get_text_config(decoder=True))

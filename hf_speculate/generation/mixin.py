@@ -26,8 +26,8 @@ from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
     hide_settings,
+    intercept_stop_strings,
     name_cache,
-    own_stop_strings,
     samples,
     source_arguments,
     take_over_all,
@@ -43,7 +43,7 @@ from hf_speculate.verify.base import check_verifier
 LOGGER = logging.getLogger("hf_speculate")
 Generate = Callable[..., GenerateOutput | Tensor]
 _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
-# transformers has the other ones, too
+# arguments of ours alone: transformers has the others, too
 _OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), name)}
 
 
@@ -206,7 +206,7 @@ def _make_decoding(
     clock.enter(Stage.PREPARE if source.model is None else Stage.VOCABULARY)
     source = source.resolve(model, call)
     clock.enter(Stage.PREPARE)
-    own_stop_strings(model, call)
+    intercept_stop_strings(model, call)
     hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
     is_static = take_static_cache(model, call)
     passed = {name: value for name, value in call.items() if value is not None}

@@ -82,13 +82,13 @@ def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dic
     fixed = fixed_layers(model.config.get_text_config(decoder=True))
     if not fixed:
         return {}
-    layers = [layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed]
+    picture_layers = [layer for index, layer in enumerate(model_kwargs[CACHE_NAME].layers) if index in fixed]
     pixels = model_kwargs.get("pixel_values")  # [B, pictures, tiles, ...]
     if pixels is not None:
         return {"cross_attention_mask": pixels.new_ones(len(pixels), 1, 1, pixels.shape[1] * pixels.shape[2])}
-    if not layers or not layers[0].is_initialized:
+    if not picture_layers or not picture_layers[0].is_initialized:
         return {}
-    vision, keys = model.config.vision_config, layers[0].keys
+    vision, keys = model.config.vision_config, picture_layers[0].keys
     num_tiles = keys.shape[2] // ((vision.image_size // vision.patch_size) ** 2 + 1)
     return {"cross_attention_mask": keys.new_ones(len(keys), 1, 1, num_tiles)}
 

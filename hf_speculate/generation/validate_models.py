@@ -45,7 +45,7 @@ def _check_model(model: Any, source: DraftSource) -> None:
         return UnsupportedModelError(f"{obstacle}{source.hint}")
 
     if recurrent := rollback_obstacle(model):
-        raise refused(f"models must be able to roll back, got {name} with recurrent state {recurrent}; ")
+        raise refused(f"speculative decoding rolls back rejected tokens, but {name} has recurrent state {recurrent}; ")
     if not cache_name(model):
         raise refused(f"models must take a cache, got {name} without; ")
     if quirk := limit_reason(model, Limit.NOT_SUPPORTED):

@@ -1,4 +1,4 @@
-"""Cache kinds: what the KV cache of a model may be, and how one of them is chosen."""
+"""Cache kinds: the kinds of KV caches that a model may have, and the plan that chooses one of them."""
 
 import importlib
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class CacheRequest:
 
 
 class Buffers(NamedTuple):
-    """What preallocated buffers are made of."""
+    """Arguments of preallocated buffers."""
 
     capacity: int | None = None  # columns of buffers that never grow; None if buffers grow
     pool: Pool | None = None  # where such buffers are between calls of the same shapes
@@ -67,7 +67,7 @@ class CacheKind:
         return ""
 
     def remark(self, request: CacheRequest) -> str:
-        """What a user may want to know about the cache; empty for nothing."""
+        """A note about the cache for the user; empty if there is none."""
         return ""
 
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:

@@ -9,11 +9,14 @@ from hf_speculate.models.language_model import counts_columns
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 
 _LENGTHS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len")
-_SCALED_TYPES = ("linear", "yarn")  # of rotary embeddings, which read `factor` times the length of the first training
+_SCALED_TYPES = (
+    "linear",
+    "yarn",
+)  # types of rotary embeddings that read `factor` times the trained length
 
 
 class Context(NamedTuple):
-    """How many tokens of a row a model can read."""
+    """The context of a model: how many tokens of a row it can read."""
 
     num_tokens: int
     counts_padding: bool = False  # whether padding takes positions
@@ -24,7 +27,7 @@ def context_of(model: PreTrainedModel, longest: int = 0) -> Context | None:
     """The context of a model, for rows that begin with `longest` tokens at most; None if its config names no bound.
 
     A rotary embedding raises no error past the length that its model was trained for, but next to none of the tokens
-    drafted there would be accepted. Some kinds change the positions of all rows once one of them is longer.
+    drafted there would be accepted. Some types change the positions of all rows once one of them is longer.
     """
     length = context_len(model.config)
     if length is None:
@@ -48,7 +51,7 @@ def context_len(config: PreTrainedConfig) -> int | None:
 def max_columns(model: PreTrainedModel) -> int | None:
     """Columns of the KV cache, padding included, for which a target has a table; None if it does not count columns."""
     is_pair = model.config.get_text_config(decoder=True).is_encoder_decoder
-    grows = limit_reason(model, Limit.PADS_TAKE_NO_PLACE)  # its table of positions does
+    grows = limit_reason(model, Limit.PADDING_HAS_NO_POSITION)  # its table of positions does
     has_positions = is_pair and counts_columns(model) and not grows
     if not has_positions and not limit_reason(model, Limit.CONTEXT_BY_COLUMNS):
         return None
@@ -68,7 +71,7 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def _scaled(length: int, rope: dict[str, Any]) -> int:
-    kind, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings") or length
-    if kind == "dynamic":  # whose frequencies change with every longer text, those of cached keys do not
+    rope_type, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings") or length
+    if rope_type == "dynamic":  # whose frequencies change with every longer text, those of cached keys do not
         return min(length, trained)
-    return max(length, int(trained * (rope.get("factor") or 1))) if kind in _SCALED_TYPES else length
+    return max(length, int(trained * (rope.get("factor") or 1))) if rope_type in _SCALED_TYPES else length

@@ -18,11 +18,11 @@ class ExtraInputs(PerRow):
 
     def __init__(
         self,
-        every: Mapping[str, Any] | None = None,  # of all forwards by name; tensors are [B, ...]
-        prompt: Mapping[str, Any] | None = None,  # of the first forward only, which then reads the whole prompt
-        types: Mapping[str, Tensor] | None = None,  # of later forwards, [B, 1], the same for all tokens of a row
-        prefix: str = "",  # of the names of a model's text inputs; "decoder_" if an encoder has the plain names
-        # of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
+        every: Mapping[str, Any] | None = None,  # inputs of all forwards by name; tensors are [B, ...]
+        prompt: Mapping[str, Any] | None = None,  # inputs of the first forward only, which then reads the whole prompt
+        types: Mapping[str, Tensor] | None = None,  # inputs of later forwards, [B, 1], the same for all tokens of a row
+        prefix: str = "",  # prefix of the names of a model's text inputs; "decoder_" if an encoder has the plain names
+        # inputs of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
         columns: Mapping[str, Tensor] | None = None,
     ):
         self.prefix = prefix
@@ -50,7 +50,7 @@ class ExtraInputs(PerRow):
     def prompt_names(self) -> list[str]:
         return sorted(self._prompt)
 
-    def arguments(self, text: Mapping[str, Tensor], num_held: int = 0) -> dict[str, Any]:
+    def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
         """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
@@ -65,7 +65,7 @@ class ExtraInputs(PerRow):
         num_query = text["input_ids"].shape[1]
         arguments |= {name: types.expand(-1, num_query) for name, types in self._types.items()}
         for name, entry in self._columns.items():
-            arguments[name] = entry.expand(-1, num_held + num_query, *entry.shape[2:])  # [B, T + Q, ...]
+            arguments[name] = entry.expand(-1, num_cached + num_query, *entry.shape[2:])  # [B, T + Q, ...]
         if self._offsets is not None:
             arguments[f"{self.prefix}position_ids"] = text["position_ids"] + self._offsets  # [..., B, Q]
         return arguments

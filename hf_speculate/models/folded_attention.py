@@ -46,14 +46,14 @@ _HONOURED = ("position_bias", "cache", "softcap")
 # slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core CPU).
 _MOST_QUERY_TOKENS = 64
 
-_MOST_MASKS = 4  # kept in a forward: one for each kind of layer
+_MOST_MASKS = 4  # kept in a forward: one for each type of layer
 
 _LOCK = threading.Lock()
 _HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for whose sake it holds our name
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
-"""Masks, each with a number of groups and what was made for it."""
+"""Masks, each with a number of groups and the mask that was converted for it."""
 
 _masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_speculate_masks", default=None)
 
@@ -75,7 +75,7 @@ def folded_attention(
     value: Tensor,  # [B, H, T, D']
     attention_mask: Tensor | None,  # [B or 1, 1, Q, T], bool (True: seen) or floating (added); None for causal rows
     dropout: float = 0.0,
-    scaling: float | None = None,  # of the scores; None for 1 / sqrt(D)
+    scaling: float | None = None,  # factor of the scores; None for 1 / sqrt(D)
     is_causal: bool | None = None,  # whether a missing mask means causal rows; None for what `module.is_causal` says
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -117,7 +117,7 @@ def _attend(
     is_causal: bool,
     masks: _Masks | None,
 ) -> Tensor | None:
-    """[B, Q, g*H, D'] contiguous; None where that is left to the function that ours stands for."""
+    """Attention output [B, Q, g*H, D'], contiguous; None if transformers' own function must compute it."""
     groups: Any = getattr(module, "num_key_value_groups", 1)
     backends: Any = _loaded.get(query.device.type)
     num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)
@@ -139,7 +139,7 @@ def _attend(
     if mask is not None:
         make = partial(backends.additive_mask, dtype=query.dtype) if is_ours else _repeat_rows
         num_copies = groups if mask.shape[2] > 1 else 1  # a single row serves all as it is
-        mask = _made_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
+        mask = _converted_once(make, mask, num_copies, masks)  # [B, 1, g*Q, T]
     if not is_ours:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     elif mask is None:
@@ -164,14 +164,14 @@ def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     return mask.ndim == 4 and mask.shape[2:] == (query.shape[2], key.shape[2]) and mask.shape[1] in (1, query.shape[1])
 
 
-def _made_once(make: Callable[[Tensor, int], Tensor], mask: Tensor, groups: int, masks: _Masks | None) -> Tensor:
-    for given, number, made in masks or ():
-        if given is mask and number == groups:
-            return made
-    made = make(mask, groups)
+def _converted_once(make: Callable[[Tensor, int], Tensor], mask: Tensor, groups: int, masks: _Masks | None) -> Tensor:
+    for original, number, converted in masks or ():
+        if original is mask and number == groups:
+            return converted
+    converted = make(mask, groups)
     if masks is not None:
-        masks.append((mask, groups, made))
-    return made
+        masks.append((mask, groups, converted))
+    return converted
 
 
 def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
@@ -248,7 +248,7 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
         return []
     owners = [module for module in modules if isinstance(module, PreTrainedModel)]
     classes = {type(module) for module in (*layers, *owners)}
-    return [] if any(may_compare_attention(one) for one in classes) else served
+    return [] if any(may_compare_attention(module_class) for module_class in classes) else served
 
 
 def is_chosen(devices: Iterable[torch.device]) -> bool:

@@ -1,106 +1,49 @@
-"""Prefill a prompt or decode token by token with one model."""
+"""The inferencer: runs a language model over a prompt, and token by token, as a token choice asks for."""
 
-from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.row_lens import Ruler
+from hf_speculate.cache.row_lens import ArangeCache
 from hf_speculate.errors import ConfigError
+from hf_speculate.models.chosen_tokens import Chosen, ChosenTokens, joined
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.module_walk import modules_of
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.
 MIN_CHUNK_TOKENS = 256
-# Longer queries are prompts; the tokens after them share masks of their own.
+# Longer queries count as prompts: draft steps after them get a mask of their own.
 MAX_EXPECTED_QUERY = 16
 
 
-class Chosen(NamedTuple):
-    """Tokens of every row, and what they were chosen from."""
-
-    token_ids: Tensor  # [B, N] int64
-    token_logits: Tensor | None = None  # [B, N, V]; None if nobody reads them
-    logsumexp: Tensor | None = None  # [B, N] float32 of the logits, if the step has computed it
-
-
-def joined(chosen: Sequence[Chosen]) -> Chosen:
-    """Tokens that follow one another."""
-    columns: Any = zip(*chosen, strict=True)
-    parts: list[Any] = [None if column[0] is None else torch.cat(column, dim=1) for column in columns]
-    return Chosen(*parts)
-
-
-class ChosenTokens:
-    """The tokens that are chosen one by one after a query, and where rows end among them; a subclass chooses."""
-
-    def __init__(
-        self,
-        stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
-        counts: Ruler,  # int32, on the device of the tokens
-    ):
-        self.chosen: list[Chosen] = []
-        self._stop_ids = stop_ids
-        self._counts = counts
-        self._are_last: list[Tensor] = []  # by token, [B] bool: rows that need no other; empty if only ids end rows
-        self._is_ended: Tensor | None = None  # [B] bool, of the tokens that `are_enough` has looked at
+class TokenChoice(Protocol):
+    """Chooses the tokens after a query one by one, from the logits of each step."""
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [B] int64, from logits [B, V]; it is added to those before it."""
-        raise NotImplementedError
-
-    def add(self, chosen: Chosen, are_last: Tensor | None = None) -> None:
-        """Add tokens; `are_last` [B] bool are rows that need none after a single one, whatever its id."""
-        self.chosen.append(chosen)
-        if are_last is not None:
-            self._are_last.append(are_last)
+        """The next token [B] int64, from logits [B, V]."""
 
     def are_enough(self) -> bool:
-        """Whether no row needs another token, asked after each; False where the answer would have to be waited for."""
-        newest = self.chosen[-1].token_ids  # [B, 1]
-        if newest.device.type != "cpu":
-            return False
-        ends = self._are_last[-1:]
-        if self._stop_ids is not None:
-            ends.append((newest == self._stop_ids).any(1))
-        if not ends:
-            return False
-        if self._is_ended is not None:
-            ends.append(self._is_ended)
-        self._is_ended = reduce(torch.logical_or, ends)
-        return bool(self._is_ended.all())
-
-    def lens(self, token_ids: Tensor) -> Tensor:
-        """[B] int32: the tokens of each row of [B, N], all that were chosen, up to the first that ends it."""
-        counts = self._counts.span(1, token_ids.shape[1])
-        go_on = [~torch.stack(self._are_last, dim=1)] if self._are_last else []  # each [B, N]
-        stop_ids = self._stop_ids
-        if stop_ids is not None:
-            is_single = stop_ids.shape[0] == 1
-            go_on.append(token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1))
-        if not go_on:
-            return counts[-1:].repeat(token_ids.shape[0])
-        return torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amin(1)
+        """Whether no row needs another token, asked after each."""
 
 
-class SampledTokens(ChosenTokens):
+class _ModelChoice:
     """Takes the argmax, or draws from torch's default generator."""
 
-    def __init__(self, stop_ids: Tensor | None, counts: Ruler, sample_strategy: SampleStrategy):
-        super().__init__(stop_ids, counts)
-        self._sample_strategy = sample_strategy
+    def __init__(self, tokens: ChosenTokens, sample_strategy: SampleStrategy):
+        self.tokens, self._sample_strategy = tokens, sample_strategy
+        self.are_enough = tokens.are_enough
 
     def choose(self, logits: Tensor) -> Tensor:
         if self._sample_strategy is SampleStrategy.GREEDY:
             token_ids = logits.float().argmax(dim=-1)
         else:
             token_ids = torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0]
-        self.add(Chosen(token_ids[:, None], logits[:, None]))
+        self.tokens.add(Chosen(token_ids[:, None], logits[:, None]))
         return token_ids
 
 
@@ -127,7 +70,7 @@ class Inferencer:
     ) -> PrefillOutput:
         """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place."""
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
-        token_ids = self._choices(sample_strategy).choose(logits[:, -1])
+        token_ids = self._choice(sample_strategy).choose(logits[:, -1])
         return PrefillOutput(token_ids[:, None], logits)
 
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
@@ -149,32 +92,32 @@ class Inferencer:
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
-        tokens = self._choices(sample_strategy)
-        self.extend(query_token_ids, kv_cache, max_new_tokens, tokens)
-        token_ids, logits, _ = joined(tokens.chosen)
-        return DecodeOutput(token_ids, logits, tokens.lens(token_ids))
+        choice = self._choice(sample_strategy)
+        self.extend(query_token_ids, kv_cache, max_new_tokens, choice)
+        token_ids, logits, _ = joined(choice.tokens.chosen)
+        return DecodeOutput(token_ids, logits, choice.tokens.lens(token_ids))
 
-    def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, tokens: ChosenTokens) -> None:
+    def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, choice: TokenChoice) -> None:
         """Choose up to N >= 1 tokens after a query [B, Q] int64; `kv_cache` is advanced by all but the last, in place.
 
-        The loop ends when every row is done, where that can be read without waiting.
+        The loop ends early when every row is done, if that can be read without waiting.
         """
         num_query = query.shape[1]
         if num_query <= MAX_EXPECTED_QUERY:
             kv_cache.expect(num_query + max_new_tokens - 1)
         for step in range(max_new_tokens):
-            query = tokens.choose(self.feed(query, kv_cache))[:, None]
+            query = choice.choose(self.feed(query, kv_cache))[:, None]
             if step == 0 and num_query > MAX_EXPECTED_QUERY:
                 kv_cache.expect(max_new_tokens - 1)
-            if self.stops_early and tokens.are_enough():
+            if self.stops_early and choice.are_enough():
                 break
 
-    def _choices(self, sample_strategy: SampleStrategy) -> ChosenTokens:
-        """Choices whose rows end at the EOS of the model."""
+    def _choice(self, sample_strategy: SampleStrategy) -> _ModelChoice:
+        """The choice of tokens whose rows end at the model's EOS ids."""
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
-        return SampledTokens(stop_ids, Ruler(device, torch.int32), sample_strategy)
+        return _ModelChoice(ChosenTokens(stop_ids, ArangeCache(device, torch.int32)), sample_strategy)
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
@@ -193,6 +136,6 @@ def widest_bytes(model: PreTrainedModel) -> int:
     """Bytes of one token's activations behind the widest layer; 0 where layers do not tell. The head is left out."""
     head = model.get_output_embeddings()
     # torch's name in a linear layer, or transformers' in GPT-2's
-    parts = [vars(one) for one in modules_of(model) if one is not head]
+    parts = [vars(module) for module in modules_of(model) if module is not head]
     widths = [part.get("out_features") or part.get("nf", 0) for part in parts]
     return max([width for width in widths if isinstance(width, int)], default=0) * model.dtype.itemsize

@@ -43,7 +43,7 @@ class LanguageModel(PerRow):
         max_position: int | None = None,  # upper bound of position ids, for tokens drafted past the end of the text
         keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
-        capture: StateCapture | None = None,  # of hidden states that forwards return in `Scored.captured`
+        capture: StateCapture | None = None,  # captures hidden states, which forwards return in `Scored.captured`
     ):
         self.model = model
         self.capture = capture
@@ -56,12 +56,12 @@ class LanguageModel(PerRow):
         self._cache_name = cache_name(model)
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
-        takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
+        takes_indices = parameter is not None and "Tensor" in str(parameter.annotation)
         config = model.config.get_text_config(decoder=True)
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
         # A count of logits makes a view of the hidden states, which CPUs take three times as long to multiply by the
         # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
-        self._makes_compact = takes_places and self.device.type == "cpu" and not saves
+        self._makes_compact = takes_indices and self.device.type == "cpu" and not saves
 
     @property
     def eos_token_id(self) -> int:
@@ -90,7 +90,7 @@ class LanguageModel(PerRow):
         text = {"input_ids": query_token_ids}
         mask = kv_cache.mask(num_query)
         if mask is not None:
-            text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
+            text["attention_mask"] = mask  # type: ignore[assignment]  # or one by type of layer, as the model takes them
         num_columns = kv_cache.num_columns
         if self._takes_position_ids:
             positions = kv_cache.position_ids(num_query)
@@ -136,7 +136,7 @@ def cache_name(module: nn.Module) -> str:
 def has_attention(model: PreTrainedModel) -> bool:
     """Whether a model has attention layers, with or without recurrent ones."""
     name = cache_name(model)
-    if name in OLD_CACHE_NAMES:  # of which one was for models without attention layers
+    if name in OLD_CACHE_NAMES:  # one of the names was for models without attention layers
         return name != "cache_params"
     config = model.config.get_text_config(decoder=True)
     return only_attends(config) or not all(DynamicCache(config=config).is_linear)
@@ -144,8 +144,8 @@ def has_attention(model: PreTrainedModel) -> bool:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward."""
-    places = (weight.device for weight in model.parameters() if weight.device.type != "meta")
-    return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
+    devices = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+    return model.device if model.device.type != "meta" else next(devices, torch.device("cpu"))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -176,5 +176,5 @@ def vocab_size_of(model: PreTrainedModel) -> int:
 
 
 def text_prefix(model: PreTrainedModel) -> str:
-    """What the names of a model's text inputs begin with."""
+    """Prefix of the names of a model's text inputs."""
     return "decoder_" if model.config.is_encoder_decoder else ""

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """The module and all below it, each once, level by level."""
-    found: dict[nn.Module, None] = {module: None}
+    seen: dict[nn.Module, None] = {module: None}
     walk = [module]
-    for one in walk:
-        for child in vars(one)["_modules"].values():
-            if child is not None and child not in found:
-                found[child] = None
+    for parent in walk:
+        for child in vars(parent)["_modules"].values():
+            if child is not None and child not in seen:
+                seen[child] = None
                 walk.append(child)
     return walk
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """The parameters of a module and of all below it, each once."""
-    held: Any = [one for part in modules_of(module) for one in vars(part)["_parameters"].values()]
-    return list({id(one): one for one in held if one is not None}.values())
+    parameters: Any = [parameter for part in modules_of(module) for parameter in vars(part)["_parameters"].values()]
+    return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
 
 
 def weight_bytes(weight: Tensor) -> int:
@@ -43,11 +43,16 @@ def adapters_by_row(model: nn.Module) -> bool:
 def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
     """Ids of all forward hooks in the model; no two hooks of a process share one."""
     modules = modules_of(model)
-    return tuple(found for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for found in held)
+    return tuple(
+        hook_id
+        for module in modules
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for hook_id in hooks
+    )
 
 
 def has_hooks_of_others(model: nn.Module) -> bool:
     """Whether the model has forward hooks that transformers did not register to record outputs."""
-    held = (hooks for one in modules_of(model) for hooks in (one._forward_pre_hooks, one._forward_hooks))
-    modules = {getattr(hook, "__module__", None) or "" for hooks in held for hook in hooks.values()}
+    hook_dicts = (hooks for module in modules_of(model) for hooks in (module._forward_pre_hooks, module._forward_hooks))
+    modules = {getattr(hook, "__module__", None) or "" for hooks in hook_dicts for hook in hooks.values()}
     return any(name.partition(".")[0] != "transformers" for name in modules)

@@ -9,12 +9,12 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, only_attends, window_of
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.compat import attention_name
 from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest, windows_in
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
 from hf_speculate.models.language_model import takes_positions
-from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_kind
+from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn
 
@@ -34,9 +34,9 @@ class PreallocatedKind(CacheKind):
         windows = tuple(window_of(layer) for layer in holding(request.layers.layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
         is_mask_per_row = bool(limit_reason(request.model, Limit.MASK_PER_ROW))
-        kinds = LayerKinds(windows, by_name, request.model.dtype, is_mask_per_row)
+        mask_spec = MaskSpec(windows, by_name, request.model.dtype, is_mask_per_row)
         shape = batch_size, request.attention_mask, request.device, request.max_columns
-        return PreallocatedKVCache(kinds, *shape, kept_cache, *buffers)
+        return PreallocatedKVCache(mask_spec, *shape, kept_cache, *buffers)
 
 
 KIND = PreallocatedKind()
@@ -60,7 +60,7 @@ def _obstacles(request: CacheRequest) -> Iterator[str]:
         yield f"its {type(decoder).__name__} makes masks in a way of its own"
     yield from _obstacles_of_wrapper(model, request.handed_on)
     if getattr(config, "alibi", False):
-        yield "its positions are biases of the attention"
+        yield "ALiBi position biases need the dynamic cache"
     names, windows = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1]), windows_in(cache)
     if not names <= set(_MASK_NAMES):
         yield "its layers attend in other ways than fully or by window"
@@ -68,10 +68,10 @@ def _obstacles(request: CacheRequest) -> Iterator[str]:
         yield "its layers cut their windows by columns"
     if len(windows) > len(names):
         yield "its layers have several windows"
-    if len(windows) > 1 and not takes_mask_by_kind(decoder):
-        yield "it takes one mask for layers of two kinds"
+    if len(windows) > 1 and not takes_mask_by_type(decoder):
+        yield "it takes one mask for layers of two types"
     if not cache.layers or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)):
-        yield "its cache has layers of another kind"
+        yield "its cache has layers of another type"
     if windows != _windows_by(config):
         yield "its cache was made without its config, and knows no windows"
     if cache.offloading:

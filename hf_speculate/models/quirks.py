@@ -1,7 +1,7 @@
-"""Model types that the test suite has shown, and what single types cannot do.
+"""Model types that the test suite covers, and limitations of single types.
 
-A model whose type is not in `SHOWN`, or whose class lies outside transformers, is compared with plain decoding at its
-first speculative call, see `hf_speculate.options.self_test.compare`.
+A model whose type is not in `TESTED_TYPES`, or whose class lies outside transformers, is compared with plain decoding
+at its first speculative call, see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.compat import is_tested_since
 
-_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # of modules whose classes are known
+_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # packages of modules whose classes are known
 _GROWING_TYPES = ("dynamic", "longrope")
 
 
@@ -23,16 +23,16 @@ class Limit(Enum):
     ONLY_PREALLOCATED = "models.dynamic_kind: layers with windows need preallocated buffers"
     ONLY_DYNAMIC = "models.preallocated_kind: the cache is dynamic"
     MASK_PER_ROW = "models.preallocated_kind: rows that are alike get a mask each"
-    LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of places"
+    LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of indices"
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
     NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
     CONTEXT_BY_COLUMNS = "models.context: the columns of the longest row count for all rows"
-    PADS_TAKE_NO_PLACE = "engine.draft_session: drafted tokens behind a padding token do not count"
+    PADDING_HAS_NO_POSITION = "engine.draft_session: drafted tokens behind a padding token do not count"
 
 
 class Quirk(NamedTuple):
-    """What models of one type cannot do."""
+    """A limitation of models of one type."""
 
     model_type: str
     limit: Limit
@@ -65,7 +65,7 @@ QUIRKS = (
         for name in ("gpt_neo", "imagegpt", "mpt")
     ),
     *(
-        Quirk(name, Limit.PADS_TAKE_NO_PLACE, "its forward counts no padding tokens among those it reads together")
+        Quirk(name, Limit.PADDING_HAS_NO_POSITION, "its forward counts no padding tokens among those it reads together")
         for name in ("m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "trocr")
     ),
     *(
@@ -90,13 +90,13 @@ olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 """
 _SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 _SINCE_5_24 = "moss_transcribe_diarize omniasr"
-# The oldest version of transformers with which tests have shown a type; the newest is that of `compat`.
-SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
-SHOWN |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
+# By type, the oldest version of transformers with which the test suite covers it; the newest is that of `compat`.
+TESTED_TYPES = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
+TESTED_TYPES |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
-# The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.
-_MASK_BY_KIND_NAMES = """
+# The packages of `transformers.models` whose models take one mask for each type of layer, by name, as `attention_mask`.
+_MASK_BY_TYPE_NAMES = """
 afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dory dots1
 exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss
 granite_swa granitemoe_swa granitemoehybrid hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba kimi_linear kolibri1
@@ -110,13 +110,13 @@ axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa 
 mistral_large4
 """
 
-_MASK_BY_KIND = frozenset(_MASK_BY_KIND_NAMES.split())
+_MASK_BY_TYPE = frozenset(_MASK_BY_TYPE_NAMES.split())
 _COMPARES_ATTENTION = frozenset(_COMPARES_ATTENTION_NAMES.split())
 
 
-def takes_mask_by_kind(model: PreTrainedModel) -> bool:
-    """Whether the model takes a dict with a mask for each kind of layer; False for classes outside transformers."""
-    return _package_of(type(model.base_model)) in _MASK_BY_KIND
+def takes_mask_by_type(model: PreTrainedModel) -> bool:
+    """Whether the model takes a dict with a mask for each type of layer; False for classes outside transformers."""
+    return _package_of(type(model.base_model)) in _MASK_BY_TYPE
 
 
 def may_compare_attention(module_class: type[nn.Module]) -> bool:
@@ -138,9 +138,9 @@ def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
     return next((quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), "")
 
 
-def placeless_id(model: PreTrainedModel) -> int | None:
+def token_without_position(model: PreTrainedModel) -> int | None:
     """The token behind which others of the same forward are read at wrong positions; None if there is none."""
-    if not limit_reason(model, Limit.PADS_TAKE_NO_PLACE):
+    if not limit_reason(model, Limit.PADDING_HAS_NO_POSITION):
         return None
     pad: int | None = model.config.get_text_config(decoder=True).pad_token_id
     return pad
@@ -152,15 +152,15 @@ def model_types(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(dict.fromkeys(types))
 
 
-def is_shown(model: PreTrainedModel) -> bool:
-    """Whether tests have shown, with this version of transformers, that the type decodes as plain `generate`."""
+def is_tested_type(model: PreTrainedModel) -> bool:
+    """Whether the test suite covers the model's type with this version of transformers."""
     if not type(model).__module__.startswith("transformers.models."):
         return False
-    return all(name in SHOWN and is_tested_since(SHOWN[name]) for name in model_types(model))
+    return all(name in TESTED_TYPES and is_tested_since(TESTED_TYPES[name]) for name in model_types(model))
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
-    """The kind of rotary embedding whose frequencies change past a border, for cached tokens too, and that border."""
+    """The type of rotary embedding whose frequencies change past a border, for cached tokens too, and that border."""
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]

@@ -1,4 +1,4 @@
-"""What the core knows of forwards that do not run eagerly: functions compiled for a model, and devices with graphs."""
+"""Compiled units and graph backends: what the core knows of forwards that do not run eagerly."""
 
 import threading
 from collections.abc import Callable, Hashable

@@ -1,4 +1,4 @@
-"""Which arguments of a forward a model hands on to its text decoder unchanged, which a probe finds.
+"""The wrapper probe: finds which arguments a model passes on unchanged to its text decoder.
 
 A forward may be given a mask of four dimensions, or positions that its signature does not name, only if they reach the
 text decoder. The probe copies the model to the meta device, from its config with one layer in each part, and calls the
@@ -20,75 +20,78 @@ from hf_speculate.cache.layers import holding, window_of
 from hf_speculate.compat import set_attention_name
 from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
-from hf_speculate.models.quirks import is_shown
+from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.models.text_decoder import text_decoder
 
-_NUM_ROWS, _NUM_HELD, _NUM_QUERY = 2, 3, 2  # rows, tokens in the cache and new tokens of the probe's forward
+_NUM_ROWS, _NUM_CACHED, _NUM_QUERY = 2, 3, 2  # rows, tokens in the cache and new tokens of the probe's forward
 _META = torch.device("meta")
-_KINDS = ("full_attention", "sliding_attention")  # of layers that need different masks
+_LAYER_TYPES = ("full_attention", "sliding_attention")  # types of layers that need different masks
 
 
 class HandedOn(NamedTuple):
-    """Which arguments of a model's forward reach its text decoder unchanged."""
+    """The arguments of a model's forward that reach its text decoder unchanged."""
 
-    mask: bool = True  # a mask of four dimensions, or one for each kind of layer
+    mask: bool = True  # a mask of four dimensions, or one for each type of layer
     positions: bool = True  # position ids, which the forward may name or hand on
     failure: str = ""  # what went wrong in the probe, which then found nothing
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "HandedOn":
-        """What the model hands on, found once by class: it may be enabled between calls."""
+        """The arguments that the model passes on; probed once by class, as it may be enabled between calls."""
         return model_state(model).get((cls, type(model)), partial(find_handed_on, model))
 
 
 EVERYTHING = HandedOn()
 
 
-class _Reached(Exception):  # no error
+class _StopForward(Exception):  # not an error
     """Ends the probe's forward at the text decoder."""
 
 
 def find_handed_on(model: PreTrainedModel) -> HandedOn:
-    """What the model hands on: everything if nothing wraps its decoder, or if tests have shown its type.
+    """The arguments that the model passes on: all if nothing wraps its decoder, or if its type is tested.
 
     Nothing is asked of encoder-decoders, whose caches are dynamic and whose forwards name the positions that they take.
     """
-    if text_decoder(model) is model.base_model or model.config.is_encoder_decoder or is_shown(model):
+    if text_decoder(model) is model.base_model or model.config.is_encoder_decoder or is_tested_type(model):
         return EVERYTHING
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    has_kinds = len({window_of(layer) for layer in holding(layers)}) > 1
+    has_two_masks = len({window_of(layer) for layer in holding(layers)}) > 1
     failure = ""
     for num_layers in (1, None):  # some parts cannot be made with one layer
         try:
             with torch.random.fork_rng(devices=[]), _META, torch.no_grad():
-                return _probed(type(model)(_shortened(model.config, num_layers)).eval(), has_kinds)
+                return _probed(type(model)(_shortened(model.config, num_layers)).eval(), has_two_masks)
         except Exception as error:  # noqa: BLE001  # whatever the code of an unknown class raises
             failure = f"{type(error).__name__}: {error}".partition("\n")[0]
     return HandedOn(False, _names_positions(model), failure)
 
 
-def _probed(twin: PreTrainedModel, has_kinds: bool) -> HandedOn:
-    """What a model on the meta device hands on in a forward of text after a cached text."""
+def _probed(twin: PreTrainedModel, has_two_masks: bool) -> HandedOn:
+    """The arguments that a model on the meta device passes on in a forward of text after a cached text."""
     cache = DynamicCache()
-    held = torch.empty(_NUM_ROWS, 1, _NUM_HELD, 1, device=_META)
-    cache.update(held, held, 0)
-    shape = (_NUM_ROWS, 1, _NUM_QUERY, _NUM_HELD + _NUM_QUERY)
-    masks = {kind: torch.empty(shape, dtype=twin.dtype, device=_META) for kind in _KINDS[: 1 + has_kinds]}
+    state = torch.empty(_NUM_ROWS, 1, _NUM_CACHED, 1, device=_META)
+    cache.update(state, state, 0)
+    shape = (_NUM_ROWS, 1, _NUM_QUERY, _NUM_CACHED + _NUM_QUERY)
+    masks = {
+        layer_type: torch.empty(shape, dtype=twin.dtype, device=_META)
+        for layer_type in _LAYER_TYPES[: 1 + has_two_masks]
+    }
     ids, positions = torch.zeros(2, _NUM_ROWS, _NUM_QUERY, dtype=torch.int64, device=_META)  # both [B, Q]
     received: dict[str, Any] = {}
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         received.update(kwargs)
-        raise _Reached
+        raise _StopForward
 
     text_decoder(twin).register_forward_pre_hook(stop, with_kwargs=True)
     text: dict[str, Any] = {"input_ids": ids, "position_ids": positions, cache_name(twin): cache}
-    text["attention_mask"] = masks if has_kinds else masks[_KINDS[0]]
+    text["attention_mask"] = masks if has_two_masks else masks[_LAYER_TYPES[0]]
     try:
         twin(**text, use_cache=True, return_dict=True)
-    except _Reached:
-        given, arrived = list(masks.values()), tree_leaves(received.get("attention_mask"))
-        is_same = all(any(one is mask for mask in given) for one in arrived)
+    except _StopForward:
+        sent, arrived = list(masks.values()), tree_leaves(received.get("attention_mask"))
+        is_same = all(any(leaf is mask for mask in sent) for leaf in arrived)
         return HandedOn(is_same, _names_positions(twin) or received.get("position_ids") is positions)
     raise RuntimeError("its forward does not call its text decoder")
 
@@ -98,7 +101,7 @@ def _names_positions(model: PreTrainedModel) -> bool:
 
 
 def _shortened(config: PreTrainedConfig, num_layers: int | None) -> PreTrainedConfig:
-    """A copy of a config in which each part has so many layers, and its lists as many entries; None: all.
+    """A copy of a config in which each part has `num_layers` layers, and its lists as many entries; all if it is None.
 
     Its attention is the eager one, which needs neither a package nor a device.
     """

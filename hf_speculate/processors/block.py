@@ -139,7 +139,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return BlockLogitsProcessorList(by_row(processor, num_rows) for processor in self)
 
     def for_draft(self) -> "BlockLogitsProcessorList":
-        """Those that run on the draft model: the pure ones, and of those with state what `forked()` makes forks of."""
+        """The processors that run on the draft model: the pure ones, and those with state, of which it uses forks."""
         parts = [_ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
         return BlockLogitsProcessorList(_unsized(p) for p in parts)
 
@@ -199,7 +199,7 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
 
 
 def _run_fast(processor: Any, scores: Tensor) -> Tensor | None:
-    """What a processor makes of scores [N, V], bit by bit, on a faster path; None if there is none."""
+    """The scores [N, V] of a processor from a faster path, equal bit by bit; None if there is none."""
     path = _FAST_PATHS.get((scores.device.type, type(processor)))
     if path is None:
         return None

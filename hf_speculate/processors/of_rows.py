@@ -1,4 +1,4 @@
-"""What the engine asks of the logits processors and the stopping criteria of a batch whose rows leave and join."""
+"""Protocols of logits processors and stopping criteria of a batch whose rows leave and join."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -56,7 +56,7 @@ class TokenRows(Protocol):
 
 
 class StopVerdict(NamedTuple):
-    """How much of each row's block counts."""
+    """The verdict of stopping criteria: how many tokens of each row's block count."""
 
     num_emitted: list[int]  # [B], new tokens that token-by-token decoding would have emitted; 0 only for an empty block
     is_done: list[bool]  # [B], whether it would have stopped there; False for an empty block

@@ -1,4 +1,4 @@
-"""Tells the processors and criteria that fit into a block from the rest.
+"""Registry of the processors and criteria that fit into a block, and those that do not.
 
 *Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the result depends on
 row b of the arguments alone. Only then may a round ask about many prefixes at once, in any order, and ask again.
@@ -65,11 +65,11 @@ class RollbackProcessor(Protocol):
         """Forget all rows but `indices`, in that order; finished rows leave the batch in this way."""
 
     def fork(self) -> "RollbackProcessor":
-        """A copy that stands where this one stands and goes on by itself; it is never rolled back."""
+        """A fork: a copy of the state, which is then independent; it is never rolled back."""
 
 
 class Reads(Enum):
-    """What a row-wise processor reads besides the scores; all but the last kind are pure."""
+    """Inputs that a row-wise processor reads besides the scores; processors of all types but the last are pure."""
 
     NOTHING = "nothing"  # any number of rows in one call
     LENGTH = "length"  # input_ids.shape[-1] only
@@ -184,15 +184,19 @@ def is_registered(obj: object) -> bool:
 
 def lock_step_reason(foreign: Sequence[object]) -> str:
     """Why processors and criteria that do not fit into a block do not, and what the user can do about it."""
-    known = [f"{name_of(one)}: {NOT_ROW_WISE[type(one)]}" for one in foreign if type(one) in NOT_ROW_WISE]
-    others = [name_of(one) for one in foreign if type(one) not in NOT_ROW_WISE]
+    known = [
+        f"{name_of(processor)}: {NOT_ROW_WISE[type(processor)]}"
+        for processor in foreign
+        if type(processor) in NOT_ROW_WISE
+    ]
+    others = [name_of(processor) for processor in foreign if type(processor) not in NOT_ROW_WISE]
     if others:
         known.append(f"{', '.join(others)}; declare row-wise classes with register_row_wise")
     return f"because of {'; '.join(known)}"
 
 
 def find_reads(processor: object) -> Reads | None:
-    """What a processor reads besides the scores; None for one that is not known to fit into a block."""
+    """Inputs that a processor reads besides the scores; None for one that is not known to fit into a block."""
     if isinstance(processor, OwnProcessor):
         return processor.reads
     reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
@@ -218,5 +222,5 @@ def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
 
 
 def name_of(obj: object) -> str:
-    """How messages call a processor or criterion: its class, or the function's own name."""
+    """The name of a processor or criterion in messages: its class, or the function's own name."""
     return str(getattr(obj, "__name__", type(obj).__name__))

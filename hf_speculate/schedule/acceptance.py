@@ -7,13 +7,13 @@ from hf_speculate.draft.acceptance_rates import AcceptanceCounts
 # Tuned on the simulated traces of tests/schedule, and on those of the bundled pair with its rounds' seconds.
 # The weight of a round of one row is halved after about eight rounds, that of one of eight rows after four.
 _DECAY = 0.92
-_BATCH_POWER = 0.4  # of the number of rows: with more observations a round, older ones may weigh less
-_SLOW_DECAY = 0.98  # of the long-run rate of the first position
-_PRIOR_ACCEPTANCE = 0.8  # of the first position, before any observation; optimistic, so that drafting is tried
-_PRIOR_WEIGHT = 1.0  # of the prior, in observations
-_LONG_RUN_WEIGHT = 6.0  # of the long-run rate, in observations, while recent ones are accepted about as often
-_NO_WEIGHT = 1e-9  # of a prior that counts only without observations
-_NEIGHBOUR_WEIGHT = 6.0  # of the previous position's rate, as the prior of a position
+_BATCH_POWER = 0.4  # power of the number of rows: with more observations a round, older ones may weigh less
+_SLOW_DECAY = 0.98  # factor of the long-run rate of the first position, per observation
+_PRIOR_ACCEPTANCE = 0.8  # rate of the first position before any observation; optimistic, so that drafting is tried
+_PRIOR_WEIGHT = 1.0  # weight of the prior, in observations
+_LONG_RUN_WEIGHT = 6.0  # weight of the long-run rate, in observations, while recent ones are accepted about as often
+_NO_WEIGHT = 1e-9  # weight of a prior that counts only without observations
+_NEIGHBOUR_WEIGHT = 6.0  # weight of the previous position's rate, as the prior of a position
 _OTHER_CALL = 0.5  # observations that an earlier call counts as
 _ALIKE_CALL = 14.0  # the same, if the call before it was accepted about as often: few rejections then end no drafting
 _ALIKE_RATE = 0.25  # largest difference of rates that are about the same
@@ -30,8 +30,8 @@ class AcceptanceModel:
 
     def __init__(self, max_draft_tokens: int):
         self._positions = AcceptanceCounts(max_draft_tokens)
-        self._long_run = AcceptanceCounts(1)  # of the first position
-        self._rate_before: float | None = None  # of the first position in the call before
+        self._long_run = AcceptanceCounts(1)  # counts of the first position
+        self._rate_before: float | None = None  # rate of the first position in the call before
         self._row_counts: dict[int, tuple[float, float]] = {}  # by row id: rejections and verified tokens
 
     def observe(self, row_ids: Sequence[int], num_accepted: Sequence[int], num_draft_tokens: int) -> None:

@@ -30,7 +30,7 @@ class AdaptiveSchedule(Schedule):
     Args:
         max_draft_tokens: K_max, >= 1.
         prior: what is known of the draft source before its first round.
-        history: estimates of earlier calls of this kind; None keeps nothing.
+        history: estimates of earlier calls of this type; None keeps nothing.
         num_rows: B of the first round.
         keeps_rows: whether finished rows stay in the batch.
     """
@@ -57,11 +57,11 @@ class AdaptiveSchedule(Schedule):
 
     @property
     def budget(self) -> Budget:
-        """What drafting may cost, and has cost."""
+        """The budget of drafted rounds."""
         return self._call.budget
 
     def begin(self, prefill_s: float, num_read: int, num_unread: int, num_left: int) -> None:
-        """Choose the first K: in the first call of a kind a draft, in later ones what paid before."""
+        """Choose the first K: in the first call of a type a draft, in later ones what paid before."""
         call, record = self._call, self._record
         call.costs.begin(prefill_s, num_read)
         call.budget.elapsed_s = prefill_s
@@ -102,8 +102,8 @@ class AdaptiveSchedule(Schedule):
         call.num_unread, call.num_prompt = (0, 0) if outcome.num_fed else (call.num_unread + 1, call.num_prompt)
         if left_of:
             self._grant_first_credit(outcome.num_rows)
-            found_nothing = self.num_draft_tokens > 0 and not has_drafted
-            self._choose(self._state.next(Options(call, outcome.num_rows, left_of, found_nothing)))
+            is_vain = self.num_draft_tokens > 0 and not has_drafted
+            self._choose(self._state.next(Options(call, outcome.num_rows, left_of, is_vain)))
         else:
             self.end()
 
@@ -134,7 +134,7 @@ class AdaptiveSchedule(Schedule):
             call.budget.add_drafted(outcome, expected_s)
 
     def _grant_first_credit(self, num_rows: int) -> None:
-        """In the first call of a kind, a second round if drafts are cheap: the first may be rejected by bad luck."""
+        """In the first call of a type, a second round if drafts are cheap: the first may be rejected by bad luck."""
         call, budget = self._call, self._call.budget
         is_due = self._record.is_new and budget.num_drafted == 1 and not budget.credit_s
         if is_due and self._prior.first_draft_tokens > 1 and call.costs.plain.is_known(num_rows):

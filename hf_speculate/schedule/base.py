@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 
 class RowGain(NamedTuple):
-    """What a round added to a row."""
+    """The outcome of a round for one row."""
 
     row_id: int
     num_emitted: int
@@ -13,7 +13,7 @@ class RowGain(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """What a round emitted and how long it took."""
+    """The outcome of a round: emitted tokens and seconds."""
 
     row_ids: Sequence[int]  # [N] output rows that were live; one entry if rows move in lock step
     num_drafted: Sequence[int]  # [N] drafted tokens of each row that counted
@@ -30,7 +30,7 @@ class RoundOutcome(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the whole round."""
+        """Seconds of the whole round."""
         return self.draft_s + self.score_s + self.other_s
 
 
@@ -63,5 +63,5 @@ class Schedule(Protocol):
         return
 
     def end(self) -> None:
-        """Called after the last round, of which the schedule is not told if the drafter had ended before."""
+        """Called after the last round, whose outcome the schedule does not get if the drafter had ended before."""
         return

@@ -9,7 +9,7 @@
 - E is the seconds of the call so far, the target's prefill included.
 - w(K) is what a round of K drafts loses if all of them are rejected: its estimated seconds, those in which the drafter
   reads what it has not seen included, minus p.
-- C is a credit. In the first call of its kind it is what the first drafted round takes more than p, and as much again
+- C is a credit. In the first call of its type it is what the first drafted round takes more than p, and as much again
   for one more round if that one drafted several tokens. In a later call it is what earlier calls have left of theirs,
   the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one.
 
@@ -26,7 +26,7 @@ S - P = L; and E <= S. Therefore, whatever was drafted,
     S <= (P + C + o) / 0.98
 
 Each C but the first was left by earlier calls, of which one leaves nothing if it overdrew, and that by no more than its
-o. Over many calls of a kind the sum of S is therefore at most (sum of P + sum of o + C of the first call) / 0.98.
+o. Over many calls of a type the sum of S is therefore at most (sum of P + sum of o + C of the first call) / 0.98.
 
 Why rows ahead count: if all rows go on plainly, a row that is d tokens ahead is in d steps fewer than plain decoding
 has it in. With k_j rows in step j from here, and n_j in plain decoding's, k_j <= n_j, the differences sum up to the
@@ -48,7 +48,7 @@ from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.progress import Progress
 
-SHARE = 0.02  # of the seconds of a call that drafted rounds may lose
+SHARE = 0.02  # share of a call's seconds that drafted rounds may lose
 _MOST = 3.0  # times its estimate that a round counts as at most; a pause of the process may take a hundred times
 _MOST_FIRST = 1.5  # times what is usual that the first round of a size counts as at most
 _UNSETTLED = 8  # newest rounds whose p may still turn out to have been too high, see `MachineSpeed`
@@ -89,10 +89,10 @@ class Budget:
         self._progress = Progress(keeps_rows)
         self._drafted_s = 0.0  # as counted
         self._overshoot_s = 0.0  # the largest of a round that was not the first of its size
-        self._paused_s = 0.0  # of drafted rounds, that do not count
+        self._paused_s = 0.0  # seconds of pauses in drafted rounds, which do not count
         self._newest: deque[_Replaced] = deque()
         self._settled_s = 0.0  # p of plain steps that older rounds have replaced, less those rounds that were plain
-        self._most_rows = 0  # of a plain step that was replaced
+        self._most_rows = 0  # the most rows of a plain step that was replaced
         self._firsts: list[_FirstRound] = []  # without the free round
         self._free: _FirstRound | None = None
 
@@ -164,7 +164,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """What the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
+        """Seconds that the call leaves for later ones, 0.02 E - L; negative if it overdrew."""
         return SHARE * self.elapsed_s - self.loss_s
 
     def _replace(self, outcome: RoundOutcome, plain_rows: int = 0) -> None:

@@ -13,7 +13,7 @@ _GROWTH = 2  # tokens by which a draft may be longer than the last one: estimate
 
 @dataclass
 class CallState:
-    """What the choice of the next round reads."""
+    """The state of a call that the choice of the next round reads."""
 
     max_draft_tokens: int  # K_max
     prior: DraftPrior
@@ -30,6 +30,6 @@ class CallState:
     def longest_draft(self) -> int:
         """K of the next round at most."""
         longest = max(self.num_last + _GROWTH, FIRST_DRAFT_TOKENS)
-        if not self.costs.num_kinds:
+        if not self.costs.num_sizes:
             longest = self.prior.first_draft_tokens
         return min(longest, self.max_draft_tokens)

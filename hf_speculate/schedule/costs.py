@@ -12,7 +12,7 @@ from hf_speculate.schedule.plain_steps import PlainSteps
 from hf_speculate.schedule.prior import DraftPrior
 from hf_speculate.schedule.read_costs import ReadCosts
 
-_ESTIMATE_EVERY = 6  # drafted rounds of kinds that were measured before; to estimate takes 1 % of a small model's round
+_ESTIMATE_EVERY = 6  # drafted rounds of sizes that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _MOST_FIRST = 3.0  # plain steps that a first verification or read counts as at most; a first draft of K tokens as K
 
@@ -22,7 +22,7 @@ class CostModel:
 
     A round is K draft steps and a verification. Single rounds are too noisy to compare. The seconds of a verification
     grow about linearly with its B * (K + 1) query rows, those of a draft with K, so a line is fitted to the medians of
-    all kinds of rounds. Some sizes suit the hardware better, so the residuals of measured kinds are added, weighted by
+    all measured sizes. Some sizes suit the hardware better, so the residuals of measured sizes are added, weighted by
     their samples. Plain steps take another path through the model and are kept apart.
 
     Args:
@@ -37,13 +37,13 @@ class CostModel:
         self._draft = CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
         self._plain_ratios: dict[int, float] = {}  # seconds of a plain step over a verification's, by rows; at least 1
         self._speed = MachineSpeed()
-        self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
+        self._step_bound_s: float | None = None  # bound of a draft's step, from rounds in which it read much
         self._reads = ReadCosts(prior.step_ratio or 0.0)
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
         self._counted_s: dict[int, float] = {}  # results of `counted_plain_s` since the last round
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Note the seconds of a target's prefill that read `num_read` tokens of each row."""
+        """Record the seconds of a target's prefill that read `num_read` tokens of each row."""
         self._reads.begin(prefill_s, num_read)
 
     def observe(self, outcome: RoundOutcome, has_read_prompt: bool = False) -> None:
@@ -102,7 +102,7 @@ class CostModel:
         """Seconds of a plain step; before any was measured, of a verification of as many rows."""
         seconds = self.plain.seconds(num_rows)
         if seconds is None:
-            return self._verify.estimate(1, (num_rows,))[0] if self._verify.kinds else 1.0
+            return self._verify.estimate(1, (num_rows,))[0] if self._verify.costs else 1.0
         return self._within_verification(seconds, num_rows)
 
     def counted_plain_s(self, num_rows: int) -> float:
@@ -118,12 +118,12 @@ class CostModel:
     def _count_plain(self, num_rows: int) -> float:
         seconds = self.plain.counted_s(num_rows)
         if seconds is None:
-            return self.plain_s(num_rows) if self._verify.kinds else 0.0
+            return self.plain_s(num_rows) if self._verify.costs else 0.0
         shortest_s = self._verify.least_median_s(num_rows) * self._plain_ratios.get(num_rows, 1.0)
         return min(self._within_verification(seconds, num_rows), shortest_s)
 
     def _compare_plain(self, num_rows: int) -> None:
-        """Note how many verifications a plain step takes, where these are faster: they take another path."""
+        """Record how many verifications a plain step takes, where these are faster: they take another path."""
         verify_s = self._verify.least_median_s(num_rows)
         if verify_s < math.inf and not self.plain.is_remembered(num_rows) and self.plain.is_known(num_rows):
             ratio = max(self.plain_s(num_rows) / max(verify_s, TINY), 1.0)
@@ -140,13 +140,13 @@ class CostModel:
         return self.plain.is_stale(num_rows, self._num_drafted)
 
     @property
-    def num_kinds(self) -> int:
+    def num_sizes(self) -> int:
         """The number of sizes of verifications that were measured."""
-        return len(self._verify.kinds)
+        return len(self._verify.costs)
 
     def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
         """Whether a verification of as many query rows was measured."""
-        return (1, num_rows * (num_draft_tokens + 1)) in self._verify.kinds
+        return (1, num_rows * (num_draft_tokens + 1)) in self._verify.costs
 
     def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
@@ -163,7 +163,7 @@ class CostModel:
         Its verification lies below the line as far as any did, but takes no less than those of the measured sizes next
         to it, a plain step among them.
         """
-        if not self._verify.kinds:
+        if not self._verify.costs:
             return self.rounds_s(num_rows, max_draft_tokens)
         intercept, slope = self._verify.line(1)
         plain_s = self.plain_s(num_rows)
@@ -193,11 +193,11 @@ class CostModel:
 
     def _verify_s(self, num_rows: int, max_draft_tokens: int, plain_s: float) -> list[float]:
         """[K_max] seconds of a verification by K >= 1."""
-        if not self._verify.kinds:
+        if not self._verify.costs:
             return [plain_s] * max_draft_tokens
         sizes = range(2 * num_rows, (max_draft_tokens + 1) * num_rows + 1, num_rows)
         seconds = self._verify.estimate(1, sizes)
-        smallest = min((size for _, size in self._verify.kinds if size > num_rows), default=0)
+        smallest = min((size for _, size in self._verify.costs if size > num_rows), default=0)
         if smallest <= sizes[0] or not self.plain.is_measured:
             return seconds
         # what was measured says little of shorter drafts: on a line from the plain step to the shortest at most
@@ -208,7 +208,7 @@ class CostModel:
     def _drafts_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max] seconds of a draft by K >= 1; before any drafted round, from the models' sizes."""
         nums = range(1, max_draft_tokens + 1)
-        if self._draft.kinds:
+        if self._draft.costs:
             return self._draft.estimate(num_rows, nums)
         plain_s = self.plain_s(num_rows)
         drafts_s = [plain_s * self._prior.draft_steps(num) for num in nums]

@@ -14,7 +14,7 @@ class Exploration:
 
     def __init__(self) -> None:
         self._num_rounds = 0  # since the last trial
-        self._num_kinds = 0  # kinds of rounds that had been measured when untried Ks were last looked at
+        self._num_sizes = 0  # sizes that had been measured when untried Ks were last looked at
 
     def next(
         self, costs: CostModel, work: RemainingWork, num_rows: int, max_draft_tokens: int, best_rate: float
@@ -31,9 +31,9 @@ class Exploration:
         self._num_rounds += 1
         if work.most_rounds < _LOOK_EVERY:  # too few rounds are left to profit from a trial
             return 0
-        if costs.num_kinds == self._num_kinds and self._num_rounds % _LOOK_EVERY:
+        if costs.num_sizes == self._num_sizes and self._num_rounds % _LOOK_EVERY:
             return 0
-        self._num_kinds = costs.num_kinds
+        self._num_sizes = costs.num_sizes
         untried = [num for num in range(1, max_draft_tokens + 1) if not costs.is_tried(num_rows, num)]
         if not untried:
             return 0

@@ -1,4 +1,4 @@
-"""Schedule history: what calls of one kind leave for the next one."""
+"""Schedule history: estimates that calls of one type leave for the next one."""
 
 import threading
 from collections.abc import Hashable, Mapping
@@ -13,7 +13,7 @@ from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.budget import Budget
 from hf_speculate.schedule.costs import CostModel
 
-_MAX_KINDS = 64  # kinds of calls that are kept per draft source; each takes a few hundred numbers
+_MAX_CALL_TYPES = 64  # types of calls that are kept per draft source; each takes a few hundred numbers
 _PATIENCE = 2  # useless calls in a row after which most calls rest
 _TRUST = 3.0  # times its loss that earlier calls must have gained for a useless call to let none rest
 _FADE = 0.5  # share of what earlier calls have gained that still counts after a useless one
@@ -23,7 +23,7 @@ _TELLING = 2  # rounds that must have drafted before a call counts as useless
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What drafting gained in the calls of one kind so far."""
+    """The gain of drafting in the calls of one type so far."""
 
     account_s: float = 0.0  # seconds that the calls have left of their budgets, see `schedule.budget`
     gained_s: float = 0.0  # by calls in which drafting gained
@@ -67,7 +67,7 @@ class ScheduleEstimates(NamedTuple):
 
 
 class HistoryStore:
-    """The estimates of one target's calls, by what drafted (held weakly) and kind of call."""
+    """The estimates of one target's calls, by drafter (held weakly) and type of call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,32 +78,32 @@ class HistoryStore:
         """The estimates of a target."""
         return model_state(model).get(cls, cls)
 
-    def get(self, draft: object | None, kind: Hashable) -> ScheduleEstimates | None:
-        """A copy of the estimates of the last call of a kind; None if there was none."""
+    def get(self, draft: object | None, call_type: Hashable) -> ScheduleEstimates | None:
+        """A copy of the estimates of the last call of a type; None if there was none."""
         with self._lock:
-            estimates = self._by_draft.get(self if draft is None else draft, {}).get(kind)
+            estimates = self._by_draft.get(self if draft is None else draft, {}).get(call_type)
             return estimates and estimates.recent()
 
-    def put(self, draft: object | None, kind: Hashable, estimates: ScheduleEstimates) -> None:
-        """Keep a copy of a call's estimates; the kind that was used longest ago is dropped past 64 kinds."""
+    def put(self, draft: object | None, call_type: Hashable, estimates: ScheduleEstimates) -> None:
+        """Keep a copy of a call's estimates; beyond 64 types of calls, the one that was used longest ago is dropped."""
         with self._lock:
-            kinds = self._by_draft.setdefault(self if draft is None else draft, {})
-            kinds.pop(kind, None)  # the newest kind comes last
-            kinds[kind] = estimates.recent()
-            if len(kinds) > _MAX_KINDS:
-                del kinds[next(iter(kinds))]
+            by_type = self._by_draft.setdefault(self if draft is None else draft, {})
+            by_type.pop(call_type, None)  # the newest type comes last
+            by_type[call_type] = estimates.recent()
+            if len(by_type) > _MAX_CALL_TYPES:
+                del by_type[next(iter(by_type))]
 
 
 @dataclass(frozen=True)
 class ScheduleHistory:
-    """The part of a `HistoryStore` that one kind of call reads and writes."""
+    """The part of a `HistoryStore` that one type of call reads and writes."""
 
     store: HistoryStore
-    draft: object | None  # held weakly; None if what drafts is no object that stays, see `kind`
-    kind: Hashable  # what a round's seconds depend on besides rows and K: the cache, the sequence length, K_max
+    draft: object | None  # held weakly; None if no object stays for the source, see `call_type`
+    call_type: Hashable  # what a round's seconds depend on besides rows and K: the cache, the sequence length, K_max
 
     def recall(self) -> ScheduleEstimates | None:
-        return self.store.get(self.draft, self.kind)
+        return self.store.get(self.draft, self.call_type)
 
     def remember(self, estimates: ScheduleEstimates) -> None:
-        self.store.put(self.draft, self.kind, estimates)
+        self.store.put(self.draft, self.call_type, estimates)

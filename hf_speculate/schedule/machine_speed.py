@@ -13,7 +13,7 @@ class MachineSpeed:
     """
 
     def __init__(self) -> None:
-        self._ratios: tuple[float, ...] = ()  # of the newest rounds
+        self._ratios: tuple[float, ...] = ()  # ratios of the newest rounds
 
     def add(self, ratio: float) -> float:
         """Add a round's seconds over what is usual; the factor by which all have changed, 1 if they have not."""

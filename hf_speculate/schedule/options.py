@@ -21,11 +21,11 @@ class Options:
         call: the estimates.
         num_rows: B of the next round.
         left_of: tokens that each live row may still emit.
-        found_nothing: whether the drafter was asked in the last round and proposed nothing.
+        is_vain: whether the drafter was asked in the last round and proposed nothing.
     """
 
-    def __init__(self, call: CallState, num_rows: int, left_of: Mapping[int, int], found_nothing: bool = False):
-        self.call, self.num_rows, self.left_of, self.found_nothing = call, num_rows, left_of, found_nothing
+    def __init__(self, call: CallState, num_rows: int, left_of: Mapping[int, int], is_vain: bool = False):
+        self.call, self.num_rows, self.left_of, self.is_vain = call, num_rows, left_of, is_vain
         self._rounds_s: list[float] = []
         self._read_s: float | None = None
         self._work: RemainingWork | None = None
@@ -48,7 +48,7 @@ class Options:
 
     @property
     def work(self) -> RemainingWork:
-        """What is left of the call."""
+        """The remaining work of the call."""
         if self._work is None:
             tokens = self.call.acceptance.expected_tokens(list(self.left_of))
             start_s = self.read_s if self.call.num_prompt and self.call.counts_prompt else 0.0

@@ -7,7 +7,7 @@ from statistics import median_low
 import numpy as np
 
 _NUM_SAMPLES = 16  # newest steps of one number of rows that are kept
-_NUM_FRESH = 2  # of them that are kept if the next step comes long after
+_NUM_FRESH = 2  # samples that are kept if the next step comes long after
 _LEAST_SAMPLES = 2  # steps that a mean is made of
 _ALONE = 0.7  # share of its seconds that a single step counts as where too long a step would be expensive
 _PAUSE = 1.3  # times the median above which a step is left out: the process paused, or it was the first of its size

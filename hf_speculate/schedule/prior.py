@@ -8,7 +8,7 @@ FIRST_DRAFT_TOKENS = 5  # that need no shorter draft before them
 
 @dataclass(frozen=True)
 class DraftPrior:
-    """What is known of a draft source before its first round.
+    """The prior of a draft source: its costs before the first round.
 
     Args:
         step_ratio: seconds of a draft step over those of a plain step, from the bytes that both read; None if nothing

@@ -13,7 +13,7 @@ class _Read(NamedTuple):
     num_rows: int
     num_fed: int  # tokens of each row
     num_draft_tokens: int
-    draft_s: float  # of all
+    draft_s: float  # seconds of all draft steps
 
 
 class ReadCosts:
@@ -25,11 +25,11 @@ class ReadCosts:
 
     def __init__(self, ratio: float):
         self._ratio = ratio
-        self._prompt_token_s = 0.0  # of the target's prefill, for a token of each row
+        self._prompt_token_s = 0.0  # seconds of the target's prefill, for a token of each row
         self._reads: dict[tuple[bool, int], tuple[_Read, ...]] = {}  # prompts or not; the bit length of their tokens
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Note the seconds of a target's prefill that read `num_read` tokens of each row."""
+        """Record the seconds of a target's prefill that read `num_read` tokens of each row."""
         self._prompt_token_s = prefill_s / max(num_read, 1)
 
     def add(self, num_rows: int, num_fed: int, num_draft_tokens: int, draft_s: float, is_prompt: bool) -> None:

@@ -126,7 +126,7 @@ class Trying(State):
     is_trial = True
 
     def next(self, options: Options) -> Choice:
-        if options.found_nothing and not options.steps_until(self.num_draft_tokens):
+        if options.is_vain and not options.steps_until(self.num_draft_tokens):
             return Choice(self, self.num_draft_tokens)
         state = Drafting(self.waits) if options.best else Plain(self.waits)
         return state.next(options)

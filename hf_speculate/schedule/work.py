@@ -22,7 +22,7 @@ class RemainingWork:
         # by K, of the slowest row, and the sum of all rows
         self._num_rounds = [(max(of_k), sum(of_k)) for of_k in zip(*by_row, strict=True)]
         self._num_others = max(len(tokens) - 1, 1)
-        self.most_rounds = self._num_rounds[-1][0]  # of the slowest row, with drafts of K_max tokens
+        self.most_rounds = self._num_rounds[-1][0]  # rounds of the slowest row, with drafts of K_max tokens
 
     def rates(self, rounds_s: Sequence[float], alone_share: float = 1.0) -> list[float]:
         """[K_max + 1] tokens per second until the last row ends.
@@ -36,7 +36,7 @@ class RemainingWork:
         """
         rates, start_s = [], 0.0
         for round_s, (most, total) in zip(rounds_s, self._num_rounds, strict=True):
-            num_rounds = alone_share * most + (1 - alone_share) * (total - most) / self._num_others  # of all rows
+            num_rounds = alone_share * most + (1 - alone_share) * (total - most) / self._num_others
             rates.append(self._num_left / max(num_rounds * round_s + start_s, LEAST_S))
             start_s = self._start_s
         return rates

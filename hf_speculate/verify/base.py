@@ -30,7 +30,7 @@ VerifierFactory = Callable[[SpeculationConfig], Verifier]
 
 
 class VerifierTraits(NamedTuple):
-    """What a verifier was registered with, see `register_verifier`."""
+    """The registration of a verifier, see `register_verifier`."""
 
     factory: VerifierFactory
     is_lossless: bool

@@ -20,6 +20,6 @@ class BlockVerifier(KernelVerifier):
         Sun et al. (arXiv:2403.10444), algorithm 2.
     """
 
-    backend: str = "auto"  # of the kernel
+    backend: str = "auto"  # the kernel's
 
     operation = staticmethod(verify_block)

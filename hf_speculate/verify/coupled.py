@@ -18,7 +18,7 @@ class CoupledVerifier(KernelVerifier):
         Daliri et al. (arXiv:2408.07978).
     """
 
-    backend: str = "auto"  # of the kernel
+    backend: str = "auto"  # the kernel's
 
     operation = staticmethod(verify_coupled)
     reads_draft_logits = False

@@ -13,7 +13,7 @@ from hf_speculate.verify.kernel import KernelVerifier
 class GreedyVerifier(KernelVerifier):
     """Greedy verification, lossless for `do_sample=False`."""
 
-    backend: str = "auto"  # of the kernel
+    backend: str = "auto"  # the kernel's
 
     operation = staticmethod(verify_greedy)
     reads_draft_logits = False

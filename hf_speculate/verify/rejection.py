@@ -19,6 +19,6 @@ class RejectionVerifier(KernelVerifier):
         Leviathan et al. (arXiv:2211.17192), algorithm 1; Chen et al. (arXiv:2302.01318), algorithm 2.
     """
 
-    backend: str = "auto"  # of the kernel
+    backend: str = "auto"  # the kernel's
 
     operation = staticmethod(verify_rejection)

@@ -23,7 +23,7 @@ class TypicalVerifier(KernelVerifier):
     posterior_alpha: float = 0.3  # > 0
     entropy_epsilon: float = 0.0  # added inside the entropy's logarithm, >= 0
     correction: str = "argmax"  # "argmax" or "sample", how the token after the accepted ones is chosen
-    backend: str = "auto"  # of the kernel
+    backend: str = "auto"  # the kernel's
 
     operation = staticmethod(verify_typical)
     reads_draft_logits = False

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
+from hf_speculate.cache.row_layout import RowLayout
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.cache_kinds import CacheRequest, plan_cache
 from hf_speculate.models.language_model import LanguageModel
@@ -20,7 +21,7 @@ from hf_speculate.types import KVState
 from tests.cases import each_value
 from tests.random_calls import Case
 from tests.random_search import run_case
-from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
+from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
 
 STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
 SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # their attention rounds to float32 whatever the dtype
@@ -34,7 +35,7 @@ def states(batch_size: int, num: int, seed: int = 0, num_layers: int = 2) -> lis
 
 
 def preallocated(batch_size: int) -> PreallocatedKVCache:
-    return PreallocatedKVCache(LayerKinds((None, None), {"full_attention": None}, torch.float32), batch_size)
+    return PreallocatedKVCache(MaskSpec((None, None), {"full_attention": None}, torch.float32), batch_size)
 
 
 MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallocated]
@@ -43,32 +44,32 @@ MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallo
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 @pytest.mark.parametrize("seed", range(10))
 def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
-    draw, cache, held = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
+    draw, cache, by_head = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
     assert (cache.num_real_tokens, cache.get_kv_states()) == ([0] * 3, [])
     for number in range(12):
-        lens = [row.shape[3] for row in held]
+        lens = [row.shape[3] for row in by_head]
         match draw.choice(["update", "update", "crop", "crop rows", "rows"]):
             case "update":
-                new = states(len(held), draw.randint(1, 5), seed=number)
+                new = states(len(by_head), draw.randint(1, 5), seed=number)
                 cache.update(new)
                 both = torch.stack([torch.stack(layer) for layer in new])  # [L, 2, B, H, T, D]
-                held = [torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(held)]
+                by_head = [torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(by_head)]
             case "rows":
-                kept = sorted(draw.sample(range(len(held)), max(2, len(held) - 1)))
+                kept = sorted(draw.sample(range(len(by_head)), max(2, len(by_head) - 1)))
                 cache.rows(kept)
-                held = [held[index] for index in kept]
-            case kind:
+                by_head = [by_head[index] for index in kept]
+            case family:
                 drops = [draw.randint(0, min(lens))] * len(lens)
-                if kind == "crop rows":
+                if family == "crop rows":
                     drops = [draw.randint(0, length) for length in lens]
-                cache.crop(drops[0] if kind == "crop" else draw.choice([drops, torch.tensor(drops)]))
-                held = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(held, drops, strict=True)]
-        lens = [row.shape[3] for row in held]
+                cache.crop(drops[0] if family == "crop" else draw.choice([drops, torch.tensor(drops)]))
+                by_head = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(by_head, drops, strict=True)]
+        lens = [row.shape[3] for row in by_head]
         assert cache.num_real_tokens == lens
         for layer, state in enumerate(cache.get_kv_states() if max(lens) else []):
-            for index, row in enumerate(held):
-                for part, found in enumerate(state):
-                    assert torch.equal(found[index, :, found.shape[2] - lens[index] :], row[layer, part])
+            for index, row in enumerate(by_head):
+                for part, values in enumerate(state):
+                    assert torch.equal(values[index, :, values.shape[2] - lens[index] :], row[layer, part])
     for wrong in (-1, [max(lens) + 1] * len(lens), [0] * 9):
         with pytest.raises(ShapeError, match="num_tokens_crop"):
             cache.crop(wrong)
@@ -76,31 +77,31 @@ def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(mak
 
 @pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
 def test_what_rejected_tokens_wrote_is_gone_once_it_is_cleared_and_nothing_else(make):
-    cache, held, drops = make(3), states(3, 6), [4, 1, 0]
-    for layer in held:
+    cache, kv_states, drops = make(3), states(3, 6), [4, 1, 0]
+    for layer in kv_states:
         for part in layer:
             for row, drop in enumerate(drops):
                 part[row, :, 6 - drop :] = torch.nan
-    cache.update(held)
+    cache.update(kv_states)
     cache.crop(drops)
     assert cache.holds_rejected == (cache.kind == "preallocated")  # the other one keeps no such columns
     cache.clear_rejected()
     assert not cache.holds_rejected
-    for buffers, layer, found in zip(cache.cache.layers, held, cache.get_kv_states(), strict=True):
+    for buffers, layer, actual in zip(cache.cache.layers, kv_states, cache.get_kv_states(), strict=True):
         assert buffers.keys.isfinite().all() and buffers.values.isfinite().all()
         for row, drop in enumerate(drops):
-            for part, kept in zip(layer, found, strict=True):
+            for part, kept in zip(layer, actual, strict=True):
                 assert torch.equal(kept[row, :, drop - min(drops) :], part[row, :, : 6 - drop])
 
 
-@each_value(choice=["dynamic", "preallocated"], kind=KINDS)
-def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice):
+@each_value(choice=["dynamic", "preallocated"], family=TINY_FAMILIES)
+def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choice):
     """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
-    model, passed, device = make_model(kind), DynamicCache(config=make_model(kind).config), torch.device("cpu")
+    model, passed, device = make_model(family), DynamicCache(config=make_model(family).config), torch.device("cpu")
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    request = CacheRequest(model, passed, mask, device, "dynamic" if kind == "bloom" else choice)
+    request = CacheRequest(model, passed, mask, device, "dynamic" if family == "bloom" else choice)
     cache = plan_cache(request).make(3)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
@@ -113,7 +114,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
             alone = DynamicKVCache(DynamicCache(config=model.config), 1)
             text = torch.tensor([texts[row] + query[row].tolist()])
             expected = language_model.forward(text, alone)[0, -4:]
-            tolerance = FLOAT32_TOLERANCE if kind in SOFTMAX_FLOAT32 else STEP_TOLERANCE
+            tolerance = FLOAT32_TOLERANCE if family in SOFTMAX_FLOAT32 else STEP_TOLERANCE
             assert torch.allclose(logits[row], expected, atol=tolerance, rtol=0)
         cache.crop(drops)
         for row, drop in enumerate(drops):
@@ -134,10 +135,10 @@ def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_ea
 
 def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
     cache, joining = preallocated(4), preallocated(1)
-    held, its = states(4, 9), states(1, 5, seed=1)
-    for layer in held:
+    first_states, its = states(4, 9), states(1, 5, seed=1)
+    for layer in first_states:
         layer.values[1] = torch.nan
-    cache.update(held)
+    cache.update(first_states)
     joining.update(its)
     cache.rows([0, 2, 3])
     addresses = [layer.keys.data_ptr() for layer in cache.cache.layers]
@@ -145,7 +146,7 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
     cache.join(joining)
     assert [layer.keys.data_ptr() for layer in cache.cache.layers] == addresses
     assert cache.num_real_tokens == [9, 9, 5]
-    for layer, before, new, buffers in zip(cache.get_kv_states(), held, its, cache.cache.layers, strict=True):
+    for layer, before, new, buffers in zip(cache.get_kv_states(), first_states, its, cache.cache.layers, strict=True):
         assert torch.equal(layer.keys[:2], before.keys[[0, 3]])
         assert torch.equal(layer.values[2, :, -5:], new.values[0])
         assert buffers.values.isfinite().all()
@@ -155,28 +156,28 @@ CHAT = Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="w
 CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers that share states
 CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
 THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
-CHATS += [replace(THREE, family=kind, cache="auto") for kind in ("llama", "gpt2")]
+CHATS += [replace(THREE, family=family, cache="auto") for family in ("llama", "gpt2")]
 CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dynamic", "preallocated")]
 
 
 @pytest.mark.parametrize("case", CHATS, ids=str)
 def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
-    assert run_case(case).kind == "equal"
+    assert run_case(case).outcome == "equal"
 
 
 def test_a_row_joins_one_whose_window_has_moved():
     written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
-    layers = [RaggedLayer(Columns([0]), SLIDING_WINDOW) for _ in written]
+    layers = [RaggedLayer(Lookahead(RowLayout([0])), SLIDING_WINDOW) for _ in written]
     for layer, tokens in zip(layers, written, strict=True):
-        layer.columns.begin(tokens.shape[2])
+        layer.lookahead.begin(tokens.shape[2])
         layer.update(tokens, tokens)
-        layer.columns.advance(tokens.shape[2])
+        layer.lookahead.advance(tokens.shape[2])
     assert [layer.base for layer in layers] == [3, 0]
     layers[0].join(layers[1])
     for row, (tokens, first) in enumerate(zip(written, (3, 0), strict=True)):
-        held = slice(first - layers[0].base, tokens.shape[2] - layers[0].base)
+        columns = slice(first - layers[0].base, tokens.shape[2] - layers[0].base)
         for buffer in layers[0].buffers:
-            assert torch.equal(buffer[row, :, held], tokens[0, :, first:])
+            assert torch.equal(buffer[row, :, columns], tokens[0, :, first:])
 
 
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]
@@ -191,13 +192,13 @@ def buffers(shape=SHAPE):
 
 
 def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
-    pool, made = BufferPool(), buffers()
+    pool, pooled = BufferPool(), buffers()
     assert pool.take(shape_of(), 1) is None
-    pool.give_back(shape_of(), made)
+    pool.give_back(shape_of(), pooled)
     taken = pool.take(shape_of(), 1)
-    assert [one.data_ptr() for one in taken.tensors] == [one.data_ptr() for one in made.tensors]
+    assert [buffer.data_ptr() for buffer in taken.tensors] == [buffer.data_ptr() for buffer in pooled.tensors]
     assert not any(tensor.any() for tensor in taken.tensors)
-    assert taken.graphs is made.graphs
+    assert taken.graphs is pooled.graphs
     assert pool.take(shape_of(), 1) is None  # in use
     pool.give_back(shape_of(), buffers((1, 1, 128, 4)))  # which rows have left
     assert pool.take(shape_of(), 1) is None
@@ -214,14 +215,14 @@ def test_other_shapes_are_other_entries(batch_size, capacity):
 
 
 def test_the_longest_unused_go_past_the_limit_of_bytes():
-    one = buffers().num_bytes
-    pool = BufferPool(max_bytes=3 * one)
+    num_bytes = buffers().num_bytes
+    pool = BufferPool(max_bytes=3 * num_bytes)
     for capacity in (128, 64, 256):  # the third is twice as large
         pool.give_back(shape_of(2, capacity), buffers((2, 1, capacity, 4)))
     assert pool.take(shape_of(), 1) is None
     assert pool.take(shape_of(2, 64), 1) is not None
     assert pool.take(shape_of(2, 256), 1) is not None
-    small = BufferPool(max_bytes=one - 1)
+    small = BufferPool(max_bytes=num_bytes - 1)
     small.give_back(shape_of(), buffers())
     assert small.take(shape_of(), 1) is None
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_speculate
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import MIN_STEP
 from hf_speculate.models.inferencer import MIN_CHUNK_TOKENS
 from hf_speculate.types import KVState
@@ -83,7 +83,7 @@ def test_a_long_prompt_takes_no_more_than_plain_and_the_drafts_cache(num_rows: i
 @pytest.mark.parametrize("max_columns", [None, 1500])
 def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | None) -> None:
     num_layers, num_steps = 8, 20
-    ours = PreallocatedKVCache(LayerKinds((None,) * num_layers, {}, torch.float32), 2, max_columns=max_columns)
+    ours = PreallocatedKVCache(MaskSpec((None,) * num_layers, {}, torch.float32), 2, max_columns=max_columns)
     theirs = DynamicCache()
 
     def grow(update: Callable[[list[KVState]], None]) -> None:
@@ -101,15 +101,15 @@ def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | No
 def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
     num_layers, num_tokens = 40, 500
     kept_cache = DynamicCache(config=make_config("llama", num_hidden_layers=num_layers))
-    kv_cache = PreallocatedKVCache(LayerKinds((None,) * num_layers, {}, torch.float32), 2, kept_cache=kept_cache)
+    kv_cache = PreallocatedKVCache(MaskSpec((None,) * num_layers, {}, torch.float32), 2, kept_cache=kept_cache)
     state = KVState(torch.ones(2, 2, num_tokens, 8), torch.ones(2, 2, num_tokens, 8))
 
     def fill() -> None:
         kv_cache.update([state] * num_layers)
         kv_cache.hand_back()
 
-    held = num_layers * 2 * state.keys.nbytes
-    assert peak_bytes(fill) <= ALLOWED * (num_tokens + MIN_STEP) / num_tokens * held
+    num_kept_bytes = num_layers * 2 * state.keys.nbytes
+    assert peak_bytes(fill) <= ALLOWED * (num_tokens + MIN_STEP) / num_tokens * num_kept_bytes
     assert all(torch.equal(layer.keys, state.keys) for layer in kept_cache.layers)
 
 

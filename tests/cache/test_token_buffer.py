@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 
 FREE = -1  # what may stand past a row's count
@@ -38,11 +38,11 @@ def test_any_course_of_appending_truncating_and_leaving(seed: int) -> None:
                 kept = make.sample(range(len(rows)), make.randint(1, len(rows)))
                 rows = [rows[row] for row in kept]
                 buffer.rows(kept)
-            case kind:
-                counts = [3 if kind == "whole" else make.randint(0, 3) for _ in rows]
+            case family:
+                counts = [3 if family == "whole" else make.randint(0, 3) for _ in rows]
                 new = [[make.randrange(64) for _ in range(count)] for count in counts]
                 block = torch.tensor([ids + [FREE] * (3 - len(ids)) for ids in new])
-                buffer.append(block, None if kind == "whole" else counts)
+                buffer.append(block, None if family == "whole" else counts)
                 rows = [row + ids for row, ids in zip(rows, new, strict=True)]
         check(buffer, rows)
 
@@ -61,15 +61,15 @@ def check_lens(lens: RowLens) -> None:
     """What the device says is what the host says."""
     assert lens.on_device().tolist() == lens.on_host
     for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
-        wanted = [[length + offset + place for place in range(num)] for length in lens.on_host]
+        wanted = [[length + offset + step for step in range(num)] for length in lens.on_host]
         assert lens.columns(num, offset).expand(len(wanted), -1).tolist() == wanted
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> None:
     make = random.Random(seed)
-    lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), Ruler("cpu"))
-    other = RowLens(lens.on_host, Ruler("cpu"))
+    lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), ArangeCache("cpu"))
+    second = RowLens(lens.on_host, ArangeCache("cpu"))
     for _ in range(12):
         counts = [make.randint(0, 5) for _ in lens.on_host]
         match make.choice(["all", "known", "told", "follow", "rows"]):
@@ -85,15 +85,15 @@ def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> Non
             case "rows":
                 kept = make.sample(range(len(counts)), make.randint(1, len(counts)))
                 lens.rows(kept)
-                other.rows(kept)
+                second.rows(kept)
         gap = make.randint(-3, 3)
-        other.set([length + gap for length in lens.on_host], lens)
-        if not (lens.is_even or other.is_even):
-            varying, shared = lens.less(other)
+        second.set([length + gap for length in lens.on_host], lens)
+        if not (lens.is_even or second.is_even):
+            varying, shared = lens.less(second)
             assert (varying + shared).tolist() == [-gap] * len(lens.on_host)
         twin = lens.copy()
         check_lens(lens)
-        check_lens(other)
+        check_lens(second)
         lens.add(1)
         check_lens(twin)
         check_lens(lens)

@@ -64,8 +64,8 @@ class Case(NamedTuple):
     watched: type  # their generator
 
 
-def mtp_case(folder, kind, num_layers, seed=None):
-    target = make_checkpoint(folder, kind, num_layers, seed)
+def mtp_case(folder, family, num_layers, seed=None):
+    target = make_checkpoint(folder, family, num_layers, seed)
     source, watched = partial(MTPCandidateGenerator, target), MTPCandidateGenerator
     return Case(target, load_drafter(folder, target), source, {"use_mtp": True}, num_layers, watched)
 
@@ -104,15 +104,15 @@ def prompt_of(case):
 
 def watch_generator(patch, case):
     """The ids of each proposal of the case's generator from here on."""
-    made, original = [], case.watched.get_candidates
+    generators, original = [], case.watched.get_candidates
 
     def watched(self, input_ids, *args, **kwargs):
-        found = original(self, input_ids, *args, **kwargs)
-        made.append(found[0][0, input_ids.shape[1] :].tolist())
-        return found
+        candidates = original(self, input_ids, *args, **kwargs)
+        generators.append(candidates[0][0, input_ids.shape[1] :].tolist())
+        return candidates
 
     patch.setattr(case.watched, "get_candidates", watched)
-    return made
+    return generators
 
 
 class WatchingVerifier:
@@ -128,15 +128,15 @@ class WatchingVerifier:
 
 
 def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, registry):
-    inputs, made = prompt_of(case), watch_generator(monkeypatch, case)
+    inputs, generators = prompt_of(case), watch_generator(monkeypatch, case)
     text = GenerationMixin.generate(case.target, **inputs, max_new_tokens=NUM_NEW, **case.theirs)
-    theirs, made[:] = [ids for ids in made if ids], []
+    theirs, generators[:] = [ids for ids in generators if ids], []
     watching = WatchingVerifier()
     hf_speculate.register_verifier("watching", lambda config: watching, lossless=True)
     for own in ({"candidate_generator": case.source}, {"assistant_model": case.head, "verifier": "watching"}):
         options = {**own, "num_assistant_tokens": case.num_drafted, "max_new_tokens": NUM_NEW}
         assert_equal_ids(text, case.target.generate(**inputs, **options))
-    for ours in (made, watching.drafted):
+    for ours in (generators, watching.drafted):
         num = min(len(ours), len(theirs)) - case.num_drafted  # at the end transformers may ask for more than we do
         assert num > 3
         assert ours[:num] == theirs[:num]
@@ -144,16 +144,16 @@ def test_generator_and_head_draft_what_transformers_does(case, monkeypatch, regi
 
 
 def test_padding_chunks_of_the_prompt_and_a_passed_cache(case, monkeypatch):
-    inputs, made = prompt_of(case), watch_generator(monkeypatch, case)
+    inputs, generators = prompt_of(case), watch_generator(monkeypatch, case)
     options = {"max_new_tokens": NUM_NEW, "candidate_generator": case.source}
     plain = case.target.generate(**inputs, **options)
-    expected, made[:] = list(made), []
-    padded = {name: torch.nn.functional.pad(one, (3, 0)) for name, one in inputs.items()}
+    expected, generators[:] = list(generators), []
+    padded = {name: torch.nn.functional.pad(tensor, (3, 0)) for name, tensor in inputs.items()}
     assert_equal_ids(plain, case.target.generate(**padded, **options)[:, 3:])
-    assert made == expected  # and is shown no padding
-    made.clear()
+    assert generators == expected  # and is shown no padding
+    generators.clear()
     assert_equal_ids(plain, case.target.generate(**inputs, **options, prefill_chunk_size=4))
-    assert made == expected
+    assert generators == expected
     cache = DynamicCache(config=case.target.config)
     case.target(inputs["input_ids"][:, :5], **{CACHE_NAME: cache})
     assert_equal_ids(plain, case.target.generate(**inputs, **options, **{CACHE_NAME: cache}))

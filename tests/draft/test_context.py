@@ -31,21 +31,21 @@ TARGETS: dict[str, Any] = {
     "mpt": partial(make_model, "mpt", dtype=torch.float32),
     "yarn": partial(make_model, "llama", rope_parameters=YARN),
     "dynamic": partial(make_model, "llama", rope_parameters=DYNAMIC, max_position_embeddings=C),
-    **{kind: partial(make_model, kind) for kind in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")},
-    **{kind: partial(make_family, kind) for kind in ("imagegpt", "codegen", "led", "trocr")},
+    **{family: partial(make_model, family) for family in ("llama", "gpt2", "opt", "gpt_neo", "qwen3_5", "bloom")},
+    **{family: partial(make_family, family) for family in ("imagegpt", "codegen", "led", "trocr")},
 }
 BY_COLUMNS = ("gpt_neo", "mpt", "imagegpt")  # whose longest row counts for all
 
 
 @cache
-def pair_of(kind: str) -> Any:
+def pair_of(family: str) -> Any:
     """A target, and a draft with its weights and a context of C tokens, which is right as long as it can read."""
-    if kind == "dynamic":  # the target reads on, with the frequencies that the draft has up to C tokens
-        draft = TARGETS[kind]()
+    if family == "dynamic":  # the target reads on, with the frequencies that the draft has up to C tokens
+        draft = TARGETS[family]()
         target = with_context(draft, 512, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
         return hf_speculate.enable(target), draft
-    target = TARGETS[kind]()
-    return hf_speculate.enable(target), with_context(target, 4 if kind == "yarn" else C)
+    target = TARGETS[family]()
+    return hf_speculate.enable(target), with_context(target, 4 if family == "yarn" else C)
 
 
 def prompts(*lens: int) -> dict[str, torch.Tensor]:
@@ -70,35 +70,39 @@ def num_at_most(length: int, num_new: int) -> int:
 
 
 @pytest.mark.fallback(PAST_CONTEXT, "lock step")
-@pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind != "bloom"])
-def test_drafts_end_where_the_context_ends_and_say_so(kind):
-    target, draft = pair_of(kind)
+@pytest.mark.parametrize("family", [family for family in TARGETS if family != "bloom"])
+def test_drafts_end_where_the_context_ends_and_say_so(family):
+    target, draft = pair_of(family)
     inputs = {"input_ids": prompts(5)["input_ids"]}
     num_before = 1 if target.config.is_encoder_decoder else 5
     with pytest.warns(UserWarning, match=f"{PAST_CONTEXT} .*, {C} tokens$") as caught:
         stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=28, num_assistant_tokens=K)
-    assert len([one for one in caught if PAST_CONTEXT in str(one.message)]) == len(without_caches(stats.fallbacks)) == 1
+    assert (
+        len([warning for warning in caught if PAST_CONTEXT in str(warning.message)])
+        == len(without_caches(stats.fallbacks))
+        == 1
+    )
     assert stats.num_accepted == stats.num_drafted == num_at_most(num_before, 28)
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-@each_value(kind=[kind for kind in TARGETS if kind not in ("bart", "led", "trocr", "bloom")], longest=[14, 20])
-def test_one_long_neighbour_leaves_the_others_their_drafts(kind, longest):
+@each_value(family=[family for family in TARGETS if family not in ("bart", "led", "trocr", "bloom")], longest=[14, 20])
+def test_one_long_neighbour_leaves_the_others_their_drafts(family, longest):
     """The first row needs more columns than the context has places, but fewer positions."""
-    target, draft = pair_of(kind)
+    target, draft = pair_of(family)
     stats = assert_decodes_as_plain(
         target, draft, prompts(3, longest, 4), max_new_tokens=11, num_assistant_tokens=K, speculation_cache="auto"
     )
     assert stats.accepted_per_row == stats.drafted_per_row
-    of_long = 0 if kind in BY_COLUMNS else num_at_most(longest, 11)
+    of_long = 0 if family in BY_COLUMNS else num_at_most(longest, 11)
     assert stats.accepted_per_row == [num_at_most(3, 11), of_long, num_at_most(4, 11)]
     assert len(without_caches(stats.fallbacks)) == 1
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "mpt", "opt"])
-def test_padding_that_all_rows_have_takes_no_room(kind):
+@pytest.mark.parametrize("family", ["gpt_neo", "mpt", "opt"])
+def test_padding_that_all_rows_have_takes_no_room(family):
     inputs = {name: part[:2] for name, part in prompts(5, 3, 20).items()}
-    stats = assert_decodes_as_plain(*pair_of(kind), inputs, max_new_tokens=9, num_assistant_tokens=K)
+    stats = assert_decodes_as_plain(*pair_of(family), inputs, max_new_tokens=9, num_assistant_tokens=K)
     assert stats.num_accepted == stats.num_drafted > 8
 
 
@@ -135,27 +139,32 @@ ONLY_TABLES = ("early exit", "static", "compiled")  # transformers' GPT-Neo is w
 
 @pytest.mark.fallback(PAST_CONTEXT, "lock step", "prompt lookup alone")
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, kind) for name in OPTIONS for kind in ("gpt2", "gpt_neo") if kind == "gpt2" or name not in ONLY_TABLES],
+    ("name", "family"),
+    [
+        (name, family)
+        for name in OPTIONS
+        for family in ("gpt2", "gpt_neo")
+        if family == "gpt2" or name not in ONLY_TABLES
+    ],
 )
-def test_whatever_else_a_call_asks_for_the_text_is_plain(name, kind):
-    target, draft = pair_of(kind)
+def test_whatever_else_a_call_asks_for_the_text_is_plain(name, family):
+    target, draft = pair_of(family)
     options = {"num_assistant_tokens": K, **OPTIONS[name]}
     if name == "early exit":
         target, draft = hf_speculate.enable(make_model("llama", max_position_embeddings=C)), None
     if name == "adaptive":
-        draft = with_context(target, C, num_hidden_layers=1) if kind == "gpt2" else draft
+        draft = with_context(target, C, num_hidden_layers=1) if family == "gpt2" else draft
     for _ in range(1 + (name == "state")):
         stats = assert_decodes_as_plain(target, draft, prompts(3, 14, 20), max_new_tokens=20, **options)
         assert any(PAST_CONTEXT in reason for reason in stats.fallbacks) or name == "adaptive"
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-@pytest.mark.parametrize("kind", HEADS)
-def test_heads_end_where_their_training_ends(kind, tmp_path):
-    head, target = HEADS[kind](tmp_path)
+@pytest.mark.parametrize("family", HEADS)
+def test_heads_end_where_their_training_ends(family, tmp_path):
+    head, target = HEADS[family](tmp_path)
     hf_speculate.enable(target)
-    if kind == "MTP, two layers of a checkpoint":  # which reads what the target reads
+    if family == "MTP, two layers of a checkpoint":  # which reads what the target reads
         assert head.spec.max_position_embeddings is None
         return
     head.spec = replace(head.spec, max_position_embeddings=C)
@@ -192,12 +201,12 @@ def test_rows_that_join_a_batch_bring_their_own_room():
 
 
 @pytest.mark.fallback(PAST_CONTEXT)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_rows_past_the_context_are_not_learned_from(kind):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_past_the_context_are_not_learned_from(family):
     """What the adaptive schedule keeps for the next call is the acceptance within the context, of all tokens."""
-    target = hf_speculate.enable(make_model(kind, max_position_embeddings=64))
+    target = hf_speculate.enable(make_model(family, max_position_embeddings=64))
     draft = with_context(target, C)  # with fewer positions it costs less than its target
-    if kind == "llama":
+    if family == "llama":
         draft = with_context(target, C, intermediate_size=47)
         draft.model.layers[0].mlp.gate_proj.weight[:] = target.model.layers[0].mlp.gate_proj.weight[:47]
     options = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"}

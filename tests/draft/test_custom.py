@@ -74,23 +74,23 @@ class Watcher:
 
 def followed(target, inputs, num_cached=0, layers=(-1,), **options):
     """The `Watcher` of a call, whose text must be that of plain decoding, and the call's statistics."""
-    made: list[Watcher] = []
+    watchers: list[Watcher] = []
 
     def factory(setup: DrafterSetup) -> Watcher:
-        made.append(Watcher(target, setup, num_cached, layers))
-        return made[-1]
+        watchers.append(Watcher(target, setup, num_cached, layers))
+        return watchers[-1]
 
     stats, own = hf_speculate.SpeculationStats(), {"num_assistant_tokens": 4, "drafter": factory}
     own |= {name: options.pop(name) for name in ("speculation_cache", CACHE_NAME) if name in options}
     options["max_new_tokens"] = NUM_NEW
     outputs = [target.generate(**inputs, **options, **more) for more in ({}, own | {"speculation_stats": stats})]
     assert_equal_ids(*(getattr(output, "sequences", output) for output in outputs))
-    (watcher,) = made
+    (watcher,) = watchers
     return watcher, stats
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "cache", "layers"),
+    ("family", "batch_size", "cache", "layers"),
     [
         ("llama", 3, "preallocated", (0, 1, 2, -1)),  # 2: before the final norm
         ("llama", 3, "dynamic", (1,)),
@@ -98,9 +98,9 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("mistral_window", 1, "dynamic", (-1,)),
     ],
 )
-def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache, layers):
+def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_size, cache, layers):
     inputs = ragged_prompts(batch_size, seed=3)
-    watcher, stats = followed(pair(kind)[0], inputs, speculation_cache=cache, layers=layers)
+    watcher, stats = followed(pair(family)[0], inputs, speculation_cache=cache, layers=layers)
     assert 0.5 < stats.verified_acceptance_rate < 1
     assert sum(watcher.told[0]) == int(inputs["attention_mask"].sum())
     assert batch_size == 1 or any(len(set(counts)) > 1 for counts in watcher.told[1:])
@@ -256,7 +256,7 @@ MISTAKEN = 1e-12  # what the negative control stays below
 def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
     """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
     target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
-    table, other = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
+    table, second = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 
     def p_of(told) -> float:
         def draft(self, request):
@@ -274,4 +274,4 @@ def test_sampled_drafts_leave_the_joint_distribution_as_it_is():
         return p_value(counts, joint_distribution(target, NUM_DRAWN))
 
     assert p_of(table) > SIGNIFICANCE
-    assert p_of(other) < MISTAKEN
+    assert p_of(second) < MISTAKEN

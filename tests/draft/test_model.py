@@ -17,7 +17,7 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.sources.early_exit import early_exit_model
 from hf_speculate.processors import BlockLogitsProcessorList
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
-from tests.tiny import KINDS, make_model, ragged_prompts
+from tests.tiny import TINY_FAMILIES, make_model, ragged_prompts
 
 VOCAB_SIZE = 64
 K = 4
@@ -31,8 +31,8 @@ class Compares:
         self.batch_sizes, self.num_compared = [], 0
 
     def verify(self, target_logits, draft, keys):
-        places, best = torch.arange(draft.token_ids.shape[1]), target_logits.argmax(-1)
-        counts = places < draft.lens[:, None]  # [B, K]
+        steps, best = torch.arange(draft.token_ids.shape[1]), target_logits.argmax(-1)
+        counts = steps < draft.lens[:, None]  # [B, K]
         self.batch_sizes.append(len(counts))
         self.num_compared += int(counts.sum())
         if draft.token_logits is None:
@@ -41,7 +41,7 @@ class Compares:
             logits, sums = draft.token_logits[counts], draft.logsumexp[counts]
             torch.testing.assert_close(logits, target_logits[:, :-1][counts], rtol=0, atol=FLOAT32_TOLERANCE)
             torch.testing.assert_close(sums, logits.float().logsumexp(-1), rtol=0, atol=FLOAT32_TOLERANCE)
-        accepted = places < (best[:, :1] + keys.positions[:, None]) % (K + 1)
+        accepted = steps < (best[:, :1] + keys.positions[:, None]) % (K + 1)
         return hf_speculate.keep_prefix(target_logits, draft, accepted, (best + 1) % VOCAB_SIZE)
 
 
@@ -49,12 +49,16 @@ SAMPLING = {"do_sample": True, "draft_sampling": "sample", "temperature": 0.6, "
 PROCESSORS = {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2}
 
 
-@each_value(kind=[*KINDS, *KINDS], options=[{}, PROCESSORS, SAMPLING, PROCESSORS | SAMPLING], plain_steps=[False, True])
-def test_a_draft_equal_to_its_target_drafts_what_the_target_chooses(kind, options, plain_steps, registry, request):
+@each_value(
+    family=[*TINY_FAMILIES, *TINY_FAMILIES],
+    options=[{}, PROCESSORS, SAMPLING, PROCESSORS | SAMPLING],
+    plain_steps=[False, True],
+)
+def test_a_draft_equal_to_its_target_drafts_what_the_target_chooses(family, options, plain_steps, registry, request):
     """After rejections and acceptances, rows that leave, and plain steps; past the windows of kinds that have some."""
     if plain_steps:
         request.getfixturevalue("scripted")
-    (target, draft), compares = pair(kind, ACCEPTED_ALL), Compares()
+    (target, draft), compares = pair(family, ACCEPTED_ALL), Compares()
     hf_speculate.register_verifier("compares", lambda config: compares, lossless=False)
     options = {**options, "verifier": "compares", "assistant_model": draft, "eos_token_id": [7, 19]}
     target.generate(**ragged_prompts(8, seed=4), **options, max_new_tokens=40, num_assistant_tokens=K)
@@ -97,11 +101,11 @@ def test_the_confidence_is_that_of_the_processed_distribution():
         assert draft.token_ids.shape[1] == num
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(kind):
-    model = make_model(kind, num_hidden_layers=4)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(family):
+    model = make_model(family, num_hidden_layers=4)
     config = copy.deepcopy(model.config.to_dict())
-    small = make_model(kind, num_hidden_layers=2, seed=5)
+    small = make_model(family, num_hidden_layers=2, seed=5)
     small.load_state_dict({name: weight for name, weight in model.state_dict().items() if name in small.state_dict()})
     ids = ragged_prompts(1, seed=1)["input_ids"]
     before, draft = model(ids).logits, early_exit_model(model, 2)

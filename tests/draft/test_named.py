@@ -53,8 +53,8 @@ def test_a_folder_of_an_adapter_is_loaded_with_its_base(tmp_path):
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
-    found, ids = get(tmp_path / "adapter", target), torch.arange(9)[None]
-    torch.testing.assert_close(found(ids).logits, adapted.merge_and_unload().double()(ids).logits)
+    loaded, ids = get(tmp_path / "adapter", target), torch.arange(9)[None]
+    torch.testing.assert_close(loaded(ids).logits, adapted.merge_and_unload().double()(ids).logits)
 
 
 def get(folder, target):

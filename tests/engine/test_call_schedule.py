@@ -55,16 +55,16 @@ def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(op
     assert step_weights(model).num_bytes == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
 
 
-@pytest.mark.parametrize("kind", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
-def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(kind, tmp_path):
-    head, target = KINDS[kind](tmp_path)
+@pytest.mark.parametrize("family", ["EAGLE-3", "P-EAGLE", "DFlash", "DFlash 2", "MTP, speculators", "PARD"])
+def test_a_step_of_a_head_reads_its_matrices_and_the_head_that_it_shares(family, tmp_path):
+    head, target = KINDS[family](tmp_path)
     rounds, shared = Rounds(head, target, random_texts([6], seed=1)), target.get_output_embeddings().weight
     with Products(weight for weight in target.parameters() if weight is not shared) as products:
         rounds.draft(1)
     assert head.num_step_bytes(target) == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
     prior = draft_prior(target, HeadSource(head))
     assert prior.step_ratio == pytest.approx(head.num_step_bytes(target) / step_weights(target).num_bytes)
-    assert prior.is_parallel is (kind in ("P-EAGLE", "DFlash", "DFlash 2", "PARD"))
+    assert prior.is_parallel is (family in ("P-EAGLE", "DFlash", "DFlash 2", "PARD"))
 
 
 class Quantised(nn.Parameter):
@@ -89,14 +89,16 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
 @pytest.fixture
 def schedules(monkeypatch):
     """The prior and the history of every schedule that a call builds."""
-    made, build = [], call_schedule.build_schedule
+    schedules_made, build = [], call_schedule.build_schedule
 
     def spy(config, prior, history, *rest):
-        made.append(SimpleNamespace(prior=prior, key=(history.draft, history.kind), recall=history.recall))
+        schedules_made.append(
+            SimpleNamespace(prior=prior, key=(history.draft, history.call_type), recall=history.recall)
+        )
         return build(config, prior, history, *rest)
 
     monkeypatch.setattr(call_schedule, "build_schedule", spy)
-    return made
+    return schedules_made
 
 
 class Repeats:
@@ -122,12 +124,12 @@ def described(text):
 @pytest.mark.fallback("a draft model as large as its target")
 def test_calls_share_a_history_with_those_of_the_same_source_alone(schedules):
     target, draft = new_pair(noise=0.1)
-    other = make_model("llama", num_hidden_layers=1)
+    second_target = make_model("llama", num_hidden_layers=1)
     sources = {
         "early exit 1": [lambda: {"assistant_early_exit": 1}] * 2,
-        "another model": [lambda: {"assistant_model": other}] * 2,
+        "another model": [lambda: {"assistant_model": second_target}] * 2,
         "a model": [lambda: {"assistant_model": draft}] * 2,
-        "a model and lookup": [lambda: {"assistant_model": other, "prompt_lookup_num_tokens": 3}] * 2,
+        "a model and lookup": [lambda: {"assistant_model": second_target, "prompt_lookup_num_tokens": 3}] * 2,
         "lookup": [lambda: {"prompt_lookup_num_tokens": 3}] * 2,
         "a described drafter": [lambda: {"drafter": described("one")}] * 2,
         "another description": [lambda: {"drafter": described("two")}] * 2,
@@ -138,10 +140,10 @@ def test_calls_share_a_history_with_those_of_the_same_source_alone(schedules):
     for name, calls in sources.items():
         for number, options in enumerate(calls):
             target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options())
-            made = schedules.pop()
-            assert keys.setdefault(name, made.key) == made.key
+            schedule = schedules.pop()
+            assert keys.setdefault(name, schedule.key) == schedule.key
             is_adaptive = name not in ("a candidate generator", "a model")  # as many bytes as the target: never asked
-            assert (made.recall() is not None) is is_adaptive, (name, number)
+            assert (schedule.recall() is not None) is is_adaptive, (name, number)
     assert len(set(keys.values())) == len(sources)
 
 

@@ -40,8 +40,8 @@ MODES = {"greedy": GREEDY, "top_p": TOP_P}
 
 
 @cache
-def models(dtype: torch.dtype, kind: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
-    return new_pair(kind, 0.1, dtype=dtype)
+def models(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    return new_pair(family, 0.1, dtype=dtype)
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def test_a_round_takes_few_operators_one_wait_and_no_upload(
     num_draft = SHORT if (mode, batch_size) == ("top_p", 8) else K
     steady = run(half, drafter, batch_size, num_draft, speculation_cache=cache, **MODES[mode]).steady()
     assert steady
-    for one in steady:
-        assert one.num_launches <= MOST[drafter, cache, mode, batch_size], one.launches
-        assert one.waits == ["event"]
-        assert one.num_uploads == (0 if drafter == "model" else 1)  # matches are found on the host
-        assert one.num_plans == 0
+    for cost in steady:
+        assert cost.num_launches <= MOST[drafter, cache, mode, batch_size], cost.launches
+        assert cost.waits == ["event"]
+        assert cost.num_uploads == (0 if drafter == "model" else 1)  # matches are found on the host
+        assert cost.num_plans == 0
 
 
 @pytest.mark.parametrize(("drafter", "batch_size", "most"), [("model", 1, 40), ("model", 8, 50), ("lookup", 1, 20)])
@@ -95,46 +95,46 @@ def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
 ) -> None:
     options = {**GREEDY, "speculation_graphs": "on", "most": 6}
     run(half, drafter, batch_size, **options)  # captures a graph for each draft length
-    for one in run(half, drafter, batch_size, **options).steady()[1:]:
-        assert one.launches["graph"] == (1 + K if drafter == "model" else 1)
-        assert one.num_launches <= most, one.launches
-        assert one.waits == ["event"]
-        assert one.num_uploads == (0 if drafter == "model" else 1)
+    for cost in run(half, drafter, batch_size, **options).steady()[1:]:
+        assert cost.launches["graph"] == (1 + K if drafter == "model" else 1)
+        assert cost.num_launches <= most, cost.launches
+        assert cost.waits == ["event"]
+        assert cost.num_uploads == (0 if drafter == "model" else 1)
 
 
 def test_a_draft_of_another_vocabulary_reads_the_text_on_the_host(half: Any) -> None:
     """Where tokens that it lacks are encoded: one upload, and no further wait."""
     ours, theirs = letters_tokenizer(CHARACTERS), letters_tokenizer(CHARACTERS[:60][::-1] + "?!;:")
-    for one in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
-        assert one.num_launches <= 40, one.launches
-        assert one.waits == ["event"]
-        assert one.num_uploads == 1
+    for cost in run(half, "model", 1, **GREEDY, tokenizer=ours, assistant_tokenizer=theirs).steady():
+        assert cost.num_launches <= 40, cost.launches
+        assert cost.waits == ["event"]
+        assert cost.num_uploads == 1
 
 
 def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
-    for one in run(half, "model", 8, **GREEDY, max_new_tokens=K + 2, most=3).steady():
-        assert min(one.report.num_drafted) < K
-        assert one.num_launches <= MOST_NEAR_THE_END, one.launches
-        assert one.waits == ["event"]
-        assert one.num_uploads == 0
+    for cost in run(half, "model", 8, **GREEDY, max_new_tokens=K + 2, most=3).steady():
+        assert min(cost.report.num_drafted) < K
+        assert cost.num_launches <= MOST_NEAR_THE_END, cost.launches
+        assert cost.waits == ["event"]
+        assert cost.num_uploads == 0
 
 
 def test_rows_that_have_ended_and_stay_cost_no_upload_in_later_rounds(half: Any) -> None:
     options = {"max_new_tokens": 24, "eos_token_id": list(range(10, 20)), "return_dict_in_generate": True}  # rows stay
     steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
-    assert {name for one in steady for name in one.waits} == {"event"}
+    assert {name for cost in steady for name in cost.waits} == {"event"}
     num_ended = 3 - len(steady[-1].report.row_ids)
     # When a row ends: who is finished, where its padding begins, and, a round later, that only padding follows.
     assert 0 < num_ended < 3
-    assert max(one.num_uploads for one in steady) <= 2 and sum(one.num_uploads for one in steady) <= 3 * num_ended
+    assert max(cost.num_uploads for cost in steady) <= 2 and sum(cost.num_uploads for cost in steady) <= 3 * num_ended
 
 
 def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(half: Any) -> None:
-    found = []
+    results = []
     for batch_size in (1, 8):
-        calls = [call for one in run(half, "model", batch_size, most=2) for call in one.attention]
-        found.append({(call.backend, call.has_mask) for call in calls})
-    assert found == [{("flash", False), ("efficient", True)}, {("efficient", True)}]
+        calls = [call for cost in run(half, "model", batch_size, most=2) for call in cost.attention]
+        results.append({(call.backend, call.has_mask) for call in calls})
+    assert results == [{("flash", False), ("efficient", True)}, {("efficient", True)}]
 
 
 @pytest.mark.fallback("no graphs")  # the test model has hooks

@@ -55,8 +55,8 @@ class TestTopKVerifier(VerifierContract):
     def test_it_keeps_what_is_among_the_likeliest(self):
         target, draft = make_round(64, 4, has_logits=False)
         verdict = self.make().verify(target, draft, make_keys(64))
-        places = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)  # 0 is the likeliest
-        stays = places.gather(-1, draft.token_ids[..., None])[..., 0] < 3
+        ranks = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)  # 0 is the likeliest
+        stays = ranks.gather(-1, draft.token_ids[..., None])[..., 0] < 3
         here = stays.long().cumprod(dim=1).sum(dim=1)
         assert torch.equal(verdict.num_accepted.long(), here)
         assert torch.equal(verdict.token_ids.gather(1, here[:, None]), target.argmax(-1).gather(1, here[:, None]))

@@ -36,8 +36,8 @@ def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
         if next(forwards, None) is None:
             raise KeyboardInterrupt
 
-    for one in loaded.pairs.values():
-        one.target.register_forward_hook(press)
+    for pair in loaded.pairs.values():
+        pair.target.register_forward_hook(press)
     status = demo.main(["--dtype", "float32", "--max-new-tokens", "4"], load=lambda args: loaded)
     printed = capsys.readouterr()
     assert status == 130
@@ -72,15 +72,17 @@ def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not
         return comparison.is_failed, capsys.readouterr().out
 
     assert compared() == (False, "float32: 1 of 1 greedy texts are identical to plain generate()\n")
-    for found, note in (
+    for verdict, note in (
         (compared(other_id=0), "  WRONG at token 2: "),
         (compared(num_tokens=5), "  WRONG: a text ends after 5 tokens, plain decoding's after 8\n"),
         (compared(num_verified=0), "  WRONG: no drafted token was verified\n"),
     ):
-        assert found[0]
-        assert note in found[1]
+        assert verdict[0]
+        assert note in verdict[1]
     expected, _ = demo.decode(demo.PLAIN_GREEDY, pair, inputs, 8, seed=0)
-    tied = next(one for one in range(int(expected.max()) + 1, len(weights)) if one not in inputs["input_ids"])
+    tied = next(
+        token_id for token_id in range(int(expected.max()) + 1, len(weights)) if token_id not in inputs["input_ids"]
+    )
     weights[tied] = weights[expected[0, 2]]
     is_failed, printed = compared(other_id=tied)
     assert (is_failed, "  near-tie at token 2: logits 0 apart" in printed) == (False, True)
@@ -185,6 +187,6 @@ def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example)
 
 def test_the_ten_tasks_say_whether_text_is_copied(models):
     lines = [json.loads(line) for line in (PAIR.parent / "tasks.jsonl").read_text(encoding="utf-8").splitlines()]
-    kinds = [line["category"].partition(": ")[0] for line in lines]
-    assert (kinds.count("copying"), kinds.count("plain")) == (7, 3)
+    categories = [line["category"].partition(": ")[0] for line in lines]
+    assert (categories.count("copying"), categories.count("plain")) == (7, 3)
     assert sorted(models.read_questions(PAIR.parent / "tasks.jsonl", 99)) == sorted(line["turns"][0] for line in lines)

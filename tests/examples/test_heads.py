@@ -29,8 +29,8 @@ def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
         ids = torch.tensor([text + draft.token_ids[0].tolist()])
         states = states_of(target, text[:-1], EAGLE3.aux_layers)
         states = torch.nn.functional.pad(states, (0, 0, 0, NUM_STEPS))[None]  # those after the newest are not read
-        found = rollout(head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS)
-        for step, logits in enumerate(found):
+        states_seen = rollout(head.network, target.get_input_embeddings().weight, ids, states, NUM_STEPS)
+        for step, logits in enumerate(states_seen):
             expected = draft.token_logits[0, step, list(EAGLE3.draft_ids)]
             torch.testing.assert_close(logits[0, len(text) - 2], expected, rtol=0, atol=TOLERANCE)
 

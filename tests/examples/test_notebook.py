@@ -7,21 +7,21 @@ from tests.notebook import TUTORIAL, execute, read
 
 def shown(outputs):
     """What a cell printed or returned; numbers may differ by the machine."""
-    texts = ["".join(one.get("text", one.get("data", {}).get("text/plain", []))) for one in outputs]
-    return [re.sub(r"\d+", "0", text) for text in texts], [sorted(one.get("data", {})) for one in outputs]
+    texts = ["".join(output.get("text", output.get("data", {}).get("text/plain", []))) for output in outputs]
+    return [re.sub(r"\d+", "0", text) for text in texts], [sorted(output.get("data", {})) for output in outputs]
 
 
 def test_the_tutorial_runs_and_holds_what_its_cells_show(registry):
     notebook = read()
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    found = execute(notebook, TUTORIAL.parent)
+    executed = execute(notebook, TUTORIAL.parent)
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
-    for cell, outputs in zip(cells, found, strict=True):
-        (texts, kinds), (held, held_kinds) = shown(outputs), shown(cell["outputs"])
-        assert kinds == held_kinds
+    for cell, outputs in zip(cells, executed, strict=True):
+        (texts, types), (saved_texts, saved_types) = shown(outputs), shown(cell["outputs"])
+        assert types == saved_types
         if "times" not in cell["metadata"].get("tags", []):
-            assert texts == held, "out of date: run python -m tests.notebook"
-    printed = "".join(text for outputs in found for one in outputs for text in one.get("text", []))
+            assert texts == saved_texts, "out of date: run python -m tests.notebook"
+    printed = "".join(text for outputs in executed for output in outputs for text in output.get("text", []))
     assert printed.count("equal to plain decoding: True") == 3
-    assert "image/png" in found[-1][0]["data"]
+    assert "image/png" in executed[-1][0]["data"]
     assert "traceback" not in TUTORIAL.read_text(encoding="utf-8").lower()

@@ -40,6 +40,6 @@ def test_what_is_added_or_left_out_is_still_shown() -> None:
 def test_ci_runs_the_readmes_commands_in_its_order_and_then_every_set_of_tests() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     expected = ("make demo", "make test ", "make test-kernels test-tools test-slow ", "make test-plain")
-    places = [script.find(f" {command}") for command in expected]
-    assert -1 not in places
-    assert places == sorted(places)
+    starts = [script.find(f" {command}") for command in expected]
+    assert -1 not in starts
+    assert starts == sorted(starts)

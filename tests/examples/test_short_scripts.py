@@ -96,7 +96,7 @@ INTEGRATIONS = [
     ("command", "shown"),
     [
         (["quickstart.py", "--tiny"], ["class Stack:\n    def push(self, item):\n"]),
-        (["hub_config.py"], [f"{place}: verifier=typical, " for place in ("saved", "loaded", "custom_generate")]),
+        (["hub_config.py"], [f"{when}: verifier=typical, " for when in ("saved", "loaded", "custom_generate")]),
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),

@@ -125,11 +125,11 @@ def without_weights(model):
     ],
 )
 def test_models_that_cannot_take_part(models, change, message):
-    (target, draft), other = models, make_model("llama")
-    change(other)
-    for one, another in ((other, draft), (target, other)):
+    (target, draft), llama = models, make_model("llama")
+    change(llama)
+    for first, another in ((llama, draft), (target, llama)):
         with pytest.raises(UnsupportedModelError, match=message):
-            hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=another)
+            hf_speculate.generate(first, **ragged_prompts(1, seed=1), assistant_model=another)
 
 
 def test_rotary_embeddings_that_change_past_a_border():

@@ -27,7 +27,7 @@ from tests.cases import (
 )
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyStreamer, Mistake, hook
-from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 24
@@ -67,25 +67,25 @@ def cache_contents(cache: Cache) -> list[tuple]:
 
     The oldest column of a full static window, which is never read, is left out.
     """
-    found = []
+    tensors = []
     for layer in (layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized):
         length = int(layer.get_seq_length())
         first = int(isinstance(layer, StaticSlidingWindowLayer) and length >= layer.max_cache_len)
         states = (states[:, :, first:].clone() for states in (layer.keys, layer.values))
-        found.append((*states, type(layer), length, getattr(layer, "record_past", None)))
-    return found
+        tensors.append((*states, type(layer), length, getattr(layer, "record_past", None)))
+    return tensors
 
 
-def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
-    assert len(one) == len(other) > 0
-    for (keys, values, *rest), (other_keys, other_values, *other_rest) in zip(one, other, strict=True):
-        assert rest == other_rest
-        torch.testing.assert_close(keys, other_keys, atol=tolerance, rtol=0)
-        torch.testing.assert_close(values, other_values, atol=tolerance, rtol=0)
+def assert_same_contents(mine: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
+    assert len(mine) == len(other) > 0
+    for (keys, values, *rest), (their_keys, their_values, *their_rest) in zip(mine, other, strict=True):
+        assert rest == their_rest
+        torch.testing.assert_close(keys, their_keys, atol=tolerance, rtol=0)
+        torch.testing.assert_close(values, their_values, atol=tolerance, rtol=0)
 
 
-def tolerance_of(kind: str) -> float:
-    return FLOAT32_TOLERANCE if kind in ("gemma2", "bloom") else STATE_TOLERANCE
+def tolerance_of(family: str) -> float:
+    return FLOAT32_TOLERANCE if family in ("gemma2", "bloom") else STATE_TOLERANCE
 
 
 def prompts() -> dict[str, Tensor]:
@@ -93,9 +93,9 @@ def prompts() -> dict[str, Tensor]:
 
 
 @cache
-def ends(kind: str) -> list[int]:
+def ends(family: str) -> list[int]:
     """Ids in the plain texts that end rows one after the other."""
-    target, _ = pair(kind)
+    target, _ = pair(family)
     inputs = prompts()
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
     return [int(text[row, 3 + 5 * row]) for row in range(BATCH_SIZE - 1)]
@@ -103,13 +103,13 @@ def ends(kind: str) -> list[int]:
 
 @pytest.mark.fallback("lock step")
 @each_value(
-    drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
+    drafts=DRAFTS, family=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
 )
-def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, cache_kind, drafts):
-    target, draft = pair(kind)
+def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(family, cache_kind, drafts):
+    target, draft = pair(family)
     if drafts == "adaptive":
-        draft = make_model(kind, num_hidden_layers=1)
-    inputs, eos = prompts(), ends(kind)
+        draft = make_model(family, num_hidden_layers=1)
+    inputs, eos = prompts(), ends(family)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     own = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
@@ -119,7 +119,7 @@ def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, c
     new = plain[:, inputs["input_ids"].shape[1] :]
     num_live = [next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW) for row in new.tolist()]
     assert max(num_live) - min(num_live) > K  # or nothing is shown
-    assert_same_contents(*map(cache_contents, caches), tolerance_of(kind))
+    assert_same_contents(*map(cache_contents, caches), tolerance_of(family))
 
 
 def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
@@ -157,14 +157,14 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long(drafts, pad):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "max_cache_len"),
+    ("family", "batch_size", "max_cache_len"),
     [("llama", 1, None), ("llama", 4, ROOM), ("mistral_window", 4, None), ("gemma2", 4, None)],
 )
-def test_the_static_cache_that_is_returned_is_that_of_plain(kind, batch_size, max_cache_len):
-    target, draft = pair(kind)
+def test_the_static_cache_that_is_returned_is_that_of_plain(family, batch_size, max_cache_len):
+    target, draft = pair(family)
     inputs = prompts() if batch_size > 1 else ONE_ROW
     options = {"cache_implementation": "static", "max_cache_len": max_cache_len, "max_new_tokens": NUM_NEW}
-    options |= {"return_dict_in_generate": True, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    options |= {"return_dict_in_generate": True, "eos_token_id": ends(family), "pad_token_id": PAD}
     plain_target = copy.deepcopy(target)
     vars(plain_target).pop("_previous_max_cache_length", None)  # which plain calls leave, and later ones use
     plain = plain_target.generate(**inputs, **options)
@@ -172,7 +172,7 @@ def test_the_static_cache_that_is_returned_is_that_of_plain(kind, batch_size, ma
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K)
     assert vars(target) == before
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), tolerance_of(kind))
+    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), tolerance_of(family))
 
 
 def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
@@ -189,23 +189,23 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
         target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, **{CACHE_NAME: cache})
 
 
-@each_value(batch_size=[1, 4], kind=["llama", "mistral_window"])
-def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_size):
+@each_value(batch_size=[1, 4], family=["llama", "mistral_window"])
+def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(family, batch_size):
     """Over two turns."""
-    target, draft = pair(kind)
+    target, draft = pair(family)
     inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(family), "pad_token_id": PAD}
     static = {"cache_implementation": "static", "max_cache_len": ROOM, "return_dict_in_generate": True}
     own = {"assistant_model": draft, "num_assistant_tokens": K}
     for first, second in (({}, {}), ({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
         output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
-        ids, held = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output[CACHE_NAME]
+        ids, kept_cache = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output[CACHE_NAME]
         mask = torch.ones_like(ids)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        before = [layer.keys.data_ptr() for layer in held.layers]
-        text = target.generate(ids, attention_mask=mask, **options, **second, **{CACHE_NAME: held})
-        assert [layer.keys.data_ptr() for layer in held.layers] == before
-        results.append((text, cache_contents(held)))
+        before = [layer.keys.data_ptr() for layer in kept_cache.layers]
+        text = target.generate(ids, attention_mask=mask, **options, **second, **{CACHE_NAME: kept_cache})
+        assert [layer.keys.data_ptr() for layer in kept_cache.layers] == before
+        results.append((text, cache_contents(kept_cache)))
     for text, contents in results[1:]:
         assert_equal_ids(results[0][0], text)
         assert_same_contents(results[0][1], contents, STATE_TOLERANCE)
@@ -221,7 +221,7 @@ def test_a_cache_is_passed_under_the_name_of_any_version(name):
             warnings.simplefilter("always", FutureWarning)
             texts.append(target.generate(**ONE_ROW, **own, **{name: kv_cache}, max_new_tokens=NUM_NEW))
         assert kv_cache.get_seq_length() == ONE_ROW["input_ids"].shape[1] + NUM_NEW - 1
-        warned = [one.filename for one in caught if "use `cache`" in str(one.message)]
+        warned = [warning.filename for warning in caught if "use `cache`" in str(warning.message)]
         assert warned == ([__file__] if TAKES_CACHE and name != "cache" else [])
     assert_equal_ids(*texts)
 
@@ -261,8 +261,8 @@ def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
 def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
-    for kind, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
-        target, draft = pair(kind)
+    for family, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
+        target, draft = pair(family)
         options = {**inputs, "max_new_tokens": num_new}
         own = {
             "assistant_model": draft,
@@ -278,24 +278,26 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
 
 
 K = 4
-FITTING = tuple(kind for kind in KINDS if kind != "bloom")  # its positions are biases of the attention
+FITTING = tuple(family for family in TINY_FAMILIES if family != "bloom")  # whose ALiBi needs the dynamic cache
 
 
-@pytest.mark.parametrize("kind", FITTING)
-def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(kind):
+@pytest.mark.parametrize("family", FITTING)
+def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(family):
     """The prompt fills a window's buffers, which move once before the text is as long as the first step of growth."""
     inputs = ragged_prompts(5, seed=5, max_len=WINDOW_SLACK + 3 * SLIDING_WINDOW)
     assert MIN_STEP < 90
     for cache_kind, chunk_size in (("dynamic", None), ("preallocated", None), ("preallocated", 41)):
         options = {"max_new_tokens": 90, "prefill_chunk_size": chunk_size, "num_assistant_tokens": K}
-        stats = assert_decodes_as_plain(*pair(kind), inputs, **options, speculation_cache=cache_kind)
+        stats = assert_decodes_as_plain(*pair(family), inputs, **options, speculation_cache=cache_kind)
         assert stats.cache == cache_kind
 
 
-@each_value(attention=["eager", "sdpa"], kind=["llama", "mistral_window", "llama"], cache_kind=["preallocated", "auto"])
-def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention, cache_kind):
+@each_value(
+    attention=["eager", "sdpa"], family=["llama", "mistral_window", "llama"], cache_kind=["preallocated", "auto"]
+)
+def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(family, attention, cache_kind):
     """In float32, where the tests' models do not keep masks finite themselves: NaNs would reach real tokens."""
-    target = hf_speculate.enable(make_model(kind, dtype=torch.float32, attn_implementation=attention))
+    target = hf_speculate.enable(make_model(family, dtype=torch.float32, attn_implementation=attention))
     inputs = ragged_prompts(3, seed=1)
     assert not inputs["attention_mask"][2, :9].any()
     options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
@@ -303,7 +305,7 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention, ca
     own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": K, "speculation_cache": cache_kind}
     ours = target.generate(**inputs, **options, **own)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (plain, ours)), 1e-4)
+    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (plain, ours)), 1e-4)
     options["return_dict_in_generate"] = False  # nobody sees the states then, and the text's must hold all the same
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
@@ -315,7 +317,7 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
         target.generate(**inputs, **options, assistant_model=draft)
     bytes_of_column = calls.keys[0][:, :, :1].nbytes
     last = [(keys.shape[2], keys.untyped_storage().nbytes() // bytes_of_column) for keys in calls.keys[-8:]]
-    windowed, full = (last[place::2] for place in (0, 1))
+    windowed, full = (last[offset::2] for offset in (0, 1))
     assert min(seen for seen, _ in full) > 360
     assert max(seen for seen, _ in windowed) <= SLIDING_WINDOW + K + 1
     assert max(capacity for _, capacity in windowed) < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP < 360
@@ -324,22 +326,22 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
     target, inputs = pair("llama")[0], {"input_ids": torch.tensor([[5, 6, 7]])}
     passed, holes = {CACHE_NAME: DynamicCache(config=target.config)}, torch.tensor([[1, 0, 1]])
-    for kind, given, message in (
+    for family, arguments, message in (
         ("bloom", inputs, "it takes no position_ids"),
         ("llama", {**inputs, "attention_mask": holes}, "the attention mask has holes"),
         ("llama", {**inputs, **passed}, ""),  # the user's own cache: no second copy
     ):
-        target, draft = pair(kind)
+        target, draft = pair(family)
         own = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 6}
         own["speculation_stats"] = hf_speculate.SpeculationStats()
-        target.generate(**given, **own)
+        target.generate(**arguments, **own)
         stats, name = own["speculation_stats"], type(target).__name__
         assert stats.cache == "dynamic"
         parts = ("target", "draft") if message else ()
         assert stats.fallbacks == [f"{part} cache: dynamic, because {message}" for part in parts]
         if message:
             with pytest.raises(UnsupportedModelError, match=f"for {name}, got 'preallocated': {message}; leave"):
-                target.generate(**given, **own, speculation_cache="preallocated")
+                target.generate(**arguments, **own, speculation_cache="preallocated")
 
 
 def test_a_draft_whose_states_are_kept_has_the_dynamic_cache_for_its_windows():

@@ -31,9 +31,9 @@ LAYERS = {  # few, because compiling takes the more time the more there are
 
 
 @cache
-def small_pair(kind):
+def small_pair(family):
     """As `tests.cases.pair`; what one test compiles for it serves the others."""
-    return new_pair(kind, **LAYERS[kind])
+    return new_pair(family, **LAYERS[family])
 
 
 def compile_config(backend="eager", **options):
@@ -56,7 +56,7 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "options"),
+    ("family", "batch_size", "options"),
     [
         ("llama", 3, {}),
         ("llama", 3, {**COUPLED, "assistant_confidence_threshold": 0.2}),  # the last steps are taken one by one
@@ -64,12 +64,12 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
         pytest.param("llama", 3, {**COUPLED, "assistant_model": None}, marks=pytest.mark.slow),
     ],
 )
-def test_text_equals_the_eager_one_and_rows_that_end_stay(kind, batch_size, options):
+def test_text_equals_the_eager_one_and_rows_that_end_stay(family, batch_size, options):
     options = {"eos_token_id": ENDS, **options}
     if "assistant_model" in options:
         options["num_assistant_tokens"] = None
-    given = *small_pair(kind), ragged_prompts(batch_size, max_len=20), compile_config()
-    ids, eager, stats = compiled_and_eager(*given, **options)
+    arguments = *small_pair(family), ragged_prompts(batch_size, max_len=20), compile_config()
+    ids, eager, stats = compiled_and_eager(*arguments, **options)
     assert_equal_ids(eager, ids)
     compiled = ["target", "draft"][: 1 + ("assistant_model" not in options)]
     assert (stats.cache, stats.compiled, stats.fallbacks) == ("preallocated", compiled, [])
@@ -79,10 +79,10 @@ def test_text_equals_the_eager_one_and_rows_that_end_stay(kind, batch_size, opti
 @pytest.mark.compiler
 def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width():
     target, draft = small_pair("llama")
-    given = target, draft, ragged_prompts(3), compile_config("inductor")
+    arguments = target, draft, ragged_prompts(3), compile_config("inductor")
     num_graphs = []
     for num_new in (8, 300, 300):
-        ids, eager, stats = compiled_and_eager(*given, max_new_tokens=num_new)
+        ids, eager, stats = compiled_and_eager(*arguments, max_new_tokens=num_new)
         assert_equal_ids(eager, ids)
         assert stats.compiled == ["target", "draft"]
         num_graphs.append(counters["stats"]["unique_graphs"])
@@ -109,7 +109,7 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
 
 @pytest.mark.fallback("eager forwards")
 def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
-    for kind, config, more, cache_kind, reasons in (
+    for family, config, more, cache_kind, reasons in (
         ("llama", CompileConfig(), {}, "preallocated", ["plain generate() would not compile"]),
         ("llama", compile_config(), {"disable_compile": True}, "preallocated", [""]),
         (
@@ -120,7 +120,7 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
             ["target cache", "draft cache", *["states are not preallocated"] * 2],
         ),
     ):
-        target, draft = pair(kind)
+        target, draft = pair(family)
         ids, eager, stats = compiled_and_eager(target, draft, ragged_prompts(2), config, **more)
         assert_equal_ids(eager, ids)
         assert (stats.cache, stats.compiled) == (cache_kind, [])
@@ -183,17 +183,17 @@ def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}
     own = {"assistant_model": draft, "num_assistant_tokens": K, "compile_config": compile_config()}
     ours, plain = target.generate(**options, **own), target.generate(**options)
-    places = addresses_of(target, draft)
-    assert places
+    addresses = addresses_of(target, draft)
+    assert addresses
     with pytest.raises(KeyboardInterrupt):  # in the same buffers
         target.generate(**options, **own, stopping_criteria=[FaultyCriterion(Fault(5, KeyboardInterrupt()))])
     again = target.generate(**options, **own)
-    assert (again.speculation.compiled, addresses_of(target, draft)) == (["target", "draft"], places)
-    for one in (ours, again):
-        assert_equal_ids(plain.sequences, one.sequences)
-        torch.testing.assert_close(one.logits, plain.logits)
-        assert type(one[CACHE_NAME]) is type(plain[CACHE_NAME])
-        for layer, expected in zip(one[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
+    assert (again.speculation.compiled, addresses_of(target, draft)) == (["target", "draft"], addresses)
+    for sequences in (ours, again):
+        assert_equal_ids(plain.sequences, sequences.sequences)
+        torch.testing.assert_close(sequences.logits, plain.logits)
+        assert type(sequences[CACHE_NAME]) is type(plain[CACHE_NAME])
+        for layer, expected in zip(sequences[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
             torch.testing.assert_close(layer.keys, expected.keys)
 
 
@@ -212,8 +212,8 @@ def test_a_call_inside_another_and_one_with_a_shorter_prompt_read_no_states_but_
     outer = target.generate(**prompts[0], **options, speculation_callback=decode_inside)
     assert_equal_ids(eager[0], outer)
     assert_equal_ids(eager[1], *inner)
-    for place in (1, 0, 1):
-        assert_equal_ids(eager[place], target.generate(**prompts[place], **options))
+    for index in (1, 0, 1):
+        assert_equal_ids(eager[index], target.generate(**prompts[index], **options))
 
 
 def doubled(model: torch.nn.Module, values: Tensor) -> Tensor:

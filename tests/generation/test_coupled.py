@@ -53,9 +53,9 @@ def test_the_text_of_a_row_is_the_same_with_every_assistant_and_in_every_batch(m
         rows = list(range(begin, min(begin + batch_size, num_rows)))
         longest = int(inputs["attention_mask"][rows].sum(1).max())  # so the padding differs from the great batch's
         drafter, options = METHODS[call % len(METHODS)]
-        given = {name: value[rows, -longest:] for name, value in inputs.items()}
+        rows_alone = {name: value[rows, -longest:] for name, value in inputs.items()}
         own = {**COUPLED, **warpers, **options, "assistant_model": models[drafter]}
-        ids = models["target"].generate(**given, **own, seed=rows, max_new_tokens=NUM_NEW)
+        ids = models["target"].generate(**rows_alone, **own, seed=rows, max_new_tokens=NUM_NEW)
         assert torch.equal(ids[:, -NUM_NEW:], alone[rows]), (rows, drafter, options)
 
 
@@ -82,7 +82,9 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
         torch.manual_seed(3)
         generator = torch.Generator().manual_seed(5)
         options = {**COUPLED, **assistant, "max_new_tokens": 12}
-        texts += [models["target"].generate(prompt, **options, generator=one) for one in (generator, generator, None)]
+        texts += [
+            models["target"].generate(prompt, **options, generator=source) for source in (generator, generator, None)
+        ]
     for alone, assisted in zip(texts[:3], texts[3:], strict=True):
         assert_equal_ids(alone, assisted)
     assert not torch.equal(*texts[:2])

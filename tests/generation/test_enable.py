@@ -88,10 +88,10 @@ class NamesTheFirst(LlamaForCausalLM):
         return super().generate(ids, *args, **kwargs)
 
 
-@each_value(kind=[LlamaForCausalLM, NamesTheFirst], num_places=[2, 1, 7])
-def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, kind):
+@each_value(family=[LlamaForCausalLM, NamesTheFirst], num_places=[2, 1, 7])
+def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, family):
     target, draft = models
-    target.__class__ = kind
+    target.__class__ = family
     config, stats = GenerationConfig(max_new_tokens=7, pad_token_id=0), hf_speculate.SpeculationStats()
     args = (ragged_prompts(1, seed=1)["input_ids"], config, None, None, None, None, draft)[:num_places]
     kwargs = {"generation_config": config} if num_places == 1 else {}
@@ -112,8 +112,8 @@ def test_help_names_the_arguments_of_the_class_and_the_fields_of_speculation(mod
     assert "Generates sequences of token ids for models" in text  # transformers'
     assert "posterior_threshold: epsilon of typical acceptance, in (0, 1)." in text
     assert "SpeculationConfig" in dir(hf_speculate)
-    for kind, names in ((NamesTheFirst, ["ids", "args", *FIELD_NAMES, "kwargs"]), (Derived, ["args", "kwargs"])):
-        model.__class__ = kind
+    for family, names in ((NamesTheFirst, ["ids", "args", *FIELD_NAMES, "kwargs"]), (Derived, ["args", "kwargs"])):
+        model.__class__ = family
         assert list(inspect.signature(hf_speculate.enable(model).generate).parameters) == names
     assert inspect.getdoc(model.generate) == "Has a text of its own."
 

@@ -20,43 +20,43 @@ MAKERS = {"t5": make_t5, "bart": make_bart, "whisper": make_whisper}
 
 
 @cache
-def encoder_pair(kind):
+def encoder_pair(family):
     """An enabled target and a draft with an encoder of its own. Shared between tests: change neither."""
-    target = hf_speculate.enable(MAKERS[kind]())
+    target = hf_speculate.enable(MAKERS[family]())
     return target, noisy_copy(target, DRAFT_NOISE)
 
 
-def inputs_of(kind, batch_size):
+def inputs_of(family, batch_size):
     """What the encoder reads; text is padded on the right, as it is for encoders."""
-    if kind == "whisper":
+    if family == "whisper":
         return {"input_features": speech(batch_size, seed=batch_size)}
     inputs = ragged_prompts(batch_size, seed=batch_size)
     return {name: tensor.flip(1) for name, tensor in inputs.items()}
 
 
 @pytest.mark.fallback("lock step")
-@pytest.mark.parametrize("kind", MAKERS)
-def test_greedy_equals_plain(kind):
-    target, draft = encoder_pair(kind)
-    stats = assert_decodes_as_plain(target, draft, inputs_of(kind, 3), max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+@pytest.mark.parametrize("family", MAKERS)
+def test_greedy_equals_plain(family):
+    target, draft = encoder_pair(family)
+    stats = assert_decodes_as_plain(target, draft, inputs_of(family, 3), max_new_tokens=NUM_NEW, num_assistant_tokens=3)
     assert 0 < stats.num_accepted < stats.num_verified
     assert stats.cache == "dynamic"
-    assert stats.lock_step == (kind == "bart")  # its positions are columns
+    assert stats.lock_step == (family == "bart")  # its positions are columns
 
 
 @pytest.mark.fallback("lock step")
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_prompts_of_the_decoder_may_be_padded(kind):
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_prompts_of_the_decoder_may_be_padded(family):
     ids = torch.tensor([[0, 0, 1, 9], [0, 1, 8, 4], [1, 7, 5, 3]])
     prompts = {"decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long()}
-    assert_decodes_as_plain(*encoder_pair(kind), inputs_of(kind, 3) | prompts, max_new_tokens=NUM_NEW)
+    assert_decodes_as_plain(*encoder_pair(family), inputs_of(family, 3) | prompts, max_new_tokens=NUM_NEW)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_hidden_states_are_those_of_plain(kind):
-    target, draft = encoder_pair(kind)
+@pytest.mark.parametrize("family", MAKERS)
+def test_hidden_states_are_those_of_plain(family):
+    target, draft = encoder_pair(family)
     options = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": NUM_NEW}
-    plain, ours = plain_and_ours(target, draft, inputs_of(kind, 1), **options, num_assistant_tokens=3)
+    plain, ours = plain_and_ours(target, draft, inputs_of(family, 1), **options, num_assistant_tokens=3)
     assert_equal_ids(plain.sequences, ours.sequences)
     torch.testing.assert_close(ours.decoder_hidden_states, plain.decoder_hidden_states)
     torch.testing.assert_close(ours.encoder_hidden_states, plain.encoder_hidden_states)
@@ -100,10 +100,10 @@ def test_a_passed_cache_is_brought_back_after_an_error():
 def test_passed_encoder_outputs():
     target, draft = encoder_pair("t5")
     inputs = inputs_of("t5", 2)
-    given = {"encoder_outputs": target.get_encoder()(**inputs), "attention_mask": inputs["attention_mask"]}
-    assert_decodes_as_plain(target, pair("llama")[1], given, max_new_tokens=12)
+    arguments = {"encoder_outputs": target.get_encoder()(**inputs), "attention_mask": inputs["attention_mask"]}
+    assert_decodes_as_plain(target, pair("llama")[1], arguments, max_new_tokens=12)
     with pytest.raises(SpeculateError, match="must be left out for a draft with an encoder of its own"):
-        target.generate(**given, assistant_model=draft, max_new_tokens=4)
+        target.generate(**arguments, assistant_model=draft, max_new_tokens=4)
 
 
 SILENCE = {"return_timestamps": True, "no_speech_threshold": 0.01, "logprob_threshold": 0.0, "temperature": 0.0}
@@ -129,16 +129,16 @@ def test_whispers_long_form(batch_size, conditioned):
 
 
 @pytest.mark.parametrize(
-    ("kind", "make_draft", "message"),
+    ("family", "make_draft", "message"),
     [
         ("t5", make_whisper, "must read what the target T5ForConditionalGeneration reads, got .* Whisper"),
         ("whisper", lambda: make_whisper(num_mel_bins=4), "must read what the target Whisper"),
         ("whisper", lambda: decoder_of(make_whisper(d_model=16)), "must attend to the 32 numbers"),
     ],
 )
-def test_what_is_not_supported_raises(kind, make_draft, message):
+def test_what_is_not_supported_raises(family, make_draft, message):
     with pytest.raises(SpeculateError, match=message):
-        encoder_pair(kind)[0].generate(**inputs_of(kind, 1), assistant_model=make_draft(), max_new_tokens=4)
+        encoder_pair(family)[0].generate(**inputs_of(family, 1), assistant_model=make_draft(), max_new_tokens=4)
 
 
 def test_times_of_whispers_tokens_are_not_supported():
@@ -148,9 +148,9 @@ def test_times_of_whispers_tokens_are_not_supported():
 
 
 @pytest.mark.fallback("lock step")
-@pytest.mark.parametrize("kind", ["bart", "whisper"])
-def test_matches_in_the_decoders_text_are_drafted(kind):
-    target, inputs = encoder_pair(kind)[0], inputs_of(kind, 3)
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+def test_matches_in_the_decoders_text_are_drafted(family):
+    target, inputs = encoder_pair(family)[0], inputs_of(family, 3)
     store = hf_speculate.SuffixStore()
     store.add(target.generate(**inputs, max_new_tokens=NUM_NEW)[0].tolist())
     options = {"prompt_lookup_num_tokens": 5, "suffix_store": store, "max_new_tokens": NUM_NEW}
@@ -172,6 +172,6 @@ def test_a_trainer_predicts_the_same_with_drafts(tmp_path):
     trainer = Seq2SeqTrainer(target, Seq2SeqTrainingArguments(tmp_path, predict_with_generate=True, use_cpu=True))
     own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3, "speculation_stats": stats}
     plain, ours = (trainer.predict(data, max_new_tokens=12, **more) for more in ({}, own))
-    assert_equal_ids(*(torch.tensor(one.predictions) for one in (plain, ours)))
+    assert_equal_ids(*(torch.tensor(output.predictions) for output in (plain, ours)))
     assert plain.metrics["test_loss"] == ours.metrics["test_loss"]
     assert stats.num_accepted > 0

@@ -42,14 +42,14 @@ def test_every_fault_has_a_test_where_the_index_says():
 
 def test_fault_i_one_request_does_not_change_the_next():
     target, draft = new_pair("llama", ACCEPTED_ALL)
-    configs = [one.generation_config.to_dict() for one in (target, draft)]
+    configs = [model.generation_config.to_dict() for model in (target, draft)]
     options = {"max_new_tokens": 40, "num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 3}
     first, second = (
         assert_decodes_as_plain(target, draft, ragged_prompts(1, seed=7), **options).rounds_by_draft_len for _ in "ab"
     )
     assert first == second
     assert len(first) > 2  # the schedule did move
-    assert [one.generation_config.to_dict() for one in (target, draft)] == configs
+    assert [model.generation_config.to_dict() for model in (target, draft)] == configs
 
 
 @each_value(do_sample=[False, True], batch_size=[1, 3])

@@ -26,11 +26,11 @@ def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -
     return target.generate(**inputs, **options, speculation_stats=stats), stats
 
 
-@each_value(kind=["llama", "gemma2"], batch_size=[1, 3])
+@each_value(family=["llama", "gemma2"], batch_size=[1, 3])
 def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
-    backend: Any, kind: str, batch_size: int
+    backend: Any, family: str, batch_size: int
 ) -> None:
-    target, draft = new_pair(kind, 0.1)
+    target, draft = new_pair(family, 0.1)
     for seed, max_len in ((0, 20), (3, 17)):
         inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
         ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
@@ -80,12 +80,12 @@ def reads_host(module: Any, args: Any) -> None:
 @pytest.mark.fallback("eager forwards")
 def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
     target, draft = new_pair("llama", 0.1)
-    inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
+    inputs, stranger = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
     decode(target, inputs, assistant_model=draft)
-    for weight, new in zip(target.parameters(), other.parameters(), strict=True):
+    for weight, new in zip(target.parameters(), stranger.parameters(), strict=True):
         weight.data = new.data  # moves it
     ids, stats = decode(target, inputs, assistant_model=draft)
-    assert_equal_ids(other.generate(**inputs, max_new_tokens=24), ids)
+    assert_equal_ids(stranger.generate(**inputs, max_new_tokens=24), ids)
     assert (stats.graphed, backend.num_captures) == (["target", "draft"], 3)
     target, draft = new_pair("llama", 0.1)
     target.model.register_forward_pre_hook(reads_host)

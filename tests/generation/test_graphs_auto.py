@@ -154,9 +154,9 @@ def test_without_a_setting_graphs_run_where_they_do_what_eager_forwards_do(
 
 
 @pytest.mark.fallback("no graphs")
-@pytest.mark.parametrize("kind", ["mamba", "gemma4"])  # a config without heads, one whose layers have several sizes
-def test_without_a_setting_every_config_decodes(backend: Any, kind: str) -> None:
-    target = hf_speculate.enable(make_model(kind))
+@pytest.mark.parametrize("family", ["mamba", "gemma4"])  # a config without heads, one whose layers have several sizes
+def test_without_a_setting_every_config_decodes(backend: Any, family: str) -> None:
+    target = hf_speculate.enable(make_model(family))
     inputs, options = ragged_prompts(2, max_len=12), {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": None}
     ids, stats = decode(target, inputs, **options, **CONSTANT)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)

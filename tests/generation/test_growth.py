@@ -124,5 +124,5 @@ def test_little_grows_with_the_layers(source, monkeypatch):
     num_models = 2 if source in SOURCES[:2] else 1
     own = sum(num for (file, _), num in (many.calls - few.calls).items() if "hf_speculate" in file)
     assert own <= MOST_PER_LAYER * num_models * num_more
-    made = sum(num for (_, name), num in many.calls.items() if name == "get_layer_types_and_kwargs")
-    assert made <= MOST_CACHES
+    num_caches = sum(num for (_, name), num in many.calls.items() if name == "get_layer_types_and_kwargs")
+    assert num_caches <= MOST_CACHES

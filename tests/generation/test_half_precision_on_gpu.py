@@ -40,14 +40,14 @@ def prompts(batch_size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize(
-    ("is_compiled", "kind"), [*((False, kind) for kind in GREEDY), (True, "plain"), (True, "lookup")]
+    ("is_compiled", "family"), [*((False, family) for family in GREEDY), (True, "plain"), (True, "lookup")]
 )
 def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
-    dtype: torch.dtype, batch_size: int, is_compiled: bool, kind: str
+    dtype: torch.dtype, batch_size: int, is_compiled: bool, family: str
 ) -> None:
     target, draft = pair(dtype)
-    assistant = None if kind == "lookup" else draft
-    options = {**GREEDY[kind], **COMPILED[is_compiled], "max_new_tokens": 40}
+    assistant = None if family == "lookup" else draft
+    options = {**GREEDY[family], **COMPILED[is_compiled], "max_new_tokens": 40}
     report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
     assert report.ok, report
 
@@ -64,8 +64,8 @@ def test_sampling_is_a_function_of_the_seed(
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "do_sample": True, "verifier": verifier}
     options |= {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 40, "speculation_stats": stats}
     options |= {**prompts(batch_size), **COMPILED[is_compiled]}
-    first, again, other = (target.generate(**options, seed=seed) for seed in (1, 1, 2))
+    first, again, third = (target.generate(**options, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, third)
     assert 0 <= int(first.min()) <= int(first.max()) < target.config.vocab_size
     assert stats.num_accepted > 0

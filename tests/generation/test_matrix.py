@@ -16,7 +16,7 @@ from tests.compatibility import pinned_version
 from tests.pairs import Row, case_of, decode, has_plain_twin, pairs_in, pairs_of, read
 from tests.random_calls import Case, draw_case
 from tests.random_search import run_case
-from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
 
 ROWS = read()
 
@@ -38,7 +38,7 @@ def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
 def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed: int) -> None:
     """In float64, where the row asks for them."""
     result = run_case(case_of(row, seed))
-    assert result.kind == "equal", result
+    assert result.outcome == "equal", result
     assert_accepts_and_rejects(result.num_accepted, result.num_rejected)
 
 
@@ -62,28 +62,28 @@ def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row,
 
 
 def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
-    held = set().union(*(pairs_in(row) for row, _ in ROWS))
-    assert held == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
+    covered = set().union(*(pairs_in(row) for row, _ in ROWS))
+    assert covered == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
 
 
 def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:
     """Rows that copied made the draft model lag behind by more tokens than the row without a prompt has."""
     case = Case(family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0)
-    assert run_case(case).kind == "equal"
+    assert run_case(case).outcome == "equal"
 
 
 @pytest.mark.parametrize("pair", [pair for pair in EXCLUDED if pair not in SERVED_NOW], ids=str)
 def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
     plainest = {name: values[0] for name, values in AXES.items()} | {"batch": "2" if "padding" in pair[0] else "1"}
-    assert run_case(case_of({**plainest, **dict(pair)}, seed=1)).kind not in ("equal", "tie")
+    assert run_case(case_of({**plainest, **dict(pair)}, seed=1)).outcome not in ("equal", "tie")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_of_many_models_is_plain(kind: str) -> None:
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_greedy_text_of_many_models_is_plain(family: str) -> None:
     """2,016 sequences of the six kinds together; the targets have different weights."""
     for seed in range(6):
-        target = hf_speculate.enable(make_model(kind, seed=seed))
+        target = hf_speculate.enable(make_model(family, seed=seed))
         draft = noisy_copy(target, 0.02, seed=seed + 1)
         for batch_size in (1, 2, 3, 8):
             inputs = ragged_prompts(batch_size, seed=seed, max_len=2 * SLIDING_WINDOW)
@@ -103,13 +103,13 @@ READS_IN_PIECES = Version(transformers.__version__) >= Version("5.21")
     "numbers", [*(range(at, at + 4) for at in (0, 4, 8)), pytest.param(range(12, 60), marks=pytest.mark.slow)]
 )
 def test_text_scores_and_cache_of_every_turn_are_those_of_plain(numbers):
-    kinds: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     for number in numbers:
         case = draw_case(7, number, FAMILIES)
         cache = "preallocated" if case.cache == "static" else case.cache
         chat = replace(case, num_turns=3, passed="with config", cache=cache, embeds=False, num_return_sequences=1)
         chat = chat if READS_IN_PIECES else replace(chat, prefill_chunk_size=0)
         result = run_case(chat)
-        assert result.kind in ("equal", "refused", "both fail"), (chat, result)
-        kinds[result.kind] += 1
-    assert kinds["equal"] >= 0.7 * len(numbers)
+        assert result.outcome in ("equal", "refused", "both fail"), (chat, result)
+        outcomes[result.outcome] += 1
+    assert outcomes["equal"] >= 0.7 * len(numbers)

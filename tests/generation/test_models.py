@@ -20,7 +20,7 @@ from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.tools.checks.near_ties import DifferenceCheck, logits_after_text
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
-from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+from tests.tiny import INITIALIZER_RANGE, MORE_FAMILIES, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
 FEW_NEW = 16
@@ -28,15 +28,15 @@ DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
 _LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize("kind", MORE_KINDS)
+@pytest.mark.parametrize("family", MORE_FAMILIES)
 @pytest.mark.parametrize("cache_kind", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_greedy_equals_plain(kind, cache_kind):
+def test_greedy_equals_plain(family, cache_kind):
     # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where padding becomes NaN.
-    models = pair(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
+    models = pair(family, dtype=torch.float32 if family == "mpt" else torch.float64)
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
     stats = assert_decodes_as_plain(*models, ragged_prompts(3, seed=3), **options)
     assert 0 < stats.num_accepted < stats.num_verified
-    assert stats.cache == ("dynamic" if cache_kind == "dynamic" or kind in DYNAMIC_ONLY else "preallocated")
+    assert stats.cache == ("dynamic" if cache_kind == "dynamic" or family in DYNAMIC_ONLY else "preallocated")
     assert not stats.lock_step
 
 
@@ -99,8 +99,8 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     models = {"target": target, "draft": noisy_copy(target)}
     models[part].save_pretrained(tmp_path / "model")
     num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    places = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
-    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **places)
+    placement = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
+    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **placement)
     assert set(models[part].hf_device_map.values()) == {"cpu", "disk"}
     options = {**ragged_prompts(3, seed=3), "max_new_tokens": FEW_NEW}
     ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)

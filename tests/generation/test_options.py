@@ -122,8 +122,8 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
     assert_equal_ids(plain.sequences, ours.sequences)
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW  # else no row may run ahead of the end
     assert not ours.speculation.lock_step
-    for one, other in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-        torch.testing.assert_close(other.keys, one.keys)
+    for layer, our_layer in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
+        torch.testing.assert_close(our_layer.keys, layer.keys)
 
 
 @pytest.mark.fallback("lock step")
@@ -136,9 +136,9 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     assert torch.stack(ours.scores).max() == 1.0 < torch.stack(ours.logits).max()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
-def test_hidden_states_and_attentions_are_those_of_plain(kind):
-    target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
+def test_hidden_states_and_attentions_are_those_of_plain(family):
+    target = hf_speculate.enable(make_model(family, attn_implementation="eager"))
     draft, inputs = noisy_copy(target, 0.02, seed=1), ragged_prompts(1, seed=20, min_len=10)
     options = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
     plain, ours = plain_and_ours(target, draft, inputs, **options, max_new_tokens=11, num_assistant_tokens=K)

@@ -35,14 +35,14 @@ def texts(outputs) -> list[str]:
 def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
     """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
     plain, ours = pipelines
-    other = copy.deepcopy(ours.assistant_model)
-    setattr(other.config, field, 7)
-    setattr(other.generation_config, field, 7)
+    stranger = copy.deepcopy(ours.assistant_model)
+    setattr(stranger.config, field, 7)
+    setattr(stranger.generation_config, field, 7)
     tokenizers = {"tokenizer": plain.tokenizer, "assistant_tokenizer": copy.deepcopy(plain.tokenizer)}
-    in_constructor = pipeline("text-generation", model=plain.model, **tokenizers, assistant_model=other)
+    in_constructor = pipeline("text-generation", model=plain.model, **tokenizers, assistant_model=stranger)
     options = {"max_new_tokens": 12, "batch_size": batch_size, **sampling}
     expected = texts(plain(PROMPTS, **options))
-    for run in (ours, in_constructor, functools.partial(plain, assistant_model=other)):
+    for run in (ours, in_constructor, functools.partial(plain, assistant_model=stranger)):
         stats = hf_speculate.SpeculationStats()
         assert texts(run(PROMPTS, **options, num_assistant_tokens=3, speculation_stats=stats)) == expected
         assert stats.verifier == sampling.get("verifier", "greedy")
@@ -76,9 +76,9 @@ def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
         decode(
             [{"raw": wave, "sampling_rate": SAMPLING_RATE} for wave in waves],
             batch_size=batch_size,
-            generate_kwargs=one,
+            generate_kwargs=own_options,
         )
-        for decode, one in ((plain, options), (ours, own))
+        for decode, own_options in ((plain, options), (ours, own))
     ]
     assert texts[0] == texts[1]
     assert stats.num_accepted > 0
@@ -97,6 +97,6 @@ def test_images_are_described_as_without_a_draft(batch_size):
     inputs = {"images": images, "text": ["a<image>bc", "defg<image>h"], "batch_size": batch_size}
     own = {"assistant_model": text_draft(reader.model), "num_assistant_tokens": 3, "speculation_stats": stats}
     options = {"max_new_tokens": 12, "do_sample": False}
-    plain, ours = (reader(**inputs, generate_kwargs=one) for one in (options, options | own))
+    plain, ours = (reader(**inputs, generate_kwargs=call_options) for call_options in (options, options | own))
     assert plain == ours
     assert stats.num_accepted > 0

@@ -27,15 +27,15 @@ MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_
 
 
 @cache
-def picture_pair(kind):
+def picture_pair(family):
     """An enabled target and a draft of text alone. Shared between tests: change neither."""
-    target = hf_speculate.enable(MAKERS[kind]())
+    target = hf_speculate.enable(MAKERS[family]())
     return target, text_draft(target)
 
 
-@each_value(cache_kind=["auto", "dynamic"], kind=[*MAKERS, *MAKERS], batch_size=[1, 3])
-def test_readers_of_images_decode_as_in_plain(kind, batch_size, cache_kind):
-    target, draft = picture_pair(kind)
+@each_value(cache_kind=["auto", "dynamic"], family=[*MAKERS, *MAKERS], batch_size=[1, 3])
+def test_readers_of_images_decode_as_in_plain(family, batch_size, cache_kind):
+    target, draft = picture_pair(family)
     inputs, options = picture_prompts(target, batch_size), {"max_new_tokens": NUM_NEW}
     stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
@@ -77,7 +77,7 @@ def decode(model, inputs, **options):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", [*READERS, *READINGS])
 def test_a_reader_decodes_as_in_plain(name):
-    target, inputs, other = (READERS | READINGS)[name]()
+    target, inputs, reading = (READERS | READINGS)[name]()
     draft = noisy_copy(target, LITTLE_NOISE) if name in READERS else text_draft(target)
     plain = decode(target, inputs)
     hf_speculate.enable(target)
@@ -91,8 +91,8 @@ def test_a_reader_decodes_as_in_plain(name):
     assert stats.num_accepted > 0
     assert not stats.lock_step
     assert stats.cache == ("dynamic" if name == "aspect_ratio_ids" else "preallocated")  # pictures in the cache
-    if other is not None:  # else the prompt has no other reading
-        assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
+    if reading is not None:  # else the prompt has no other reading
+        assert not torch.equal(decode(target, {**inputs, name: reading}, **options).sequences, ours.sequences)
 
 
 # Older versions make a static cache whose layers of pictures are as long as the text, and fail with it.
@@ -109,16 +109,16 @@ def assert_same_layers(one, other):
 
 @pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize(
-    "kind", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
+    "family", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]
 )
-def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(kind, has_mask):
+def test_layers_of_pictures_have_a_length_of_their_own_and_the_next_turn_goes_on(family, has_mask):
     target, inputs, _ = READERS["aspect_ratio_ids"]()
     if not has_mask:  # then all tokens see all tiles, but for those of the prompt
         del inputs["cross_attention_mask"]
     hf_speculate.enable(target)
     draft, texts, caches = noisy_copy(target, LITTLE_NOISE), [], []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        first = decode(target, inputs, cache_implementation=kind, max_cache_len=96, **own)
+        first = decode(target, inputs, cache_implementation=family, max_cache_len=96, **own)
         ids = torch.cat([first.sequences, torch.tensor([[9, 8], [7, 6]])], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, NUM_NEW + 2, dtype=torch.int64)], dim=1)
         options = {"attention_mask": mask, CACHE_NAME: first[CACHE_NAME], "max_new_tokens": NUM_NEW}
@@ -162,7 +162,7 @@ def test_a_wrapper_of_a_text_decoder_decodes_in_preallocated_buffers(name):
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_an_encoder_reads_beside_its_text(name):
-    target, inputs, other = ENCODERS[name]()
+    target, inputs, reading = ENCODERS[name]()
     draft, seen = noisy_copy(target, LITTLE_NOISE), []
     draft.get_encoder().register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     plain = decode(target, inputs)
@@ -171,12 +171,12 @@ def test_what_an_encoder_reads_beside_its_text(name):
     assert_equal_ids(plain.sequences, ours.sequences)
     assert ours.speculation.num_accepted > 0
     assert torch.equal(seen[0][name], inputs[name])
-    assert not torch.equal(decode(target, {**inputs, name: other}).logits[0], plain.logits[0])
+    assert not torch.equal(decode(target, {**inputs, name: reading}).logits[0], plain.logits[0])
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_sampled_rows_that_end_leave_with_their_positions(kind):
-    target, draft = picture_pair(kind)
+@pytest.mark.parametrize("family", MAKERS)
+def test_sampled_rows_that_end_leave_with_their_positions(family):
+    target, draft = picture_pair(family)
     inputs = picture_prompts(target, 2)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": 16, "num_return_sequences": 2}
     text = target.generate(**inputs, **options)
@@ -201,8 +201,8 @@ def test_threads_do_not_read_each_others_positions():
     calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}  # no picture, so another delta
     own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
     wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
-    found = together(*(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls))
-    for plain, ours in zip(wanted, found, strict=True):
+    outputs = together(*(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls))
+    for plain, ours in zip(wanted, outputs, strict=True):
         assert_equal_ids(plain, ours)
 
 
@@ -227,12 +227,12 @@ def test_what_cannot_be_read_is_not_supported():
     assert inputs["input_ids"].max() >= 60  # the draft reads another id instead
     assert assert_decodes_as_plain(target, small, inputs, max_new_tokens=4, num_assistant_tokens=2).num_drafted > 0
     foreign = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == 60, 64)}
-    for given, own, message in (
+    for arguments, own, message in (
         (inputs, {"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
         (foreign, {"assistant_model": draft}, "ids of the prompt must be below 64 for assistant_model"),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
-            target.generate(**given, **own, max_new_tokens=4)
+            target.generate(**arguments, **own, max_new_tokens=4)
 
 
 GPT2_INPUTS = ragged_prompts(3, seed=3)

@@ -37,13 +37,13 @@ SOURCES = {
 
 @each_value(
     source=[*SOURCES, "model", "model"],
-    kind=["mistral_window", "llama", "llama", "llama", "llama", "gpt2", "bloom"],
+    family=["mistral_window", "llama", "llama", "llama", "llama", "gpt2", "bloom"],
     batch_size=[3, 1],
     with_ids=[True, False, False],
     cache_kind=["auto", "dynamic", "auto"],
 )
-def test_greedy_text_of_embeddings_is_plain(kind, batch_size, with_ids, cache_kind, source):
-    target, draft = pair(kind)
+def test_greedy_text_of_embeddings_is_plain(family, batch_size, with_ids, cache_kind, source):
+    target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive model" else draft
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
     inputs = embedded(target, prompts, with_ids=with_ids)
@@ -133,12 +133,12 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
     assert stats.num_accepted > K
 
 
-@each_value(kind=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
-def test_a_row_may_be_masked_as_a_whole(kind, chunk_size):
+@each_value(family=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
+def test_a_row_may_be_masked_as_a_whole(family, chunk_size):
     """The rows of `tests/pairs.json` mask tokens on either side and in the midst."""
     inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
     inputs["attention_mask"][1] = 0
-    stats = assert_decodes_as_plain(*pair(kind), inputs, max_new_tokens=NUM_NEW, prefill_chunk_size=chunk_size)
+    stats = assert_decodes_as_plain(*pair(family), inputs, max_new_tokens=NUM_NEW, prefill_chunk_size=chunk_size)
     assert stats.num_accepted > 0
 
 

@@ -42,8 +42,8 @@ SAMPLED = {"do_sample": True, "seed": 3}
 
 def join(rank, port):
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
 
 
@@ -74,7 +74,7 @@ NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
 COUPLED = {**SAMPLED, "verifier": "coupled"}
 # What a call is given beside its prompt; "noise" is the draft's, "ends" which token of each row of rank 1 ends it.
 CALLS = {
-    "window": {"kind": "mistral_window", "num_assistant_tokens": 4, "speculation_cache": "dynamic", "ends": (3, 3)},
+    "window": {"family": "mistral_window", "num_assistant_tokens": 4, "speculation_cache": "dynamic", "ends": (3, 3)},
     "rows of rank 1 end apart": {"num_assistant_tokens": NUM_NEW, "noise": ACCEPTED_ALL, "ends": (3, 7)},
     "rank 1 ends at its first token": {**K, "most": 1},
     "adaptive": {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5, "ends": (3, 3)},
@@ -90,11 +90,11 @@ CALLS = {
     },
     "unknown type": {**K, "model_class": Own},
     "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
-    "full table": {**K, "kind": "gpt_neo", "most": 8},  # of rank 1, while rank 0 has room for drafts
+    "full table": {**K, "family": "gpt_neo", "most": 8},  # of rank 1, while rank 0 has room for drafts
     "drafts of NaN": {**K, "ends": (3, 3)},
     "sampled drafts of NaN": {**K, **SAMPLED, "verifier": "rejection", "ends": (3, 3)},
     "context": {**K, "noise": ACCEPTED_ALL, "context": 20},  # which a row of rank 1 outgrows
-    "context by columns": {**K, "kind": "gpt_neo", "noise": ACCEPTED_ALL, "context": 24},
+    "context by columns": {**K, "family": "gpt_neo", "noise": ACCEPTED_ALL, "context": 24},
 }
 OF_NAN = ("drafts of NaN", "sampled drafts of NaN")
 REFUSED = {
@@ -133,18 +133,18 @@ def prompts_of(rank):
 
 def run_call(rank, name):
     """One call of one rank: its text and cache are those of a call alone, and its forwards those of the other rank."""
-    own = {"kind": "llama", "noise": DRAFT_NOISE, "ends": (), "most": NUM_NEW, "model_class": None, **CALLS[name]}
-    kind, noise, ends, most, model_class = map(own.pop, ("kind", "noise", "ends", "most", "model_class"))
+    own = {"family": "llama", "noise": DRAFT_NOISE, "ends": (), "most": NUM_NEW, "model_class": None, **CALLS[name]}
+    family, noise, ends, most, model_class = map(own.pop, ("family", "noise", "ends", "most", "model_class"))
     context = own.pop("context", None)
     fields = {"max_position_embeddings": prompts_of(1)["input_ids"].shape[1] + most} if name == "full table" else {}
-    target = make_model(kind, **fields)
+    target = make_model(family, **fields)
     target.__class__ = model_class or type(target)
     hf_speculate.enable(target)
     inputs, draft = without_nan(prompts_of(rank)), noisy_copy(target, noise or 0.0)
     if name == "adaptive":
-        draft = make_model(kind, num_hidden_layers=1)
+        draft = make_model(family, num_hidden_layers=1)
     if context is not None:
-        draft = with_context(make_model(kind), context)
+        draft = with_context(make_model(family), context)
     shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
     shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
     own |= {"assistant_model": draft} if noise is not None else {}
@@ -158,8 +158,8 @@ def run_call(rank, name):
             with gathering(target, draft) as num_forwards:
                 ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
-    tolerance = FLOAT32_TOLERANCE if kind == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
-    assert_same_contents(*(cache_contents(one[CACHE_NAME]) for one in (alone, ours)), tolerance)
+    tolerance = FLOAT32_TOLERANCE if family == "gpt_neo" else STATE_TOLERANCE  # which attends in float32
+    assert_same_contents(*(cache_contents(output[CACHE_NAME]) for output in (alone, ours)), tolerance)
     num_rounds = of_all_ranks(ours.speculation.num_batch_rounds)
     num_more = NUM_TEST_FORWARDS * (name == "unknown type")
     num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
@@ -174,7 +174,7 @@ def run_call(rank, name):
     if context is not None:
         assert ours.speculation.num_accepted == ours.speculation.num_drafted, name
         has_ended = [bool(without_caches(reasons)) for reasons in of_all_ranks(ours.speculation.fallbacks)]
-        assert has_ended == [kind == "gpt_neo", True], name  # columns end for all ranks, positions for a row
+        assert has_ended == [family == "gpt_neo", True], name  # columns end for all ranks, positions for a row
 
 
 def run_faults(rank):
@@ -182,14 +182,14 @@ def run_faults(rank):
     target, draft = pair("llama")
     options = {**K, "assistant_model": draft, "max_new_tokens": NUM_NEW, "synced_gpus": True}
     modules = {"draft": draft, "layer": draft.model.layers[0]}
-    for failing, at, place in itertools.product(range(NUM_RANKS), (1, 2, 5), (*modules, "processor")):
+    for failing, at, part in itertools.product(range(NUM_RANKS), (1, 2, 5), (*modules, "processor")):
         own, inside = dict(options), nullcontext()
-        is_processor, fault = place == "processor", Fault(at, Mistake("on purpose"))
+        is_processor, fault = part == "processor", Fault(at, Mistake("on purpose"))
         if is_processor:  # its first call is that of the prompt, and three are the draft's steps
             fault.at = 1 + min(at, 3) if rank == failing else 10**9
             own["logits_processor"] = LogitsProcessorList([RowWiseProcessor(fault)])
         elif rank == failing:
-            inside = hook(modules[place], fault)
+            inside = hook(modules[part], fault)
         with inside, gathering(target, draft), pytest.raises(Mistake if rank == failing else OtherRankError):
             target.generate(**prompts_of(rank), **own)
     with gathering(target, draft):
@@ -207,11 +207,11 @@ def run_rank(rank, port):
     for name, options in REFUSED.items():  # no rank may have waited for another by then
         with pytest.raises(UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "):
             target.generate(torch.tensor([[5, 6, 7]]), **{"assistant_model": draft, **options}, synced_gpus=True)
-    other = make_model("llama")
-    other.__class__ = FailsInBatches
+    stranger = make_model("llama")
+    stranger.__class__ = FailsInBatches
     words = "on another rank; leave" if rank == 0 else "FailsInBatches must give the same logits"
     with pytest.raises(UnsupportedModelError, match=words):
-        hf_speculate.generate(other, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True)
+        hf_speculate.generate(stranger, **prompts_of(rank), assistant_model=draft, max_new_tokens=6, synced_gpus=True)
     dist.destroy_process_group()
 
 
@@ -236,7 +236,7 @@ def test_a_rank_without_others_decodes_as_ever(has_group):
 
 
 # What follows is of targets that are split by tensor parallelism.
-KINDS = ("llama", "mistral_window", "qwen2_moe")
+TINY_FAMILIES = ("llama", "mistral_window", "qwen2_moe")
 SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}  # below half of the target, which is what a process holds
 ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
 
@@ -244,8 +244,8 @@ ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens":
 SPLIT_CALLS = {
     "one row": {**K, "num_rows": 1},
     "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
-    "window": {**K, "kind": "mistral_window", "ends": True},
-    "experts": {**K, "kind": "qwen2_moe"},
+    "window": {**K, "family": "mistral_window", "ends": True},
+    "experts": {**K, "family": "qwen2_moe"},
     "rejection": {**K, **SAMPLED},
     "coupled, lock step": {**K, **COUPLED, "logits_processor": [Unchanged()], "ends": True},
     "alone": {**COUPLED, "assistant_model": None},
@@ -286,13 +286,13 @@ APART = {
 
 
 def assert_equal_everywhere(ids, name):
-    assert all(torch.equal(ids, other) for other in of_all_ranks(ids)), name
+    assert all(torch.equal(ids, ids_there) for ids_there in of_all_ranks(ids)), name
 
 
 def draft_of(options, draft_seed=1):
     """What the options ask for, which they lose; a process may have a draft of its own."""
     small = make_model("llama", **SMALL) if options.pop("small", False) else None
-    return {"assistant_model": small or noisy_copy(make_model(options.pop("kind", "llama")), seed=draft_seed)}
+    return {"assistant_model": small or noisy_copy(make_model(options.pop("family", "llama")), seed=draft_seed)}
 
 
 def run_apart(models, rank, name):
@@ -318,20 +318,20 @@ def run_apart(models, rank, name):
     assert name != "compiled" or stats.compiled == ["draft"]  # and not the split target
 
 
-def loaded(folder, kind):
+def loaded(folder, family):
     """The split model, and the whole one."""
-    options = {"experts_implementation": "eager"} if kind == "qwen2_moe" else {}  # as in tests/tiny.py
-    model = AutoModelForCausalLM.from_pretrained(folder / kind, tp_plan="auto", dtype=torch.float64, **options)
-    return hf_speculate.enable(model), hf_speculate.enable(make_model(kind))
+    options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}  # as in tests/tiny.py
+    model = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", dtype=torch.float64, **options)
+    return hf_speculate.enable(model), hf_speculate.enable(make_model(family))
 
 
 def run_split_call(models, name):
     """One call, on the split model and on the whole one."""
-    own = {"kind": "llama", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **SPLIT_CALLS[name]}
-    target, whole = models[own["kind"]]
+    own = {"family": "llama", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **SPLIT_CALLS[name]}
+    target, whole = models[own["family"]]
     ends, inputs = own.pop("ends", False), without_nan(ragged_prompts(own.pop("num_rows", 3), seed=1))
     own = {**draft_of(own), **own}
-    own.pop("kind", None)
+    own.pop("family", None)
     if ends:
         own["eos_token_id"] = whole.generate(**inputs, max_new_tokens=NUM_NEW)[:, 5 - NUM_NEW].tolist()
     is_nan = name.startswith("drafts of NaN")
@@ -341,8 +341,8 @@ def run_split_call(models, name):
         alone, ours = whole.generate(**inputs, **own), target.generate(**inputs, **own)
     assert_equal_everywhere(ours.sequences, name)
     assert torch.equal(alone.sequences, ours.sequences), name
-    for one, other in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-        for states, part in ((one.keys, other.keys), (one.values, other.values)):
+    for layer, our_layer in zip(alone[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
+        for states, part in ((layer.keys, our_layer.keys), (layer.values, our_layer.values)):
             of_rank = states.chunk(NUM_RANKS, dim=1)[dist.get_rank()]
             assert torch.allclose(of_rank, part, atol=STATE_TOLERANCE, rtol=0), name
     assert ours.speculation.num_accepted == alone.speculation.num_accepted or "adaptive" in name, name
@@ -361,7 +361,7 @@ def run_split_fault(target, rank, failing):
 
 def run_split_rank(rank, port, folder):
     join(rank, port)
-    models = {kind: loaded(folder, kind) for kind in KINDS}
+    models = {family: loaded(folder, family) for family in TINY_FAMILIES}
     with only_fallbacks("lock step", "eager forwards of the target"):
         for name in SPLIT_CALLS:
             run_split_call(models, name)
@@ -369,15 +369,15 @@ def run_split_rank(rank, port, folder):
             run_apart(models, rank, name)
     for failing in range(NUM_RANKS):
         run_split_fault(models["llama"][0], rank, failing)
-    split, whole = (cost_ratio(one, make_model("llama", num_hidden_layers=1)) for one in models["llama"])
+    split, whole = (cost_ratio(model, make_model("llama", num_hidden_layers=1)) for model in models["llama"])
     assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)  # a split target costs its part
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one_chose(tmp_path):
-    for kind in KINDS:
-        make_model(kind).save_pretrained(tmp_path / kind)
+    for family in TINY_FAMILIES:
+        make_model(family).save_pretrained(tmp_path / family)
     run_in_every_rank(run_split_rank, tmp_path)
 
 

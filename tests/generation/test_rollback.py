@@ -30,18 +30,18 @@ def smallest() -> tuple[Any, Any]:
     return hf_speculate.enable(target), noisy_copy(target, 0.1)
 
 
-def decode(processor: Any, inputs: dict, is_assisted: bool = True, kind: str = "", **options: Any) -> Any:
+def decode(processor: Any, inputs: dict, is_assisted: bool = True, family: str = "", **options: Any) -> Any:
     """One call of a pair's target, greedy unless told."""
-    target, draft = pair(kind) if kind else smallest()
+    target, draft = pair(family) if family else smallest()
     own = {"assistant_model": draft, "num_assistant_tokens": K} if is_assisted else {}
     own = {"max_new_tokens": NUM_NEW, "pad_token_id": 0, **own, **options}
     return target.generate(**inputs, **own, logits_processor=LogitsProcessorList([processor]))
 
 
 @pytest.mark.fallback("lock step")
-@each_value(eos_token_id=[None, EOS], batch_size=[1, 3], kind=["llama", "mistral_window"])
-def test_a_grammar_gives_the_greedy_text_of_plain(kind, batch_size, eos_token_id):
-    inputs, options = ragged_prompts(batch_size, seed=3), {"kind": kind, "eos_token_id": eos_token_id}
+@each_value(eos_token_id=[None, EOS], batch_size=[1, 3], family=["llama", "mistral_window"])
+def test_a_grammar_gives_the_greedy_text_of_plain(family, batch_size, eos_token_id):
+    inputs, options = ragged_prompts(batch_size, seed=3), {"family": family, "eos_token_id": eos_token_id}
     plain, acceptance = decode(Grammar(Brackets()), inputs, False, **options), []
     for grammar in (Grammar, RollbackGrammar):
         stats = hf_speculate.SpeculationStats()

@@ -16,13 +16,13 @@ PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 
 @pytest.mark.fallback("lock step")
 @each_value(
-    kind=["llama", "mistral_window", "gpt2", "qwen2"],
+    family=["llama", "mistral_window", "gpt2", "qwen2"],
     batch_size=[1, 3, 4, 4, 3],
     options=[PROCESSED, {}, {"logits_processor": [Unchanged()]}, {}],
     keeps_rows=[False, False, False, True],
 )
-def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, kind, batch_size, options, keeps_rows):
-    target, draft = pair(kind)
+def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, family, batch_size, options, keeps_rows):
+    target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     ends = {"eos_token_id": [int(text[0, 1]), int(text[2, 7])], "pad_token_id": 0} if batch_size > 1 else {}
@@ -31,18 +31,18 @@ def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, kind, b
     assert stats.rounds_by_draft_len[0] > (1 if ends else 3)
     assert stats.num_accepted or stats.lock_step
     if stats.lock_step:  # its rows count as one
-        assert all(len(one.row_ids) == 1 and one.num_rows == batch_size for one in scripted[0].outcomes)
+        assert all(len(outcome.row_ids) == 1 and outcome.num_rows == batch_size for outcome in scripted[0].outcomes)
 
 
 @pytest.mark.parametrize("scripted", [(0, 3)], indirect=True)
 @each_value(
-    kind=["llama", "gpt2", "falcon_h1"],
+    family=["llama", "gpt2", "falcon_h1"],
     own=[{}, {"prompt_lookup_num_tokens": 4}],
     options=[{}, {"do_sample": True, "verifier": "coupled", "seed": 3}, {"repetition_penalty": 1.3}],
 )
-def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, kind, own, options):
+def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, family, own, options):
     monkeypatch.setattr(ScriptedSchedule, "is_probe", True)
-    target, draft = pair(kind)
+    target, draft = pair(family)
     inputs, reports = ragged_prompts(3, seed=5), []
     draft = None if own else draft
     own = {"speculation_callback": reports.append, **own}
@@ -94,9 +94,9 @@ LENS_OF_ROWS = [0, 2, 5]
 LOCK_STEP = {"logits_processor": [Unchanged()]}
 
 
-def decoded(kind, lens, inputs, **options):
+def decoded(family, lens, inputs, **options):
     """The new tokens, and the statistics."""
-    target, draft = pair(kind)
+    target, draft = pair(family)
     stats = hf_speculate.SpeculationStats()
     options = {"assistant_model": draft, "max_new_tokens": NUM_NEW, **options}
     own = {} if lens is None else {"num_assistant_tokens": lens}
@@ -106,7 +106,7 @@ def decoded(kind, lens, inputs, **options):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    ("kind", "own", "options"),
+    ("family", "own", "options"),
     [
         ("llama", {}, {"eos_token_id": [5, 9]}),  # rows leave the batch
         ("llama", {}, LOCK_STEP),
@@ -115,10 +115,10 @@ def decoded(kind, lens, inputs, **options):
         ("falcon_h1", {}, {}),
     ],
 )
-def test_greedy_rows_are_plain_ones_and_draft_no_more_than_their_number(kind, own, options):
+def test_greedy_rows_are_plain_ones_and_draft_no_more_than_their_number(family, own, options):
     inputs = ragged_prompts(3, seed=3)
-    plain = pair(kind)[0].generate(**inputs, max_new_tokens=NUM_NEW, **options)
-    ours, stats = decoded(kind, LENS_OF_ROWS, inputs, **own, **options)
+    plain = pair(family)[0].generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    ours, stats = decoded(family, LENS_OF_ROWS, inputs, **own, **options)
     assert_equal_ids(plain[:, inputs["input_ids"].shape[1] :], ours)
     longest = own["prompt_lookup_num_tokens"] if "assistant_model" in own else max(LENS_OF_ROWS)
     most = [0] * 3 if options is LOCK_STEP else [min(num, longest) for num in LENS_OF_ROWS]
@@ -138,8 +138,8 @@ def test_sampled_rows_are_those_of_their_own_number(verifier):
     assert stats.num_accepted > 0
     lens = []
     for row, num in enumerate(LENS_OF_ROWS):
-        one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
-        (alone,), _ = decoded("llama", num or [0], one, seed=[7 + row], **options)
+        row_inputs = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+        (alone,), _ = decoded("llama", num or [0], row_inputs, seed=[7 + row], **options)
         assert torch.equal(alone, ours[row, : len(alone)])
         lens.append(len(alone))
     assert len(set(lens)) > 1  # rows leave the batch

@@ -183,8 +183,8 @@ def table(target, draft, num_target=None, num_draft=None):
 
 def pairs_of(target, draft) -> dict[str, str]:
     """The shared tokens, as each writes them."""
-    found = table(target, draft)
-    ids = found.table.is_shared.nonzero()[:, 0].tolist(), found.table.draft_ids[found.table.is_shared].tolist()
+    mapping = table(target, draft)
+    ids = mapping.table.is_shared.nonzero()[:, 0].tolist(), mapping.table.draft_ids[mapping.table.is_shared].tolist()
     return dict(zip(target.convert_ids_to_tokens(ids[0]), draft.convert_ids_to_tokens(ids[1]), strict=True))
 
 
@@ -217,27 +217,27 @@ def test_a_special_token_is_not_the_text_of_its_name():
 def test_a_lacking_token_is_fed_as_the_end_of_its_text():
     target = byte_level_tokenizer(["string", " the"])
     draft = metaspace_tokenizer(["ring"], LETTERS + "g", pad_token="<pad>")
-    found = table(target, draft)
+    mapping = table(target, draft)
     word = target.convert_tokens_to_ids("string")
-    assert not found.table.is_shared[word]
+    assert not mapping.table.is_shared[word]
     words = torch.tensor([[word, target.convert_tokens_to_ids("Ġthe")]])
     for _ in range(2):
-        assert draft.convert_ids_to_tokens(found.encoded(words)[0]) == ["ring", "e"]
+        assert draft.convert_ids_to_tokens(mapping.encoded(words)[0]) == ["ring", "e"]
 
 
 def test_what_has_no_text_is_fed_as_the_unknown_token():
     target = letters_tokenizer("abcd")
     draft = letters_tokenizer(["a", "b", "c", "?"], unk_token="?")
-    found = table(target, draft, num_target=9)  # five ids are padding
-    assert found.encoded(torch.arange(4, 9)).tolist() == [3] * 5
-    assert not found.table.is_shared[4:].any()
+    mapping = table(target, draft, num_target=9)  # five ids are padding
+    assert mapping.encoded(torch.arange(4, 9)).tolist() == [3] * 5
+    assert not mapping.table.is_shared[4:].any()
 
 
 def test_ids_past_a_model_are_not_used():
     target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
-    found = table(target, draft, num_target=3, num_draft=2)
-    assert found.table.is_shared.tolist() == [False, False, True]
-    assert found.encoded(torch.arange(3)).max() < 2
+    mapping = table(target, draft, num_target=3, num_draft=2)
+    assert mapping.table.is_shared.tolist() == [False, False, True]
+    assert mapping.encoded(torch.arange(3)).max() < 2
 
 
 READING_S = 0.02

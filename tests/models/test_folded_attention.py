@@ -40,14 +40,14 @@ def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
     return query, key, value
 
 
-def make_mask(kind: str, batch_size: int, num_query: int):
+def make_mask(mask_type: str, batch_size: int, num_query: int):
     """Rows that are padded by different amounts, causal at the end."""
-    if kind == "none":
+    if mask_type == "none":
         return None
-    seen = torch.ones(1 if kind == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
+    seen = torch.ones(1 if mask_type == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
     for row in range(seen.shape[0]):
         seen[row, ..., :row] = False
-    if kind != "float":
+    if mask_type != "float":
         return seen
     bias = torch.linspace(-1, 1, T, dtype=torch.float64).expand(seen.shape)
     return torch.where(seen, bias, torch.finfo(torch.float64).min)
@@ -69,14 +69,14 @@ def both(layer, query, key, value, mask, **kwargs):
 @pytest.mark.parametrize("mask", ["bool", "float", "shared", "none"])
 def test_the_result_is_that_of_transformers(mask, groups, num_query):
     batch_size, scaling = 3, 0.7 if groups == 1 else None
-    given = make_mask(mask, batch_size, num_query)
+    mask_values = make_mask(mask, batch_size, num_query)
     layer, (query, key, value) = layer_of(groups), states(groups, num_query, batch_size)
     before = [tensor.clone() for tensor in (query, key, value)]
-    ours, expected, shapes = both(layer, query, key, value, given, scaling=scaling)
+    ours, expected, shapes = both(layer, query, key, value, mask_values, scaling=scaling)
     assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
-    is_folded = groups > 1 and (given is not None or num_query == 1)
+    is_folded = groups > 1 and (mask_values is not None or num_query == 1)
     assert shapes == [(batch_size, H, groups * num_query, D) if is_folded else tuple(query.shape)]
-    assert all(torch.equal(*one) for one in zip(before, (query, key, value), strict=True))
+    assert all(torch.equal(*tensors) for tensors in zip(before, (query, key, value), strict=True))
 
 
 _MOST = attention._MOST_QUERY_TOKENS + 1
@@ -134,17 +134,17 @@ def test_the_name_is_held_inside_and_restored_after_an_error_but_not_over_what_t
 
 
 def test_the_last_of_several_calls_restores_the_name():
-    one, other = make_model("llama"), make_model("qwen2")
-    first, second, third = (folded_attention_for(models) for models in ([one, one], [one, other], [other]))
+    llama, qwen = make_model("llama"), make_model("qwen2")
+    first, second, third = (folded_attention_for(models) for models in ([llama, llama], [llama, qwen], [qwen]))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert (name_in(one), name_in(other)) == (FOLDED, FOLDED)
+    assert (name_in(llama), name_in(qwen)) == (FOLDED, FOLDED)
     third.__enter__()
     second.__exit__(None, None, None)
-    assert (name_in(one), name_in(other)) == (STANDS_FOR, FOLDED)
+    assert (name_in(llama), name_in(qwen)) == (STANDS_FOR, FOLDED)
     third.__exit__(None, None, None)
-    assert (name_in(one), name_in(other)) == (STANDS_FOR, STANDS_FOR)
+    assert (name_in(llama), name_in(qwen)) == (STANDS_FOR, STANDS_FOR)
 
 
 def test_an_interrupt_while_names_are_written_leaves_none():
@@ -199,8 +199,8 @@ def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
 def test_copies_are_models_of_their_own():
     model = make_model("llama")
     with folded_attention_for([model]):
-        held = copy.deepcopy(model)
-    for twin in (held, copy.deepcopy(model)):
+        copied = copy.deepcopy(model)
+    for twin in (copied, copy.deepcopy(model)):
         with folded_attention_for([twin]):
             assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
         assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)
@@ -216,9 +216,9 @@ def folds_in(calls, target):
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
-@each_value(batch_size=[1, 3], kind=["llama", "cohere2"])  # the second has full layers and a window
-def test_a_speculative_call_folds_and_gives_the_ids_of_plain(kind, batch_size):
-    target, draft = pair(kind)
+@each_value(batch_size=[1, 3], family=["llama", "cohere2"])  # the second has full layers and a window
+def test_a_speculative_call_folds_and_gives_the_ids_of_plain(family, batch_size):
+    target, draft = pair(family)
     inputs = ragged_prompts(batch_size, seed=2)
     with AttentionCalls() as plain:
         target.generate(**inputs, max_new_tokens=12)

@@ -32,9 +32,9 @@ def llama() -> PreTrainedModel:
     return make_model("llama")
 
 
-@each_value(num=[1, 3, 6], kind=["llama", "gemma4"])
-def test_logits_to_keep_are_the_last_ones_of_compact_states(kind, num):
-    model, strides = make_model(kind, **({"num_kv_shared_layers": 0} if kind == "gemma4" else {})), []
+@each_value(num=[1, 3, 6], family=["llama", "gemma4"])
+def test_logits_to_keep_are_the_last_ones_of_compact_states(family, num):
+    model, strides = make_model(family, **({"num_kv_shared_layers": 0} if family == "gemma4" else {})), []
     model.lm_head.register_forward_pre_hook(lambda _, args: strides.append((args[0].shape, args[0].stride())))
     ids = torch.full((BATCH_SIZE, 6), 5)
     last = LanguageModel(model).forward(ids, make_cache(model, BATCH_SIZE), logits_to_keep=num)
@@ -71,9 +71,9 @@ def test_states_that_do_not_outlive_the_call_are_inference_tensors(keeps_states)
     language_model = LanguageModel(model, keeps_states=keeps_states)
     logits = torch.cat([language_model.forward(ids, cache), language_model.forward(ids, cache)], dim=1)
     assert not logits.requires_grad
-    held = cache.get_kv_states()[0].keys
-    assert held.is_inference() == (not keeps_states)
-    assert not held.requires_grad
+    keys = cache.get_kv_states()[0].keys
+    assert keys.is_inference() == (not keeps_states)
+    assert not keys.requires_grad
     expected = model(torch.cat([ids, ids], dim=1)).logits.detach()
     assert torch.allclose(logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
 

@@ -11,13 +11,13 @@ import hf_speculate
 from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
-from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
+from hf_speculate.models.quirks import QUIRKS, TESTED_TYPES, Limit, is_tested_type, may_compare_attention, model_types
 from tests.cases import assert_decodes_as_plain, assert_equal_ids
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.random_calls import Case
 from tests.random_search import run_case
-from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_KINDS
+from tests.tiny import MORE_FAMILIES, TINY_FAMILIES, make_config, make_model, noisy_copy, ragged_prompts
+from tests.tiny_configs import RECURRENT_FAMILIES
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
@@ -54,8 +54,10 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     readers += [wrapper.make().target for wrapper in WRAPPERS.values()]
     models = [make() for make in (*makers, *COLUMN_COUNTERS.values())] + readers + [make_family("t5gemma")]
     types = {name for model in models for name in model_types(model)}
-    types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS + RECURRENT_KINDS} | set(FAMILIES)
-    since = {name for name, version in SHOWN.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
+    types |= {make_config(family).model_type for family in TINY_FAMILIES + MORE_FAMILIES + RECURRENT_FAMILIES} | set(
+        FAMILIES
+    )
+    since = {name for name, version in TESTED_TYPES.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
     assert types == since
 
 
@@ -64,7 +66,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_a_family_decodes_as_plain(model_type):
-    assert run_case(Case(model_type, batch_size=3, padding="left", noise=0.03)).kind == "equal"
+    assert run_case(Case(model_type, batch_size=3, padding="left", noise=0.03)).outcome == "equal"
 
 
 def test_rows_without_padding_get_a_mask_each():
@@ -91,7 +93,7 @@ COUNTED += [Case("exaone4_5", padding="holes"), Case("t5gemma", batch_size=3, pa
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)
 def test_positions_that_a_class_leaves_out_count_columns(case):
-    assert run_case(case).kind == "equal"
+    assert run_case(case).outcome == "equal"
 
 
 NUM_COLUMNS = 24
@@ -103,11 +105,11 @@ TABLES_BY_COLUMNS = {
 
 
 @pytest.mark.fallback("lock step, because a row that has filled the")
-@pytest.mark.parametrize("kind", TABLES_BY_COLUMNS)
+@pytest.mark.parametrize("family", TABLES_BY_COLUMNS)
 @pytest.mark.parametrize("keeps_rows", [False, True])
 @pytest.mark.parametrize("num_columns", [NUM_COLUMNS, NUM_COLUMNS + 1])
-def test_rows_of_different_lengths_reach_the_last_column_of_a_table(kind, keeps_rows, num_columns):
-    target = hf_speculate.enable(TABLES_BY_COLUMNS[kind]())
+def test_rows_of_different_lengths_reach_the_last_column_of_a_table(family, keeps_rows, num_columns):
+    target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     inputs = ragged_prompts(3, seed=5, min_len=2, max_len=8)
     options = {"max_new_tokens": num_columns - inputs["input_ids"].shape[1], "return_dict_in_generate": keeps_rows}
     stats = assert_decodes_as_plain(target, noisy_copy(target), inputs, **options, num_assistant_tokens=3)
@@ -115,9 +117,9 @@ def test_rows_of_different_lengths_reach_the_last_column_of_a_table(kind, keeps_
     assert stats.lock_step == (keeps_rows and num_columns > NUM_COLUMNS)  # a row that is full leaves no room
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "imagegpt"])
-def test_padding_after_a_row_ends_before_the_last_column_of_a_table(kind):
-    target = hf_speculate.enable(TABLES_BY_COLUMNS[kind]())
+@pytest.mark.parametrize("family", ["gpt_neo", "imagegpt"])
+def test_padding_after_a_row_ends_before_the_last_column_of_a_table(family):
+    target = hf_speculate.enable(TABLES_BY_COLUMNS[family]())
     prompt = torch.randint(1, 48, (2, 7), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": NUM_COLUMNS - 7, "return_dict_in_generate": True}  # a token and four full rounds
     text = target.generate(prompt, **options).sequences[:, 7:]
@@ -126,7 +128,7 @@ def test_padding_after_a_row_ends_before_the_last_column_of_a_table(kind):
     drafts = {"assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 3}
     plain, ours = target.generate(prompt, **options), target.generate(prompt, **options, **drafts)
     assert_equal_ids(plain.sequences, ours.sequences)
-    assert_same_contents(*(cache_contents(one[compat.CACHE_NAME]) for one in (plain, ours)), FLOAT32_TOLERANCE)
+    assert_same_contents(*(cache_contents(output[compat.CACHE_NAME]) for output in (plain, ours)), FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
@@ -162,21 +164,23 @@ def test_a_type_that_cannot_take_part_or_has_its_own_loop_is_refused_by_name(cla
 def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(monkeypatch):
     model, own = make_model("llama"), make_model("llama")
     own.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
-    assert is_shown(model) and not is_shown(own)
+    assert is_tested_type(model) and not is_tested_type(own)
     for version in ("5.16.3", "6.0.0.dev0"):
         monkeypatch.setattr(compat.transformers, "__version__", version)
-        assert not is_shown(model)
+        assert not is_tested_type(model)
 
 
 def packages_with(pattern):
     """The packages of `transformers.models` with code that matches."""
     root = Path(transformers.__file__).parent / "models"
-    found = {path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))}
-    return found, {path.name for path in root.iterdir()}
+    packages = {
+        path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))
+    }
+    return packages, {path.name for path in root.iterdir()}
 
 
 COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
-TABLES = [(quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set())]
+TABLES = [(quirks._MASK_BY_TYPE, "causal_mask_mapping := attention_mask", set())]
 BY_COLUMNS = {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.CONTEXT_BY_COLUMNS}
 READS_COLUMNS = r"self\.bias\[:, :, key_length - query_length|build_mpt_alibi_tensor"
 TABLES += [(BY_COLUMNS | {"bark"}, READS_COLUMNS, set())]  # Bark has a loop of its own
@@ -184,13 +188,13 @@ TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]
 
 
 @pytest.mark.parametrize(
-    ("table", "pattern", "later"), TABLES, ids=["masks by kind", "tables by columns", "compares the attention"]
+    ("table", "pattern", "later"), TABLES, ids=["masks by type", "tables by columns", "compares the attention"]
 )
 def test_a_table_names_the_packages_of_this_version(table, pattern, later):
-    found, installed = packages_with(pattern)
-    assert found | (later & installed) == table & installed
+    packages, installed = packages_with(pattern)
+    assert packages | (later & installed) == table & installed
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)])
-def test_code_that_compares_the_attention_is_known_by_its_package(kind, expected):
-    assert any(may_compare_attention(type(module)) for module in make_model(kind).modules()) == expected
+@pytest.mark.parametrize(("family", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)])
+def test_code_that_compares_the_attention_is_known_by_its_package(family, expected):
+    assert any(may_compare_attention(type(module)) for module in make_model(family).modules()) == expected

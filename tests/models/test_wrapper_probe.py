@@ -82,20 +82,20 @@ CASES = {
 def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
     caplog.set_level(logging.INFO, "hf_speculate")
     expected, fallbacks = CASES[forward]
-    made = []
-    target = own_target(forward, made)
+    models = []
+    target = own_target(forward, models)
     draft = text_draft(target)
     assert find_handed_on(target) == expected
     hf_speculate.enable(target)
-    num_made = len(made)
+    num_models = len(models)
     for _ in range(2):
         stats = assert_decodes_as_plain(target, draft, INPUTS, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
         assert stats.fallbacks == fallbacks
         assert stats.cache == ("dynamic" if fallbacks else "preallocated")
         assert stats.lock_step == (not expected.positions)
-    assert len(made) == 2 * num_made  # probed once by the two calls
+    assert len(models) == 2 * num_models  # probed once by the two calls
     assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
-    assert made[0] == 1  # of the two layers
+    assert models[0] == 1  # of the two layers
 
 
 def test_the_probe_leaves_the_model_and_the_random_state_alone():

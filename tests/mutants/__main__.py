@@ -99,7 +99,7 @@ def main() -> int:
         outcomes.append(outcome)
         count = f"{len(outcomes)}/{len(chosen)}"
         print(f"{count} {outcome.outcome} in {outcome.seconds:.1f} s: {outcome.name}  {outcome.test or ''}", flush=True)
-        arguments.out.write_text(json.dumps([one._asdict() for one in outcomes], indent=1) + "\n")
+        arguments.out.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1) + "\n")
     counts = Counter(outcome.outcome for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{', '.join(f'{num} {outcome}' for outcome, num in counts.items())} in {seconds:.0f} s")

@@ -41,19 +41,23 @@ MUTANTS = mutants_of(
                 "max(width - layer.window + 1, 0)", "max(width - layer.window, 0)"
             ),
         },
-        ("hf_speculate/cache/columns.py", f"generation/test_caches.py {KV_CACHES}"): {
+        ("hf_speculate/cache/lookahead.py", f"generation/test_caches.py {KV_CACHES}"): {
             "tokens are written one column late": Fault(
-                "coming.places[key][coming.num_done : coming.num_done + self.num_query]",
-                "coming.places[key][coming.num_done : coming.num_done + self.num_query] + 1",
+                "tokens.slot_mappings[key][tokens.num_done : tokens.num_done + self.num_query]",
+                "tokens.slot_mappings[key][tokens.num_done : tokens.num_done + self.num_query] + 1",
             ),
             "a window loses its first column": Fault(
-                "first = max(min(self.lens) - window + 1, 0)", "first = max(min(self.lens) - window + 2, 0)"
+                "first = max(min(layout.lens) - window + 1, 0)", "first = max(min(layout.lens) - window + 2, 0)"
             ),
             "masks of plain steps end too soon": Fault("num_left < num_query", "num_left < 0"),
-            "padding stays after rows are dropped": Fault(
-                "surplus = self.skip_padding() if self.num_held else 0", "surplus = 0"
+            "longest row's window": Fault(
+                "first = max(min(layout.lens) - window", "first = max(max(layout.lens) - window"
             ),
-            "longest row's window": Fault("first = max(min(self.lens) - window", "first = max(max(self.lens) - window"),
+        },
+        ("hf_speculate/cache/row_layout.py", f"generation/test_caches.py {KV_CACHES}"): {
+            "padding stays after rows are dropped": Fault(
+                "surplus = self.skip_padding() if self.num_columns else 0", "surplus = 0"
+            ),
         },
         ("hf_speculate/cache/token_buffer.py", "cache/test_token_buffer.py"): {
             "even rows are written too early": Fault(
@@ -116,7 +120,7 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/models/wrapper_probe.py", "models/test_wrapper_probe.py"): {
-            "any mask is ours": Fault("is_same = all(any(one is mask", "is_same = all(any(True"),
+            "any mask is ours": Fault("is_same = all(any(leaf is mask", "is_same = all(any(True"),
             "positions always arrive": Fault(
                 "HandedOn(is_same, _names_positions(twin) or received", "HandedOn(is_same, True or received"
             ),

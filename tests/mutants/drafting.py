@@ -5,7 +5,9 @@ from tests.mutants.base import Fault, mutants_of
 MUTANTS = mutants_of(
     {
         ("hf_speculate/draft/suffix_index.py", "draft/test_suffix.py"): {
-            "the match is one token late": Fault("length, found = matched, end", "length, found = matched, end + 1"),
+            "the match is one token late": Fault(
+                "length, match_end = matched, end", "length, match_end = matched, end + 1"
+            ),
             "the earliest match": Fault(
                 "end = before[end - 1]\n", "end = before[end - 1] and before[before[end - 1] - 1]\n"
             ),
@@ -25,7 +27,7 @@ MUTANTS = mutants_of(
             ),
             "the model is not told of matched tokens": Fault("self.unread += ids", "self.unread = list(ids)"),
             "the rates of matches and model are swapped": Fault(
-                "expected(kinds) >= self.model_rates", "expected(kinds) < self.model_rates"
+                "expected(buckets) >= self.model_rates", "expected(buckets) < self.model_rates"
             ),
             "a matched token has the model's probabilities": Fault(
                 "torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)", "model_logits"
@@ -66,7 +68,7 @@ MUTANTS = mutants_of(
                 "log_probs.exp() < settings", "log_probs.exp() > settings", "draft/test_model.py"
             ),
         },
-        ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
+        ("hf_speculate/models/chosen_tokens.py", "draft/test_model.py"): {
             "one EOS id is looked at": Fault(
                 "[:, :, None] != stop_ids).all(-1)",
                 "[:, :, None] != stop_ids).any(-1)",
@@ -77,6 +79,8 @@ MUTANTS = mutants_of(
                 "torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amax(1)",
                 "models/test_language_model.py",
             ),
+        },
+        ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
             "only the last chunk is read": Fault(
                 "in query_token_ids.tensor_split(num_chunks, dim=1):",
                 "in query_token_ids.tensor_split(num_chunks, dim=1)[-1:]:",
@@ -99,8 +103,8 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/schedule/cost_line.py", "schedule"): {
-            "a pause decides about a new kind": Fault("else self.estimate(rows, (size,))[0]", "else 1e9"),
-            "a kind off the line is not believed": Fault("* total / max(squares", "* 1e9 / max(squares"),
+            "a pause decides about a new size": Fault("else self.estimate(rows, (size,))[0]", "else 1e9"),
+            "a size off the line is not believed": Fault("* total / max(squares", "* 1e9 / max(squares"),
         },
         ("hf_speculate/schedule/costs.py", "schedule"): {
             "a draft takes as long for every K": Fault("add(num_rows, num, outcome", "add(num_rows, 1, outcome"),

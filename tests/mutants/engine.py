@@ -68,7 +68,7 @@ MUTANTS = mutants_of(
             "surplus tokens stay in the cache": Fault(
                 "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_caches.py"
             ),
-            "chunks are placed wrongly": Fault("num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"),
+            "chunks are placed wrongly": Fault("num_query - index * ", "num_query - 0 * ", "draft/test_custom.py"),
             "padding at the end reads rejected columns": Fault(
                 "if num_forwards and kv_cache.holds_rejected:", "if False:", NAN
             ),
@@ -124,7 +124,7 @@ MUTANTS = mutants_of(
                 "if not self._faults.is_pending:  # then it is raised in all processes", "if False:"
             ),
             "the cache of a dead drafter keeps its hooks": Fault("            cache.release()\n", "            pass\n"),
-            "rows that join keep their old numbers": Fault(
+            "rows that join keep their old indices": Fault(
                 "row.index += batch.num_rows", "row.index += 0", "reliability/test_draft_faults.py"
             ),
             "NaN is never looked for": Fault(

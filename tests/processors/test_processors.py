@@ -241,8 +241,8 @@ def test_what_transformers_holds_by_prompt_is_held_by_row(name: str, num_prompts
 
 def test_prompts_that_do_not_go_up_in_rows_leave_transformers_processors_as_they_are() -> None:
     prompts = torch.ones(2, 3, dtype=torch.int64)
-    given = [BY_PROMPT[name](prompts) for name in ("n-grams of 2", "penalty")]
-    assert BlockLogitsProcessorList(given).by_row(3).foreign == given
+    processors = [BY_PROMPT[name](prompts) for name in ("n-grams of 2", "penalty")]
+    assert BlockLogitsProcessorList(processors).by_row(3).foreign == processors
 
 
 def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -250,10 +250,10 @@ def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def test_foreign_processors_run_at_one_position_and_are_refused_in_a_block_and_left_out_of_the_row_wise_part() -> None:
-    block, given = Block([LONGEST_LEN] * 3), [SUBCLASSED, TOP_K, add_nothing, PENALTY]
-    processors = BlockLogitsProcessorList(given)
+    block, parts = Block([LONGEST_LEN] * 3), [SUBCLASSED, TOP_K, add_nothing, PENALTY]
+    processors = BlockLogitsProcessorList(parts)
     assert list(processors.row_wise_part()) == [TOP_K, PENALTY]
-    plain = LogitsProcessorList(given)(block.input_ids, block.scores[:, 0])
+    plain = LogitsProcessorList(parts)(block.input_ids, block.scores[:, 0])
     assert_same_bits(processors(block.input_ids, block.scores[:, 0]), plain)
     with pytest.raises(UnsupportedGenerationError, match="Subclassed, add_nothing"):
         run_block(processors, block)
@@ -290,7 +290,7 @@ def test_what_is_no_class_of_theirs_or_known_to_mix_rows_cannot_be_registered(wr
     ],
 )
 def test_runs_of_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
-    assert [getattr(one, "arguments", one) for one in fuse_warpers(given)] == wanted
+    assert [getattr(entry, "arguments", entry) for entry in fuse_warpers(given)] == wanted
 
 
 def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:

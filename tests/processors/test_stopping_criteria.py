@@ -148,7 +148,11 @@ def test_foreign_criteria_are_named_and_refused() -> None:
     subclassed = type("SubclassedEos", (EosTokenCriteria,), {})(2)
     criterion = BlockStoppingCriteria([EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never])
     assert not criterion.is_row_wise
-    assert [name_of(one) for one in criterion.foreign] == ["SubclassedEos", "ConfidenceCriteria", "end_never"]
+    assert [name_of(processor) for processor in criterion.foreign] == [
+        "SubclassedEos",
+        "ConfidenceCriteria",
+        "end_never",
+    ]
     with pytest.raises(UnsupportedGenerationError, match="SubclassedEos, ConfidenceCriteria"):
         ask(criterion, *write((["a"], ["b"])))
 
@@ -156,8 +160,8 @@ def test_foreign_criteria_are_named_and_refused() -> None:
 def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
     own = {StoppingCriteria, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
     classes = inspect.getmembers(stopping_criteria, inspect.isclass)
-    found = {cls for _, cls in classes if issubclass(cls, StoppingCriteria)}
-    assert found == own | (found & set(NOT_ROW_WISE))
+    criteria = {cls for _, cls in classes if issubclass(cls, StoppingCriteria)}
+    assert criteria == own | (criteria & set(NOT_ROW_WISE))
 
 
 def test_what_the_decoder_needs_to_know_is_a_property() -> None:

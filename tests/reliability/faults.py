@@ -75,7 +75,7 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
     """What to run a call in, and its options, so that `fault` ticks at `place`."""
     layer = target.model.layers[1].self_attn
     hooked = {"target forward": target, "target layer": layer, "draft forward": draft}.get(place)
-    given: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "foreign processor": {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])},
         "row-wise processor": {"logits_processor": LogitsProcessorList([RowWiseProcessor(fault)])},
         "foreign criterion": {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(fault)])},
@@ -86,4 +86,4 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
     }
     drafts = {"assistant_model": draft, "num_assistant_tokens": 2}
     inside = nullcontext() if hooked is None else hook(hooked, fault)
-    return inside, drafts | given.get(place, {})
+    return inside, drafts | options.get(place, {})

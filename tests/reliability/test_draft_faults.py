@@ -51,15 +51,15 @@ def hooks_of(*models):
 @pytest.mark.fallback(RAISED, "lock step", "eager forwards")
 @each_value(
     source=SOURCES,
-    kind=["llama", "mistral_window", "bloom", "gpt2", "llama"],
+    family=["llama", "mistral_window", "bloom", "gpt2", "llama"],
     batch_size=[1, 3],
     at=[1, 2, 5, 7],
 )
-def test_a_draft_model_that_raises_leaves_the_text(source, kind, batch_size, at, monkeypatch):
+def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
     monkeypatch.setattr(budget, "SHARE", 1e6)  # or times of tiny models decide whether a draft is called again
-    target, draft = new_pair(kind)
+    target, draft = new_pair(family)
     if source == "adaptive":  # which never calls a draft of the target's size
-        draft = make_model(kind, num_hidden_layers=1)
+        draft = make_model(family, num_hidden_layers=1)
     layer = list(draft.modules())[-2]
     own = {"num_assistant_tokens": K, **SOURCES[source]}
     before = copy.deepcopy(draft.config.to_dict()), hooks_of(target, draft)
@@ -69,22 +69,22 @@ def test_a_draft_model_that_raises_leaves_the_text(source, kind, batch_size, at,
     reason = (
         f"{RAISED} (model {type(draft).__name__}{' and prompt lookup' * (source == 'lookup too')}) raised Mistake: "
     )
-    assert [one for one in stats.fallbacks if RAISED in one] == [reason + "on purpose"]
+    assert [reason for reason in stats.fallbacks if RAISED in reason] == [reason + "on purpose"]
     assert stats.draft_lens[-1] == 0
     assert (draft.config.to_dict(), hooks_of(target, draft)) == before
     assert folded_attention._HOLDERS == {}
     if source == "state":
         assert own["draft_state"].num_tokens == 0
     again = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
-    assert not any(RAISED in one for one in again.fallbacks)
+    assert not any(RAISED in reason for reason in again.fallbacks)
     assert again.num_drafted > 0
 
 
 @pytest.mark.fallback(RAISED)
-@each_value(kind=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
-def test_what_was_hooked_into_layers_is_taken_out_again(kind, early_exit, at):
+@each_value(family=["falcon_h1", "falcon_h1", "mamba2"], early_exit=[None, 1, None], at=[1, 3, 6])
+def test_what_was_hooked_into_layers_is_taken_out_again(family, early_exit, at):
     """Of recurrent layers, which the target's plain steps run on if they are its own."""
-    target, draft = new_pair(kind)
+    target, draft = new_pair(family)
     layer, before = (target if early_exit else draft).base_model.layers[0], hooks_of(target, draft)
     options = {"assistant_early_exit": early_exit, "max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
     inputs = ragged_prompts(2, seed=5)
@@ -93,15 +93,15 @@ def test_what_was_hooked_into_layers_is_taken_out_again(kind, early_exit, at):
     with hook(layer, Fault(at + bool(early_exit), Mistake("on purpose"))):
         ours = target.generate(**inputs, **options, **own, speculation_stats=stats)
     assert_equal_ids(plain, ours)
-    assert any(RAISED in one for one in stats.fallbacks)
+    assert any(RAISED in reason for reason in stats.fallbacks)
     assert hooks_of(target, draft) == before
 
 
 @pytest.mark.fallback(RAISED)
-@pytest.mark.parametrize(("number", "kind"), list(enumerate(HEADS)))
-def test_a_head_that_raises_leaves_the_text(number, kind, tmp_path):
+@pytest.mark.parametrize(("number", "family"), list(enumerate(HEADS)))
+def test_a_head_that_raises_leaves_the_text(number, family, tmp_path):
     """In its first or its last linear layer, of which the first of some heads reads the target's states."""
-    head, target = HEADS[kind](tmp_path)
+    head, target = HEADS[family](tmp_path)
     linear = [module for module in head.network.modules() if isinstance(module, nn.Linear)]
     hf_speculate.enable(target)
     inputs = ragged_prompts(1 + number % 3, seed=2, vocab_size=VOCAB_SIZE)
@@ -171,7 +171,7 @@ def test_one_warning_points_at_the_call():
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": NUM_NEW}
     with hook(draft, Fault(3, Mistake("on purpose"))), pytest.warns(UserWarning) as caught:
         target.generate(torch.tensor([[5, 6]]), **options)
-    (warning,) = [one for one in caught if RAISED in str(one.message)]
+    (warning,) = [warning for warning in caught if RAISED in str(warning.message)]
     assert warning.filename == __file__
 
 
@@ -206,11 +206,11 @@ def test_a_lack_of_memory_is_a_fault_of_the_draft_and_one_of_the_device_is_not(m
             raise waits[0]
 
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
-    found = []
+    records = []
     while waits:
-        found.append(is_of_device(Mistake("on the host"), torch.device("cuda")))
+        records.append(is_of_device(Mistake("on the host"), torch.device("cuda")))
         waits.pop(0)
-    assert found == [False, True]
+    assert records == [False, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 3}])
@@ -248,9 +248,9 @@ def test_rows_whose_drafts_come_from_no_numbers_end_and_others_go_on(value, opti
 
 
 @pytest.mark.fallback("computes NaN or infinity")
-@pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", "PARD"])
-def test_a_head_without_numbers_is_not_asked_for_long(kind, tmp_path):
-    head, target = HEADS[kind](tmp_path)
+@pytest.mark.parametrize("family", ["EAGLE-3", "DFlash", "PARD"])
+def test_a_head_without_numbers_is_not_asked_for_long(family, tmp_path):
+    head, target = HEADS[family](tmp_path)
     assert target is target_of()
     next(head.network.parameters()).fill_(torch.nan)
     hf_speculate.enable(target)
@@ -271,7 +271,7 @@ def test_a_fault_in_a_running_batch_leaves_its_rows_and_those_that_join(at):
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
     decoder = ContinuousDecoder(target, 2, options)
     with hook(draft, Fault(at, Mistake("on purpose"))):
-        results = [one for finished in decoder.decode(lambda: next(source, None)) for one in finished]
+        results = [result for finished in decoder.decode(lambda: next(source, None)) for result in finished]
     drafted = {}
     for prompt, token_ids, _, num_drafted, _, error in results:
         plain = target.generate(torch.tensor([prompt.token_ids]), max_new_tokens=12)[0]
@@ -291,5 +291,5 @@ def test_a_draft_that_died_is_not_learned_from():
     for at, has_verified in ((1, False), (10**9, True)):
         with hook(draft, Fault(at, Mistake("on purpose"))):
             target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=NUM_NEW)
-        found = [one.acceptance for one in HistoryStore.of(target)._by_draft.get(draft, {}).values()]
-        assert any(any(one._positions.verified) for one in found) == has_verified
+        rates = [estimates.acceptance for estimates in HistoryStore.of(target)._by_draft.get(draft, {}).values()]
+        assert any(any(estimates._positions.verified) for estimates in rates) == has_verified

@@ -24,8 +24,8 @@ TEXT = torch.tensor([[5, 6]])
 NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
 READ, DRAFTED, SCORED = "the target read the prompt", "tokens were drafted", "the target scored tokens"
-VERIFIED, STOPS, HANDED_ON = "tokens were verified", "stopping criteria ran", "tokens were handed on"
-OUTPUT = "the output was put together"
+VERIFIED, STOPS, STREAMED = "tokens were verified", "stopping criteria ran", "tokens were passed to the streamer"
+OUTPUT = "the output was built"
 
 
 class Case(NamedTuple):
@@ -47,14 +47,14 @@ CASES = [
     Case("foreign criterion", 1, VERIFIED + PROMPT),
     Case("row-wise criterion", 1, STOPS + PROMPT),
     Case("callback", 3, "speculation_callback ran" + ROUND_3),
-    Case("streamer put", 2, HANDED_ON + PROMPT),
-    Case("streamer put", 8, HANDED_ON + LATER),
+    Case("streamer put", 2, STREAMED + PROMPT),
+    Case("streamer put", 8, STREAMED + LATER),
     Case("streamer end", 1, OUTPUT + LATER),
 ]
 
 
 class Setup(NamedTuple):
-    kind: str
+    family: str
     batch_size: int
     is_passed: bool
     cache_kind: str
@@ -69,7 +69,7 @@ def fits(case: Case, setup: Setup) -> bool:
     if case.place.startswith("streamer") and setup.batch_size > 1:
         return False
     # rows without an end go in lock step there, and the criterion is asked in another stage
-    return case.place != "row-wise criterion" or setup.kind != "mistral_window"
+    return case.place != "row-wise criterion" or setup.family != "mistral_window"
 
 
 def inputs_of(setup: Setup) -> dict[str, Any]:
@@ -79,18 +79,21 @@ def inputs_of(setup: Setup) -> dict[str, Any]:
 def cache_of(setup: Setup) -> DynamicCache | None:
     if not setup.is_passed:
         return None
-    target, _ = pair(setup.kind)
+    target, _ = pair(setup.family)
     return prefilled(target, *(part[:, :NUM_HELD] for part in inputs_of(setup).values()))
 
 
 @cache
 def text_after(setup: Setup) -> torch.Tensor:
-    target, _ = pair(setup.kind)
+    target, _ = pair(setup.family)
     return target.generate(**inputs_of(setup), **{CACHE_NAME: cache_of(setup)}, max_new_tokens=NUM_AFTER)
 
 
 def configs(*models):
-    return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
+    return [
+        (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict())
+        for model in models
+    ]
 
 
 @pytest.mark.fallback("lock step")
@@ -99,7 +102,7 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
     """In one of the setups that the case fits, with one class of errors: both take turns."""
     fitting = [setup for setup in SETUPS if fits(case, setup)]
     setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
-    target, draft = pair(setup.kind)
+    target, draft = pair(setup.family)
     inputs, cache = inputs_of(setup), cache_of(setup)
     before = configs(target, draft), None if cache is None else cache_contents(cache)
     cause = error.__cause__ = ValueError("what came before")

@@ -46,7 +46,7 @@ def calls() -> Callable[[int], Any]:
     store = hf_speculate.SuffixStore(max_bytes=1 << 20)
     inputs = [ragged_prompts(batch_size, seed=batch_size) for batch_size in (1, 3)]
     samples = {"do_sample": True, "num_assistant_tokens": 2}
-    kinds: list[Callable[[int], dict[str, Any]]] = [
+    calls: list[Callable[[int], dict[str, Any]]] = [
         lambda _: {"target": recurrent, "assistant_model": None, "prompt_lookup_num_tokens": 3},
         lambda _: {"num_assistant_tokens": 2, "speculation_cache": "preallocated"},
         lambda number: {**samples, "verifier": "rejection", "seed": number},
@@ -58,13 +58,13 @@ def calls() -> Callable[[int], Any]:
         lambda _: {"stopping_criteria": [FaultyCriterion(Fault(NEVER, Mistake()))]},
         lambda _: {"logits_processor": [FaultyProcessor(Fault(3, Mistake("on purpose")))]},
     ]
-    assert EVERY % (len(kinds) * len(inputs)) == 0  # every sample comes after the same kinds of call
+    assert EVERY % (len(calls) * len(inputs)) == 0  # every sample comes after the same kinds of call
 
     def run(number: int) -> None:
-        options = {"assistant_model": draft, **kinds[number % len(kinds)](number)}
+        options = {"assistant_model": draft, **calls[number % len(calls)](number)}
         fails = pytest.raises(Mistake) if "logits_processor" in options else contextlib.nullcontext()
         with fails:
-            options.pop("target", target).generate(**inputs[number // len(kinds) % 2], max_new_tokens=4, **options)
+            options.pop("target", target).generate(**inputs[number // len(calls) % 2], max_new_tokens=4, **options)
         if number % EVERY == 0:
             store.reset()  # its own bound is tested elsewhere
 

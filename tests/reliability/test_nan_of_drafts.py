@@ -29,23 +29,23 @@ from tests.grammars import Brackets, Grammar, WatchedGrammar
 from tests.nan_drafts import NAN_ID, drafts_of_nan, embedding_is_nan, without_nan, written_states_are_nan
 from tests.recurrent_cases import assert_equal_caches
 from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_KINDS
+from tests.tiny_configs import RECURRENT_FAMILIES
 
 NUM_NEW = 16
 PAD = 2
 LENS = (3, 0, 3, 1)  # draft lengths; after a shorter draft, attention reads columns that a longer one has written
 
 
-def call_of(kind: str, batch_size: int) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Tensor]]:
-    is_pair = kind in ("t5", "bart")
-    inputs = inputs_of(kind, batch_size) if is_pair else ragged_prompts(batch_size, seed=4, min_len=3, max_len=11)
-    return *(encoder_pair(kind) if is_pair else pair(kind)), without_nan(inputs)
+def call_of(family: str, batch_size: int) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Tensor]]:
+    is_pair = family in ("t5", "bart")
+    inputs = inputs_of(family, batch_size) if is_pair else ragged_prompts(batch_size, seed=4, min_len=3, max_len=11)
+    return *(encoder_pair(family) if is_pair else pair(family)), without_nan(inputs)
 
 
-def assert_equal_outputs(plain: Any, ours: Any, kind: str) -> None:
+def assert_equal_outputs(plain: Any, ours: Any, family: str) -> None:
     assert_equal_ids(plain.sequences, ours.sequences)
     caches = plain[CACHE_NAME], ours[CACHE_NAME]
-    if kind in RECURRENT_KINDS:
+    if family in RECURRENT_FAMILIES:
         assert_equal_caches(*caches, FLOAT32_TOLERANCE)
     else:
         assert_same_contents(*map(cache_contents, caches), FLOAT32_TOLERANCE)
@@ -57,36 +57,36 @@ PREALLOCATED, DYNAMIC = {"speculation_cache": "preallocated"}, {"speculation_cac
 Call = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, rows, options of the call, those of ours
 # Those whose buffers attention reads past a row's end; elsewhere a rollback takes all that was written.
 BUFFERED: list[Call] = [
-    *((kind, 4, {}, PREALLOCATED) for kind in ("llama", "mistral_window", "gemma2")),
+    *((family, 4, {}, PREALLOCATED) for family in ("llama", "mistral_window", "gemma2")),
     ("llama", 3, COUPLED, {}),
     *(("llama", 3, options, {}) for options in ({"remove_invalid_values": True}, {**COUPLED, "eta_cutoff": 1e-3})),
     ("llama", 3, {"cache_implementation": "static"}, {}),
 ]
 CALLS: list[Call] = [
     *BUFFERED,
-    *((kind, 4, {}, DYNAMIC) for kind in ("llama", "mistral_window")),
+    *((family, 4, {}, DYNAMIC) for family in ("llama", "mistral_window")),
     ("llama", 1, STATES, {}),
     ("llama", 3, {"logits_processor": [Unchanged()]}, {}),
-    *((kind, 3, {}, {}) for kind in ("bloom", "gpt_oss", "deepseek_v3", "llama4", "gpt_neo", "t5", "bart")),
-    *((kind, 3, {}, {}) for kind in ("falcon_h1", "lfm2")),
+    *((family, 3, {}, {}) for family in ("bloom", "gpt_oss", "deepseek_v3", "llama4", "gpt_neo", "t5", "bart")),
+    *((family, 3, {}, {}) for family in ("falcon_h1", "lfm2")),
     ("mamba2", 3, {**COUPLED, "eta_cutoff": 1e-3}, {}),  # a warper that fails for NaN
 ]
 
 
 def assert_equal_states(one: Any, other: Any) -> None:
     for name in ("scores", "logits", "hidden_states", "attentions"):
-        found = getattr(one, name, None), getattr(other, name, None)
-        torch.testing.assert_close(*found, atol=FLOAT32_TOLERANCE, rtol=0)
+        pair = getattr(one, name, None), getattr(other, name, None)
+        torch.testing.assert_close(*pair, atol=FLOAT32_TOLERANCE, rtol=0)
 
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 @pytest.mark.parametrize(
-    ("spoil", "kind", "batch_size", "options", "own"),
+    ("spoil", "family", "batch_size", "options", "own"),
     [(embedding_is_nan, *call) for call in CALLS] + [(written_states_are_nan, *call) for call in BUFFERED],
 )
-def test_text_scores_and_caches_are_those_of_plain(spoil, kind, batch_size, options, own, scripted):
-    target, draft, inputs = call_of(kind, batch_size)
+def test_text_scores_and_caches_are_those_of_plain(spoil, family, batch_size, options, own, scripted):
+    target, draft, inputs = call_of(family, batch_size)
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_scores": True, **options}
     own = {"assistant_model": draft, "num_assistant_tokens": 3, **own}
     with drafts_of_nan(target, draft, spoil):
@@ -95,11 +95,11 @@ def test_text_scores_and_caches_are_those_of_plain(spoil, kind, batch_size, opti
         options |= {"eos_token_id": [int(new[row, 2 + 4 * row]) for row in range(batch_size - 1)], "pad_token_id": PAD}
         ended, ours_ended = target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
     assert NAN_ID not in new
-    assert_equal_outputs(plain, ours, kind)
-    assert_equal_outputs(ended, ours_ended, kind)
+    assert_equal_outputs(plain, ours, family)
+    assert_equal_outputs(ended, ours_ended, family)
     assert_equal_states(plain, ours)
     stats = ours.speculation
-    assert (stats.num_rescored > 0) == (kind != "mamba2")  # whose states after a token do not depend on later ones
+    assert (stats.num_rescored > 0) == (family != "mamba2")  # whose states after a token do not depend on later ones
     assert stats.num_drafted > stats.num_accepted + ours_ended.speculation.num_accepted > 0
     assert stats.status == 0
 
@@ -129,9 +129,9 @@ def test_a_verifier_decides_as_if_the_token_were_finite(verifier):
 FAILS_BEFORE_5_24 = [] if TAKES_CACHE else pytest.mark.xfail(strict=True, raises=RuntimeError)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)])
-def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(kind):
-    (target, draft), inputs, outputs = new_pair(kind, attn_implementation="eager"), call_of("llama", 1)[2], []
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral_window", marks=FAILS_BEFORE_5_24)])
+def test_states_that_are_returned_are_those_of_a_round_that_is_scored_once(family):
+    (target, draft), inputs, outputs = new_pair(family, attn_implementation="eager"), call_of("llama", 1)[2], []
     options = {**VERIFIERS["rejection"], "seed": 5, **STATES, "output_attentions": True, "output_scores": True}
     options |= {"return_dict_in_generate": True, "max_new_tokens": 24, "draft_sampling": "sample"}
     for spoil in (embedding_is_nan, lambda target: nullcontext()):
@@ -184,7 +184,7 @@ def test_rows_that_join_a_running_batch_stay_as_alone(options):
     rows = [RowPrompt([8 + key, 9, 11 + 2 * key], seed=3, arguments=own, key=key) for key, own in enumerate(arguments)]
     with drafts_of_nan(target, draft, embedding_is_nan):
         decoder = ContinuousDecoder(target, 3, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
-        results = [one for finished in decoder.decode(partial(next, iter(rows), None)) for one in finished]
+        results = [result for finished in decoder.decode(partial(next, iter(rows), None)) for result in finished]
         for one in results:
             alone = target.generate(torch.tensor([one.prompt.token_ids]), **{**one.prompt.arguments, "seed": 3})
             assert alone[0, 3:].tolist() == one.token_ids, one.prompt.key
@@ -216,13 +216,13 @@ def test_rounds_from_graphs_are_scored_again_eagerly(backend):
 @pytest.mark.fallback("computes NaN or infinity")
 @pytest.mark.parametrize("scripted", [LENS], indirect=True)
 def test_a_draft_model_that_computes_nan_too_drafts_the_same_from_any_cache(scripted):
-    (target, draft), inputs, found = pair("llama"), call_of("llama", 4)[2], []
+    (target, draft), inputs, results = pair("llama"), call_of("llama", 4)[2], []
     with drafts_of_nan(target, draft, embedding_is_nan, every=9), embedding_is_nan(draft):
         for own in (PREALLOCATED, DYNAMIC):
             stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=40, num_assistant_tokens=3, **own)
-            found.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
-    assert found[0] == found[1]
-    assert found[0][0] > 0
+            results.append((stats.num_rescored, stats.draft_lens, stats.accepted_per_position))
+    assert results[0] == results[1]
+    assert results[0][0] > 0
 
 
 def overflowing() -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -53,7 +53,7 @@ NAMES = [*ASSISTED, "plain"]
 
 
 def settings():
-    return [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()]
+    return [(model.config.to_dict(), model.generation_config.to_dict()) for model in models()]
 
 
 def call(name: str, is_plain: bool = False) -> list[list[int]]:

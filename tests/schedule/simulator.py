@@ -40,7 +40,7 @@ def cliff(num_query: int) -> float:
 def trace(share: Callable[[float], float], seed: int) -> Trace:
     """A trace whose acceptance at place t of the text is `share(t / NUM_TOKENS)`."""
     rng = random.Random(seed)
-    return [rng.random() < share(place / NUM_TOKENS) for place in range(2 * NUM_TOKENS)]
+    return [rng.random() < share(position / NUM_TOKENS) for position in range(2 * NUM_TOKENS)]
 
 
 class Run(NamedTuple):

@@ -56,14 +56,14 @@ def adaptive(history: ScheduleHistory | None = None, num_rows: int = 1, ratio: f
     return AdaptiveSchedule(MAX_DRAFT_TOKENS, DraftPrior(ratio), history, num_rows)
 
 
-def history_of(store: HistoryStore, kind: object = "short", draft: object = DRAFT) -> ScheduleHistory:
-    return ScheduleHistory(store, draft, kind)
+def history_of(store: HistoryStore, call_type: object = "short", draft: object = DRAFT) -> ScheduleHistory:
+    return ScheduleHistory(store, draft, call_type)
 
 
 def rate(calls: list[list[Trace]], machine: Machine, make: Callable = adaptive, num_tokens: int = NUM_TOKENS) -> float:
     """Tokens per second of calls that follow each other."""
     runs = [run(make(), rows, machine, num_tokens, seed) for seed, rows in enumerate(calls)]
-    return sum(one.num_tokens for one in runs) / sum(one.seconds for one in runs)
+    return sum(schedule_run.num_tokens for schedule_run in runs) / sum(schedule_run.seconds for schedule_run in runs)
 
 
 def known_rate(calls: list[list[Trace]], machine: Machine, num_rows: int) -> float:
@@ -98,7 +98,7 @@ def test_it_comes_near_the_best_constant_and_never_far_below_plain(name, machine
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_it_comes_near_the_best_constant_on_recorded_text(machine, num_rows):
-    rows = [[guess == "1" for guess in one] for one in json.loads(RECORDED.read_text())["rows"]]
+    rows = [[guess == "1" for guess in row] for row in json.loads(RECORDED.read_text())["rows"]]
     batches = [rows[start : start + num_rows] for start in range(0, len(rows), num_rows)]
     assert_near_the_best(batches, machine, RECORDED_FLOORS[num_rows])
 
@@ -134,11 +134,11 @@ def test_a_draft_that_does_not_pay_for_a_prompt_long_for_its_text_is_never_asked
 
 
 def test_a_useless_draft_leaves_plain_steps_and_rarer_and_rarer_probes_of_one_token():
-    found = run(adaptive(), traces("zero")[0], Machine())
-    lens, probes = found.draft_lens, found.probes
-    assert probes == [place for place, num in enumerate(lens) if num and place >= probes[0]]
+    drafted = run(adaptive(), traces("zero")[0], Machine())
+    lens, probes = drafted.draft_lens, drafted.probes
+    assert probes == [number for number, num in enumerate(lens) if num and number >= probes[0]]
     waits = [after - before for before, after in pairwise(probes)]
-    assert {lens[place] for place in probes} == {1}
+    assert {lens[number] for number in probes} == {1}
     assert waits == sorted(waits)
     assert waits[-1] > waits[0]
 
@@ -297,26 +297,26 @@ def test_a_useless_draft_is_tried_less_in_the_next_call_and_a_plain_step_is_meas
     history = history_of(HistoryStore())
     lens = [run(adaptive(history), traces("high")[0], Machine(), SHORT).draft_lens[:-1] for _ in range(40)]
     assert lens[0].count(0) >= 1  # the last one's room may be 0
-    assert 1 <= sum(one.count(0) for one in lens[1:]) <= 12
+    assert 1 <= sum(run_lens.count(0) for run_lens in lens[1:]) <= 12
 
 
 def test_kinds_and_drafts_are_kept_apart_and_go_with_the_draft():
     store, draft = HistoryStore(), Identity()
     run(adaptive(history_of(store, "a", draft)), traces("high")[0], Machine(), SHORT)
     assert history_of(store, "a", draft).recall() is not None
-    for other in (history_of(store, "b", draft), history_of(store, "a"), history_of(store, "a", None)):
-        assert other.recall() is None
+    for history in (history_of(store, "b", draft), history_of(store, "a"), history_of(store, "a", None)):
+        assert history.recall() is None
     weak = weakref.ref(draft)
-    del draft, other
+    del draft, history
     gc.collect()
     assert weak() is None
 
 
 def test_the_store_is_bounded_and_its_entries_never_change():
     store = HistoryStore()
-    for kind in range(100):
-        run(adaptive(history_of(store, kind)), traces("high")[0], Machine(), SHORT)
-    assert [kind for kind in range(100) if store.get(DRAFT, kind)] == list(range(36, 100))
+    for call_type in range(100):
+        run(adaptive(history_of(store, call_type)), traces("high")[0], Machine(), SHORT)
+    assert [call_type for call_type in range(100) if store.get(DRAFT, call_type)] == list(range(36, 100))
     costs_of = lambda: store.get(DRAFT, 99).costs.rounds_s(1, 4)  # noqa: E731
     before, unfinished = costs_of(), adaptive(history_of(store, 99))
     for num_left in (9, 9, 9, 0):

@@ -60,8 +60,8 @@ def chunks(num_trials: int) -> Iterator[NoiseKeys]:
 def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
     """How often each (num_accepted, ids) occurred; cells are numbered as in `joint_distribution`."""
     num_columns = verdict.token_ids.shape[1]
-    place = vocab_size ** torch.arange(num_columns)
-    code = (verdict.token_ids.clamp(min=0) * place).sum(-1)
+    powers = vocab_size ** torch.arange(num_columns)
+    code = (verdict.token_ids.clamp(min=0) * powers).sum(-1)
     sizes = vocab_size ** (torch.arange(num_columns) + 1)
     starts = sizes.cumsum(0) - sizes
     return torch.bincount(starts[verdict.num_accepted.long()] + code, minlength=int(sizes.sum()))
@@ -116,7 +116,7 @@ def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
         for kept in range(num_draft_tokens, -1, -1):
             if accepted[kept] == 0.0:
                 continue  # a residual without mass is never drawn from
-            code = sum(token_id * vocab_size**place for place, token_id in enumerate(path[:kept]))
+            code = sum(token_id * vocab_size**position for position, token_id in enumerate(path[:kept]))
             emitted = residuals[kept] / residuals[kept].sum()
             blocks[kept].view(vocab_size, -1)[:, code] += weight * accepted[kept] * emitted
             weight *= 1.0 - accepted[kept]

@@ -21,7 +21,7 @@ def quick_interpreter() -> Iterator[None]:
 
     def patch_once(function: Any) -> Any:
         language = (interpreter.tl, interpreter.tl.core)
-        modules = {id(value) for value in function.__globals__.values() if any(value is one for one in language)}
+        modules = {id(value) for value in function.__globals__.values() if any(value is member for member in language)}
         if launch and modules <= covered:
             return launch[0]
         scope = patch_language(function)

@@ -37,8 +37,8 @@ on_triton = partial(on, "triton")
 
 def assert_same(mine: Verdict | Sampled, yours: Verdict | Sampled) -> None:
     """Ids, counts and status equal; log-sum-exps, rounded in another order, to 1e-5."""
-    for one, other in zip(mine, yours, strict=True):
-        if one.dtype == torch.float32:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+    for tensor, expected in zip(mine, yours, strict=True):
+        if tensor.dtype == torch.float32:
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
         else:
-            assert torch.equal(one, other), f"{mine} against {yours}"
+            assert torch.equal(tensor, expected), f"{mine} against {yours}"

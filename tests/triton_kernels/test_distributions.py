@@ -138,7 +138,7 @@ NUM_CONTROL_TRIALS = 250_000
 def test_joint_distribution_is_exact_over_many_trials(
     name: str, vocab_size: int, num_draft_tokens: int, spread: float
 ) -> None:
-    logits = [spread * one for one in rank_reversed_logits(vocab_size, num_draft_tokens, seed=1)]
+    logits = [spread * row for row in rank_reversed_logits(vocab_size, num_draft_tokens, seed=1)]
     assert round_p_value(name, *logits, NUM_TRIALS, OPERATIONS[name]) > PASS_P_VALUE
 
 

@@ -70,7 +70,7 @@ def test_ids_and_counters_have_their_exact_distributions_though_rows_do_not_sum_
         *counters,
         seed=11,
     )
-    assert all(one is other for one, other in zip(returned, counters, strict=True))
+    assert all(counter is expected for counter, expected in zip(returned, counters, strict=True))
     accepted, emitted = counters[0] - 100, counters[1] - 1000
     counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
     assert p_value(counts, rejection_distribution(target, draft)) > PASS_P_VALUE

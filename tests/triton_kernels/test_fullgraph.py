@@ -45,8 +45,8 @@ def test_sample_and_cutoffs_compile_whole(backend: str) -> None:
         return (*sample(warped, temperature=temperature, **options), warped)
 
     for temperature in (0.7, torch.tensor([0.0, 0.5, 1.0], device=logits.device)):
-        for one, other in zip(whole(draw)(temperature), draw(temperature), strict=True):
-            torch.testing.assert_close(one, other)
+        for tensor, expected in zip(whole(draw)(temperature), draw(temperature), strict=True):
+            torch.testing.assert_close(tensor, expected)
 
 
 def test_a_drop_in_that_counts_in_place_runs_outside_of_graphs() -> None:
@@ -57,8 +57,8 @@ def test_a_drop_in_that_counts_in_place_runs_outside_of_graphs() -> None:
         return list(chain_speculative_sampling(*args, seed=0, offset=0))
 
     compiled = torch.compile(verify, backend="aot_eager")(*args)
-    for one, other in zip(compiled, verify(*args), strict=True):
-        assert torch.equal(one, other)
+    for tensor, expected in zip(compiled, verify(*args), strict=True):
+        assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=NEEDS_TRITON)])

@@ -45,9 +45,9 @@ def test_strides_and_dtypes_change_nothing(name: str, vocab_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         target, draft = target.to(dtype), draft.to(dtype)
         plain = OPERATIONS[name](target.double(), ids, draft.double(), make_keys(3))
-        for other_target, other_draft in zip(layouts(target), layouts(draft), strict=True):
-            other_ids = ids.t().contiguous().t().int()
-            assert_same(OPERATIONS[name](other_target, other_ids, other_draft, make_keys(3)), plain)
+        for target_layout, draft_layout in zip(layouts(target), layouts(draft), strict=True):
+            ids_layout = ids.t().contiguous().t().int()
+            assert_same(OPERATIONS[name](target_layout, ids_layout, draft_layout, make_keys(3)), plain)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -73,8 +73,8 @@ def test_rows_past_the_length_do_not_count(name: str) -> None:
         poisoned = target.clone()
         poisoned[:, end + 1 :] = torch.nan
         lens = torch.full((6,), length, dtype=torch.int32)
-        other_ids = ids.masked_fill(even_rows & (torch.arange(4) >= end), -1)
-        whole = OPERATIONS[name](poisoned, other_ids, draft, make_keys(6), lens)
+        ended_ids = ids.masked_fill(even_rows & (torch.arange(4) >= end), -1)
+        whole = OPERATIONS[name](poisoned, ended_ids, draft, make_keys(6), lens)
         assert (whole.token_ids[:, end + 1 :] == -1).all()
         assert_same(whole._replace(token_ids=whole.token_ids[:, : end + 1]), cut)
 
@@ -93,7 +93,7 @@ def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(temperature: float
     divisor = torch.as_tensor(temperature).view(-1, 1, 1)
     cutoffs = (target / divisor.where(divisor > 0, 1.0)).topk(8).values[..., -1]
     draft = draft.masked_fill(draft < draft.topk(8).values[..., -1:], -torch.inf)
-    keys, warp, found = make_keys(3), Warp(temperature, cutoffs), []
+    keys, warp, results = make_keys(3), Warp(temperature, cutoffs), []
     for num_more in (0, 1):
         target, draft = (torch.nn.functional.pad(rows, (0, num_more), value=-torch.inf) for rows in (target, draft))
         assert (twin_masses._kept_masses(target, warp) is None) == (num_more == 1)
@@ -102,9 +102,9 @@ def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(temperature: float
         drawn = sample(target[:, 0], keys=keys, stream=Stream.RACE, temperature=temperature, row_cutoffs=cutoffs[:, 0])
         masses, sums = twin_masses.row_masses(target, warp).masses, twin_masses.row_sums(target, warp).logsumexp
         draft_masses, *others = twin_masses.row_masses(draft)
-        found.append([*(part for verdict in verdicts for part in verdict), *drawn, sums, *others])
-        found[-1] += [rows[..., : 2 * twin_rows.TILE_SIZE] for rows in (masses, draft_masses)]
-    assert all(torch.equal(few, all_) for few, all_ in zip(*found, strict=True))
+        results.append([*(part for verdict in verdicts for part in verdict), *drawn, sums, *others])
+        results[-1] += [rows[..., : 2 * twin_rows.TILE_SIZE] for rows in (masses, draft_masses)]
+    assert all(torch.equal(few, all_) for few, all_ in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("vocab_size", [40, 5000])

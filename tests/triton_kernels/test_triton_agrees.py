@@ -61,8 +61,8 @@ def test_kernels_decide_as_the_twin_does(
     twin = OPERATIONS[name](target, ids, draft, keys, lens, backend="torch")
     assert_same(on_triton(OPERATIONS[name], target, ids.int(), draft, keys, lens.int()), twin)
     if shape == (3, 3, 40):
-        for other_target, other_draft in zip(layouts(target), layouts(draft), strict=True):
-            assert_same(on_triton(OPERATIONS[name], other_target, ids, other_draft, keys, lens), twin)
+        for target_layout, draft_layout in zip(layouts(target), layouts(draft), strict=True):
+            assert_same(on_triton(OPERATIONS[name], target_layout, ids, draft_layout, keys, lens), twin)
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "step"), [(2, 1), (8, 9)])  # 8 positions are tested at once
@@ -166,18 +166,18 @@ def test_tiles_methods_of_finishing_and_fresh_memory_change_no_bit(name: str, re
     """Programs of more rows read more chunks of a row each."""
     target, ids, draft, keys, lens = make_case(2, 2, 2 * launch.CHUNK + 5)
     rows = torch.arange(2)
-    found = []
+    results = []
     for num_copies, run in ((1, on_triton), (4, on_triton), (1, on_fake_gpu), (4, on_fake_gpu)):
         copies = rows.repeat(num_copies)
         case = target[copies], ids[copies], draft[copies], keys.rows(copies), lens[copies]
         verdict = run(OPERATIONS[name], *case)
         drawn = run(sample, target[copies, 0], keys=keys.rows(copies), stream=Stream.DRAFT)
         assert all(torch.equal(part, part[rows][copies]) for part in verdict + drawn)
-        found.append([part[rows] for part in verdict + drawn])
-        if len(found) == 1:
+        results.append([part[rows] for part in verdict + drawn])
+        if len(results) == 1:
             request.getfixturevalue("poisoned_memory")
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(other, found[0], strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(first, two) for first, two in zip(result, results[0], strict=True))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, torch.tensor([0.0, 0.6, 1.0])])

@@ -88,8 +88,8 @@ class VerifierContract:
         assert verdict.token_ids.diagonal().tolist() == target.argmax(-1).diagonal().tolist()
         junk = torch.where(past[..., None], torch.nan, logits)
         unread = sure._replace(token_ids=ids.masked_fill(past, -1), token_logits=junk)
-        for one, same in zip(verdict, self.make().verify(target, unread, make_keys(5)), strict=True):
-            assert torch.equal(one, same)
+        for part, same in zip(verdict, self.make().verify(target, unread, make_keys(5)), strict=True):
+            assert torch.equal(part, same)
 
     def test_a_token_that_the_target_forbids_is_never_kept_or_emitted(self):
         target, draft = make_round(64, 3, has_logits=True)
@@ -105,7 +105,7 @@ class VerifierContract:
         read = [part for part in (target, *draft, *keys) if part is not None]
         before = [tensor.clone() for tensor in read]
         whole = self.make().verify(target, draft, keys)
-        assert all(torch.equal(*one) for one in zip(read, before, strict=True))
+        assert all(torch.equal(*tensors) for tensors in zip(read, before, strict=True))
         for row in range(8):
             only = slice(row, row + 1)
             part = DraftOut(*(None if field is None else field[only] for field in draft))
@@ -119,8 +119,8 @@ class VerifierContract:
         first, again = (self.make().verify(target, draft, keys) for _ in range(2))
         assert torch.equal(first.token_ids, again.token_ids)
         for part in NoiseKeys._fields:
-            other = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
-            assert torch.equal(first.token_ids, other.token_ids) != (part in self.reads_keys), part
+            verdict = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
+            assert torch.equal(first.token_ids, verdict.token_ids) != (part in self.reads_keys), part
 
 
 class TestGreedyVerifier(VerifierContract):
@@ -236,31 +236,33 @@ class GreedyByHand:
         return keep_prefix(target_logits, draft, best[:, :-1] == draft.token_ids, best)
 
 
-def hostile_round(kind: str) -> tuple[torch.Tensor, DraftOut]:
+def hostile_round(fault: str) -> tuple[torch.Tensor, DraftOut]:
     """Rows that agree with the target for 0..3 tokens, then meet what `kind` says, with lengths of 0..4."""
     target = 3 * torch.randn(64, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     ids, rows = target[:, :-1].argmax(-1), torch.arange(64)
-    places = rows % 4
-    if kind == "bad ids":
-        ids[rows, places] = torch.where(rows < 32, -1, VOCAB_SIZE)
-    elif kind == "nan":
-        target[rows, places, 3] = torch.nan
-    elif kind == "masked":
-        target[rows, places] = -torch.inf
-    elif kind == "infinite":
-        target[rows, places, 3] = torch.inf
+    faults = rows % 4
+    if fault == "bad ids":
+        ids[rows, faults] = torch.where(rows < 32, -1, VOCAB_SIZE)
+    elif fault == "nan":
+        target[rows, faults, 3] = torch.nan
+    elif fault == "masked":
+        target[rows, faults] = -torch.inf
+    elif fault == "infinite":
+        target[rows, faults, 3] = torch.inf
     return target, DraftOut(ids, (rows // 4 % 5).to(torch.int32), None, None)
 
 
-@each_value(dtype=[torch.bfloat16, torch.float32, torch.float64], kind=["none", "bad ids", "nan", "masked", "infinite"])
-def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
-    target, draft = hostile_round(kind)
+@each_value(
+    dtype=[torch.bfloat16, torch.float32, torch.float64], fault=["none", "bad ids", "nan", "masked", "infinite"]
+)
+def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(fault, dtype):
+    target, draft = hostile_round(fault)
     target = target.to(dtype)
     keys = make_keys(64)
     ours, kernels = (verifier.verify(target, draft, keys) for verifier in (GreedyByHand(), GreedyVerifier()))
     assert torch.equal(ours.num_accepted, kernels.num_accepted)
     assert torch.equal(ours.status, kernels.status)
-    assert (ours.status != 0).any() == (kind != "none")
+    assert (ours.status != 0).any() == (fault != "none")
     is_whole = (ours.status & ~int(Status.BAD_DRAFT_ID)) == 0
     assert torch.equal(ours.token_ids[is_whole], kernels.token_ids[is_whole])
     last = ours.token_ids.gather(1, ours.num_accepted.long()[:, None])

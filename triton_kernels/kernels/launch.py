@@ -48,8 +48,8 @@ class Layout(NamedTuple):
 
     num_rows: int
     num_chunks: int
-    num_programs: int  # of the first launch, for a row
-    num_race_programs: int  # of the last launch, for a sequence
+    num_programs: int  # programs of the first launch, for a row
+    num_race_programs: int  # programs of the last launch, for a sequence
     arguments: dict[str, int]
     has_even_rows: bool  # V and all strides between rows are multiples of 16 entries, as wide loads require
 
@@ -89,11 +89,11 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[in
 
 def _rows(layout: Layout, logits: list[Tensor]) -> int:
     """How the kernels read the rows of `logits`: STRIDED, ALIGNED or SHIFTED."""
-    if layout.has_even_rows and all(one.data_ptr() % 16 == 0 for one in logits):
+    if layout.has_even_rows and all(tensor.data_ptr() % 16 == 0 for tensor in logits):
         return int(ALIGNED)
-    for one in logits:
+    for tensor in logits:
         # SHIFTED reads from the aligned address below a row's start, which must not be below that of the storage.
-        if one.stride(-1) != 1 or one.element_size() > 4 or one.untyped_storage().data_ptr() % 16 != 0:
+        if tensor.stride(-1) != 1 or tensor.element_size() > 4 or tensor.untyped_storage().data_ptr() % 16 != 0:
             return int(STRIDED)
     return int(SHIFTED)
 
@@ -159,8 +159,8 @@ class Launch:
 
     def run(self, kernel: Any, grid: tuple[int, ...], **extra: Any) -> None:
         """Launch `kernel` with the shared arguments that it names and `extra`, which take precedence."""
-        given = {**self.shared, **extra}
-        arguments = [given[name] for name in _arg_names(kernel)]
+        by_name = {**self.shared, **extra}
+        arguments = [by_name[name] for name in _arg_names(kernel)]
         if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
             kernel[grid](*arguments, num_warps=NUM_WARPS)
             return

@@ -59,8 +59,15 @@ def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra
         "out_status_ptr": out.status,
     }
     optional = ("draft_lse_ptr", "entropy_sums_ptr", "ratios_ptr", "block_lens_ptr", "masses_ptr", "passed_ptr")
-    given = {**dict.fromkeys(optional), "threshold": 0.0, "alpha": 0.0, "arrivals_ptr": arrivals, **outputs, **extra}
-    launch.run(decide_kernel, (launch.batch_size, num_programs), RULE=rule, RACES=races, FUSED=is_fused, **given)
+    arguments = {
+        **dict.fromkeys(optional),
+        "threshold": 0.0,
+        "alpha": 0.0,
+        "arrivals_ptr": arrivals,
+        **outputs,
+        **extra,
+    }
+    launch.run(decide_kernel, (launch.batch_size, num_programs), RULE=rule, RACES=races, FUSED=is_fused, **arguments)
     if races and not is_fused:
         launch.run(finish_kernel, (launch.batch_size,), num_programs=num_programs, **outputs)
     return out

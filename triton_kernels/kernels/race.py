@@ -61,7 +61,7 @@ def race_row(
         other_bounds = tl.maximum(other_bounds, tl.minimum(bounds, best_bounds))
         best_ids = tl.where(is_better, token_ids, best_ids)
         best_bounds = tl.maximum(bounds, best_bounds)
-    ids, other = merge_lanes(best_bounds, best_ids, other_bounds, PIECE)
+    ids, other_bound = merge_lanes(best_bounds, best_ids, other_bounds, PIECE)
     weights = signed_weights(
         target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
         target_lse, draft_lse, ratio, excluded_id, uses_residual, 0, ids, vocab_size, RULE,
@@ -69,7 +69,7 @@ def race_row(
     )  # fmt: skip
     best = tl.max(pack_race(weights / exponentials(state, ids), ids), axis=0)
     best_bits = (best >> 32).to(tl.int32)
-    if (other >= best_bits) & ((other & NO_ID) != 0):
+    if (other_bound >= best_bits) & ((other_bound & NO_ID) != 0):
         best = race_all(
             target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
             target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
@@ -109,5 +109,5 @@ def merge_lanes(bounds, ids, other_bounds, PIECE: tl.constexpr):
     best = tl.max(bounds, axis=1)
     best_ids = tl.min(tl.where(bounds == best[:, None], ids, NO_ID), axis=1)
     is_best = ids == best_ids[:, None]
-    other = tl.max(tl.max(tl.where(is_best, -(2**31), bounds), axis=1), axis=0)
-    return best_ids, tl.maximum(other, tl.max(other_bounds, axis=0))
+    other_bound = tl.max(tl.max(tl.where(is_best, -(2**31), bounds), axis=1), axis=0)
+    return best_ids, tl.maximum(other_bound, tl.max(other_bounds, axis=0))

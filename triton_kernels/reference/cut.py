@@ -16,8 +16,8 @@ def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
     counts = torch.zeros(len(kept), NUM_BINS, dtype=torch.int64, device=kept.device)
     counts.scatter_add_(1, bins, torch.ones_like(bins))[:, -1] = 0  # its entries are always dropped
     is_kept = counts.cumsum(-1) - counts < rule.top_k
-    places = torch.arange(NUM_BINS, dtype=torch.float32, device=kept.device)
-    masses = torch.where(is_kept, counts * (-(places + 0.5) / BINS_PER_NAT).exp(), 0.0)
+    indices = torch.arange(NUM_BINS, dtype=torch.float32, device=kept.device)
+    masses = torch.where(is_kept, counts * (-(indices + 0.5) / BINS_PER_NAT).exp(), 0.0)
     is_kept &= masses.cumsum(-1) - masses < rule.top_p * masses.sum(-1, keepdim=True)
     last = is_kept.sum(-1, keepdim=True) - 1  # [B, 1]
     is_dropped = (bins > last) | (distance > rule.most_below)

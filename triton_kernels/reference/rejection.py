@@ -32,7 +32,7 @@ class Target(NamedTuple):
     logits: Tensor  # [B, K+1, V] raw
     warp: Warp
     logsumexp: Tensor  # [B, K+1] float32, after temperature and cutoffs
-    pieces: Pieces  # of the logits, with nonzero probability
+    pieces: Pieces  # pieces of the logits with nonzero probability
 
 
 class FinalDistribution(NamedTuple):

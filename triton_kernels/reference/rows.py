@@ -52,12 +52,12 @@ def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
     """Logits [B, K] float32 of `token_ids` [B, K] after temperature and cutoffs, from raw logits [B, K, V]."""
     raw = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     if isinstance(warp.temperature, Tensor) or warp.temperature != 1.0:
-        found = scale(raw, warp.temperature, torch.empty(raw.shape, dtype=torch.float32, device=raw.device))
+        scaled = scale(raw, warp.temperature, torch.empty(raw.shape, dtype=torch.float32, device=raw.device))
     else:
-        found = raw.to(torch.float32)
+        scaled = raw.to(torch.float32)
     if warp.row_cutoffs is None:
-        return found
-    return found.masked_fill_(found < warp.row_cutoffs[:, : found.shape[1]].to(torch.float32), -torch.inf)
+        return scaled
+    return scaled.masked_fill_(scaled < warp.row_cutoffs[:, : scaled.shape[1]].to(torch.float32), -torch.inf)
 
 
 def first_argmax(logits: Tensor) -> Tensor:

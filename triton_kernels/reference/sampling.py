@@ -44,5 +44,5 @@ def draw(logits: Tensor, noise: Tensor) -> Drawn:
 
 def logsumexps(drawn: Sequence[Drawn]) -> Tensor:
     """Log-sum-exps of N draws, [B, N] float32."""
-    tops, sums = (torch.stack([getattr(one, name) for one in drawn], dim=1) for name in ("tops", "sums"))
+    tops, sums = (torch.stack([getattr(step, name) for step in drawn], dim=1) for name in ("tops", "sums"))
     return logsumexp_of(tops, sums)

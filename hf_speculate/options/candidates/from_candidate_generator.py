@@ -83,7 +83,7 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
     except (TypeError, ValueError):  # it does not say
         return usual
     named = {name: value for name, value in prepared.items() if name in parameters}
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return usual | named if takes_all else named
 
 
@@ -109,7 +109,7 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
         self.generator, self.hidden_layers = generator, layers_read(generator)
         self._returns_distribution = samples_its_logits(generator)
         self._text: Tensor | None = None  # [1, T] at the last call
-        self._shown_len = 0  # of the prefix that the generator was shown last
+        self._shown_len = 0  # length of the prefix that the generator was shown last
         self._num_proposed = 0  # for that prefix
 
     def draft(self, request: DraftRequest) -> DraftOut:

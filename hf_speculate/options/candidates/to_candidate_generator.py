@@ -113,8 +113,8 @@ def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:
     obstacle = "" if model is None else rollback_obstacle(model)
     if obstacle:
         raise UnsupportedModelError(
-            f"draft models must be able to roll back, got {type(model).__name__} with recurrent state {obstacle}; "
-            "use another draft model"
+            f"speculative decoding rolls back rejected tokens, but {type(model).__name__} has recurrent state "
+            f"{obstacle}; use another draft model"
         )
     if model is None or recurrent_cache(model) is None:
         return DynamicKVCache(DynamicCache(), 1, device=device)

@@ -11,7 +11,7 @@ from hf_speculate.cache.pooled_buffers import BufferShape, PooledBuffers
 from hf_speculate.model_state import model_state
 from hf_speculate.models.module_walk import weight_bytes
 
-# Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
+# Idle buffers of one model: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
 # half precision, and at least as much as for 8,192 of them.
 MIN_POOLED_BYTES = 1 << 30
 POOLED_SHARE = 4
@@ -33,12 +33,12 @@ class BufferPool:
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
         """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
         with self._lock:
-            found = self._idle.pop(_key(shape), None)
-        if found is None or len(found.layers) != num_layers:
+            buffers = self._idle.pop(_key(shape), None)
+        if buffers is None or len(buffers.layers) != num_layers:
             return None
-        for buffer in found.tensors:
+        for buffer in buffers.tensors:
             buffer.zero_()  # masked columns must not be NaN
-        return found
+        return buffers
 
     def give_back(self, shape: BufferShape, buffers: PooledBuffers) -> None:
         """Keep buffers for a later call, unless rows have left; those unused for longest go past `max_bytes`."""

@@ -37,7 +37,7 @@ class Runner(ABC):
     varies: bool = False
     """Whether sizes may be numbers that vary."""
     sampling_backend: str | None = None
-    """Of the sampling kernel in what it runs; None for the call's."""
+    """Backend of the sampling kernel in compiled functions; None for the call's."""
 
     def __init__(self, model: nn.Module, units: CompiledUnits, on_failure: Callable[[str], None]):
         self.model = model
@@ -149,7 +149,7 @@ def _is_recompile_limit(error: Exception) -> bool:
 
 
 def _compile_errors() -> tuple[type[Exception], ...]:
-    """What `torch.compile` raises for what it cannot compile; looked up where needed, for dynamo imports slowly."""
+    """The exceptions that `torch.compile` raises; looked up late, as dynamo imports slowly."""
     import torch._dynamo.exc as dynamo_errors
     import torch._inductor.exc as inductor_errors
 

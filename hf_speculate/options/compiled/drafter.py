@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.preallocated import LayerKinds
+from hf_speculate.cache.preallocated import MaskSpec
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.inferencer import Chosen
+from hf_speculate.models.chosen_tokens import Chosen
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.types import NoiseKeys
@@ -21,19 +21,19 @@ STEP_QUERY_LEN = 2
 
 
 class Carry(NamedTuple):
-    """What a step changes for the next one."""
+    """The tensors that a draft step carries over to the next one."""
 
     query: Tensor  # [B, 2] int64, the newest tokens
     ends: Tensor  # [B] int64, the column of the first of them
-    keys: NoiseKeys | None  # of the next token's noise; None to take the argmax
+    keys: NoiseKeys | None  # keys of the next token's noise; None to take the argmax
 
 
 def draft_step(
-    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, settings: DraftSettings
+    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, mask_spec: MaskSpec, settings: DraftSettings
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry
-    logits = forward_rows(model, query, ends, rows, states, kinds).logits[:, -1]  # [B, V]
+    logits = forward_rows(model, query, ends, rows, states, mask_spec).logits[:, -1]  # [B, V]
     chosen = choose_step(logits, keys, settings)
     if keys is not None:
         keys = keys._replace(positions=keys.positions + 1)
@@ -55,7 +55,8 @@ class CompiledDrafter(ModelDrafter):
             super()._extend(query, kv_cache, num_draft_tokens, draft)
         else:
             kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
-            draft.chosen += steps
+            for step in steps:
+                draft.tokens.add(step)
             logits = steps[-1].token_logits
             self.chooser.last_logits = None if logits is None else logits[:, -1]
 

@@ -31,18 +31,18 @@ def plan_graphs(
 ) -> GraphPlan:
     """Which models run from graphs, with `graphs` "on" or "auto"."""
     if graphs == "on":
-        return GraphPlan({one.part: _ungraphed_reason(one, one.part in compiled) for one in models})
-    models = [one for one in models if one.model.device.type in GRAPH_BACKENDS and one.part not in compiled]
-    off = next(filter(None, (_off_reason(one.model.device) for one in models)), "")
+        return GraphPlan({plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models})
+    models = [plan for plan in models if plan.model.device.type in GRAPH_BACKENDS and plan.part not in compiled]
+    off = next(filter(None, (_off_reason(plan.model.device) for plan in models)), "")
     if off:
         return GraphPlan({}, off)
-    reasons = {one.part: _ungraphed_reason(one) or _hook_reason(one) for one in models}
-    able = [one for one in models if not reasons[one.part]]
-    num_bytes = sum(_num_bytes(one, batch_size, lens) for one in able)
+    reasons = {plan.part: _ungraphed_reason(plan) or _hook_reason(plan) for plan in models}
+    able = [plan for plan in models if not reasons[plan.part]]
+    num_bytes = sum(_num_bytes(plan, batch_size, lens) for plan in able)
     if able and num_bytes > MAX_SHARE * memory_bytes(able[0].model.device):
         size, share = f"{num_bytes / 2**30:.3g} GiB", f"{MAX_SHARE:.0%}"
         reason = f"no graphs: with KV buffers of full length they may take {size}, over {share} of the device's memory"
-        reasons |= {one.part: reason for one in able}
+        reasons |= {plan.part: reason for plan in able}
     return GraphPlan(reasons, is_tried=True)
 
 
@@ -65,35 +65,35 @@ def _was_run(device: torch.device) -> bool:
     return (torch.cuda.get_device_capability(device), *families) in RUN_ON
 
 
-def _num_bytes(one: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
-    """Of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
-    config, num_columns = one.model.config.get_text_config(decoder=True), one.cache.request.max_columns or 0
+def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
+    """Bytes of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
+    config, num_columns = plan.model.config.get_text_config(decoder=True), plan.cache.request.max_columns or 0
     num_kv_values = num_columns * kv_values_per_token(config)
-    num_logits = 2 * vocab_size_of(one.model) * (sum(num + 1 for num in lens) if one.part == "target" else 1)
-    return batch_size * (num_kv_values + num_logits) * one.model.dtype.itemsize
+    num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
+    return batch_size * (num_kv_values + num_logits) * plan.model.dtype.itemsize
 
 
-def _hook_reason(one: ModelPlan) -> str:
-    if not has_hooks_of_others(one.model):
+def _hook_reason(plan: ModelPlan) -> str:
+    if not has_hooks_of_others(plan.model):
         return ""
-    return f'no graphs of the {one.part}: its hooks would run in a capture only; "on" allows that'
+    return f'no graphs of the {plan.part}: its hooks would run in a capture only; "on" allows that'
 
 
-def _ungraphed_reason(one: ModelPlan, is_compiled: bool = False) -> str:
-    model = one.model
+def _ungraphed_reason(plan: ModelPlan, is_compiled: bool = False) -> str:
+    model = plan.model
     failure = CompiledUnits.of(model).failures.get(FAILURE_KEY)
     if failure is not None:
-        return f"{one.part}: {failure}"
-    name = f"no graphs of the {one.part} {type(model).__name__}"
-    if one.eager_reason:
-        return f"{name}, {one.eager_reason}"
+        return f"{plan.part}: {failure}"
+    name = f"no graphs of the {plan.part} {type(model).__name__}"
+    if plan.eager_reason:
+        return f"{name}, {plan.eager_reason}"
     obstacles = {
-        one.ungraphed: bool(one.ungraphed),
+        plan.ungraphed: bool(plan.ungraphed),
         "it runs compiled": is_compiled,
         f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
         "its weights lie on several devices": len({weight.device for weight in parameters_of(model)}) > 1,
-        "its states are not preallocated": one.cache.kind != "preallocated",
-        "it reads more than its text": not one.inputs.is_empty,
+        "its states are not preallocated": plan.cache.kind != "preallocated",
+        "it reads more than its text": not plan.inputs.is_empty,
         "it is split over processes": tensor_parallel_size(model) > 1,
         "its rotary embedding changes with the length": growing_rope(model) is not None,
         "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in modules_of(model)),

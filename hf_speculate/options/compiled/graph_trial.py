@@ -24,7 +24,7 @@ class Timer(Protocol):
 
 
 class Attempt(NamedTuple):
-    """What a function gave."""
+    """The results of a function, and their difference to the eager ones."""
 
     results: list[Any]
     difference: str = ""  # how the replay differed from the eager forward, whose results these are then; or empty
@@ -36,7 +36,7 @@ class GraphTrial:
     def __init__(self, timer: Timer | None):
         self._timer = timer
         self._compared: set[Hashable] = set()
-        self._replay_s: list[float] = []  # of one step
+        self._replay_s: list[float] = []  # seconds of one step
         self._eager_s: list[float] = []
 
     @property
@@ -57,10 +57,10 @@ class GraphTrial:
         The eager steps come last where both run, so that the states are theirs.
         """
         if graph not in self._compared:
-            replayed, places = replay(), () if states is None else (states.keys[-1], states.values[-1])
-            written = [place.clone() for place in places]
+            replayed, buffers = replay(), () if states is None else (states.keys[-1], states.values[-1])
+            written = [buffer.clone() for buffer in buffers]
             expected = eager()
-            difference = _difference([*_tensors(replayed), *written], [*_tensors(expected), *places])
+            difference = _difference([*_tensors(replayed), *written], [*_tensors(expected), *buffers])
             if not difference:
                 self._compared.add(graph)
             return Attempt(expected, difference)
@@ -88,7 +88,7 @@ def _difference(replayed: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
         gap = float((mine - twin).abs().masked_fill(~differs, 0.0).nan_to_num(torch.inf).amax())
         if gap > TOLERANCES.get(twin.dtype, 0.0) * largest:
             return f"by {gap:.3g}, where the largest number is {largest:.3g}"
-    # Of logits that are not the same to the last bit, ties may fall otherwise.
+    # If logits are not the same to the last bit, ties may fall otherwise.
     num = sum(int((mine != twin).sum()) for mine, twin in pairs if is_same and not mine.is_floating_point())
     return f"in {num} tokens" if num else ""
 

@@ -17,7 +17,7 @@ from hf_speculate.options.compiled.compilation import Runner, copies
 from hf_speculate.options.compiled.graph_trial import GraphTrial
 from hf_speculate.options.compiled.language_model import States
 
-FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
+FAILURE_KEY = "device graphs"  # key of failures that later calls need not repeat
 _WEIGHTS, _BACKEND, _TRIAL = "weights", "backend", "trial"  # entries beside the graphs of a set of buffers
 # Graphs that nobody asked for are captured only where as much of the device's memory is free.
 MIN_FREE_SHARE = 1 / 32
@@ -50,7 +50,7 @@ class HostReads(TorchDispatchMode):
 
 def _finds_true(name: str, args: Any) -> bool:
     """Whether an operator indexes with a mask, the number of whose elements it must know."""
-    return name in _INDEXED and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1])
+    return name in _INDEXED and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
 
 
 def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
@@ -115,7 +115,7 @@ def _drop_workspaces() -> None:
 
 
 class _Recorded(NamedTuple):
-    places: list[Tensor]  # where the graph reads its inputs
+    inputs: list[Tensor]  # that the graph reads
     sources: list[Tensor | None]  # what was copied to each of them last
     graph: Graph
 
@@ -155,9 +155,9 @@ class Graphing(Runner):
 
         def advance(model: PreTrainedModel, carry: Any, *args: Any) -> Any:
             result, following = step(model, carry, *args)
-            for place, value in zip(_tensors(carry), _tensors(following), strict=True):
-                if value is not place:
-                    place.copy_(value)
+            for buffer, value in zip(_tensors(carry), _tensors(following), strict=True):
+                if value is not buffer:
+                    buffer.copy_(value)
             return result
 
         def eager() -> list[Any]:
@@ -230,7 +230,7 @@ class Graphing(Runner):
         self._graphs[key] = recorded
         for index, tensor in enumerate(tensors):
             if tensor is not recorded.sources[index]:
-                recorded.places[index].copy_(tensor)
+                recorded.inputs[index].copy_(tensor)
                 recorded.sources[index] = tensor
         return recorded
 
@@ -251,8 +251,8 @@ class Graphing(Runner):
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
             self.fail(f"captured: {first_line}", FAILURE_KEY if is_lasting else None)
             return None
-        places = list(_tensors(inputs))
-        return _Recorded(places, [None] * len(places), graph)
+        tensors = list(_tensors(inputs))
+        return _Recorded(tensors, [None] * len(tensors), graph)
 
     def _replay(self, recorded: _Recorded) -> Any:
         """Copies of the outputs, which the next replay would overwrite."""

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.columns import additive, hidden
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.masks import additive, hidden
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel, StateCapture
@@ -21,12 +21,12 @@ from hf_speculate.types import Scored
 # Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
 # that are compiled or recorded one by one are 256, 384, 512, 768, ...
 MIN_WIDTH = 256
-# Buffers are this much longer than what is ever read: a whole buffer is another case, which would be compiled again.
+# Columns that are never read: slicing a whole buffer would trigger a recompilation.
 UNREAD_COLUMNS = 8
 
 
 class Rows(NamedTuple):
-    """What stays the same about rows; inputs of a compiled forward, so that no number in it changes."""
+    """Constant tensors of the rows; inputs of a compiled forward, so that no number in it changes."""
 
     pads: Tensor  # [B] int64, columns of padding before its first token
     seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
@@ -40,17 +40,17 @@ class States(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-class PlacedLayer(CacheLayerMixin):
+class StaticSlotLayer(CacheLayerMixin):
     """A layer of a transformers `Cache` for one forward over buffers [B, H, capacity, D].
 
-    The coming tokens of the rows 0..B-1, `rows` [B, 1] int64, are written to the columns `places` [B, Q] int64;
+    The coming tokens of the rows 0..B-1, `rows` [B, 1] int64, are written to the columns `slots` [B, Q] int64;
     attention reads the first `width` columns.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, places: Tensor, width: int):
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, width: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
-        self.rows, self.places = rows, places
+        self.rows, self.slots = rows, slots
         self.width = width
         self.is_initialized = True
 
@@ -61,7 +61,7 @@ class PlacedLayer(CacheLayerMixin):
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             # Not through a flat view: of one, the compiler would copy the whole buffer.
-            buffer[self.rows, :, self.places] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
+            buffer[self.rows, :, self.slots] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
             seen.append(buffer[:, :, : self.width])  # type: ignore[index]
         return seen[0], seen[1]
 
@@ -82,7 +82,7 @@ def forward_rows(
     ends: Tensor,
     rows: Rows,
     states: States,
-    kinds: LayerKinds,
+    mask_spec: MaskSpec,
     layers: tuple[int, ...] = (),
 ) -> Scored:
     """Score query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on.
@@ -90,16 +90,18 @@ def forward_rows(
     The inputs of the decoder layers `layers` are captured; -1 is the state after the final norm.
     """
     offsets = torch.arange(query.shape[1], device=query.device)
-    places = ends[:, None] + offsets  # [B, Q]
-    positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
+    slots = ends[:, None] + offsets  # [B, Q]
+    positions = torch.minimum((slots - rows.pads[:, None]).clamp_min(0), rows.last_position)
     is_padding = rows.seen < rows.pads[:, None, None]  # [B, 1, W]
-    mask = kinds.masks(
-        lambda window: additive(hidden(rows.seen, places[:, :, None], window) | is_padding, kinds.mask_dtype)
+    mask = mask_spec.masks(
+        lambda window: additive(hidden(rows.seen, slots[:, :, None], window) | is_padding, mask_spec.mask_dtype)
     )
     width = rows.seen.shape[0]
-    indices = torch.arange(places.shape[0], device=places.device)[:, None]  # [B, 1]
-    placed: list[Any] = [PlacedLayer(*buffers, indices, places, width) for buffers in zip(*states, strict=True)]
-    options: dict[str, Any] = {CACHE_NAME: Cache(layers=placed)}
+    indices = torch.arange(slots.shape[0], device=slots.device)[:, None]  # [B, 1]
+    layers_of_call: list[Any] = [
+        StaticSlotLayer(*buffers, indices, slots, width) for buffers in zip(*states, strict=True)
+    ]
+    options: dict[str, Any] = {CACHE_NAME: Cache(layers=layers_of_call)}
     if layers:
         options["output_hidden_states"] = True
     output: Any = model(
@@ -137,7 +139,7 @@ class FixedBuffers:
         layers: list[Any] = kv_cache.cache.layers
         self.states = States(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
         device = kv_cache.device
-        self._pads = self.vary(torch.tensor(kv_cache.columns.pads, device=device), 0)
+        self._pads = self.vary(torch.tensor(kv_cache.layout.pads, device=device), 0)
         self._last_position = torch.tensor([2**62 if max_position is None else max_position], device=device)
         self._seen: dict[int, Tensor] = {}
         for buffer in (*self.states.keys, *self.states.values):
@@ -145,16 +147,16 @@ class FixedBuffers:
                 mark_static_address(buffer)
             self.vary(buffer, 0, 2)
 
-    def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, LayerKinds]:
+    def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, MaskSpec]:
         """What forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
-        columns = self.kv_cache.columns
+        layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
-        is_one_for_all = self._varies and self.kv_cache.device.type != "cuda"
-        width = width_for(columns.num_held + num_query, capacity, num_steps=4 if is_one_for_all else 2)
+        serves_all = self._varies and self.kv_cache.device.type != "cuda"
+        width = width_for(layout.num_columns + num_query, capacity, num_steps=4 if serves_all else 2)
         if width not in self._seen:
             self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
         rows = Rows(self._pads, self._seen[width], self._last_position)
-        return self.vary(columns.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
+        return self.vary(layout.row_lens.on_device(), 0), rows, self.states, self.kv_cache.mask_spec
 
     def vary(self, tensor: Tensor, *dims: int) -> Tensor:
         """The tensor, whose sizes in some dimensions are compiled as numbers that vary, so that one serves all."""
@@ -184,8 +186,8 @@ class CompiledLanguageModel(LanguageModel):
         self._buffers: FixedBuffers | None = None
 
     def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
-        """What compiled forwards take of `kv_cache`; None where it must run eagerly."""
-        if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.columns.capacity is None:
+        """The buffers of `kv_cache` for compiled forwards; None if forwards must run eagerly."""
+        if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.layout.capacity is None:
             return None
         if not self.runner.is_working or not kv_cache.num_columns:
             return None

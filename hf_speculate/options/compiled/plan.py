@@ -59,32 +59,32 @@ class CompiledRunners(Runners):
     def max_query(self) -> int | None:
         return max(self.lens, default=0) + 1 if self.is_static else None
 
-    def buffers(self, one: ModelPlan) -> Buffers:
+    def buffers(self, model_plan: ModelPlan) -> Buffers:
         # eager forwards make inference tensors, which no later call could write to
-        pool = BufferPool.of(one.model) if one.part in self.parts else None
-        return Buffers(self._capacity(one.cache.request.max_columns or 0, one.device), pool)
+        pool = BufferPool.of(model_plan.model) if model_plan.part in self.parts else None
+        return Buffers(self._capacity(model_plan.cache.request.max_columns or 0, model_plan.device), pool)
 
     def language_model(
         self,
-        one: ModelPlan,
+        model_plan: ModelPlan,
         max_position: int | None,
         on_failure: Callable[[str, str], None],
         capture: Any = None,
     ) -> CompiledLanguageModel | None:
-        units, fail = CompiledUnits.of(one.model), partial(on_failure, one.part)
-        if one.part in self.settings:
-            runner: Runner = Compilation(one.model, self.settings[one.part], units, fail)
-        elif one.part in self.graphed:
-            runner = pkgutil.resolve_name(_GRAPHING)(one.model, units, fail, self.is_tried)
+        units, fail = CompiledUnits.of(model_plan.model), partial(on_failure, model_plan.part)
+        if model_plan.part in self.settings:
+            runner: Runner = Compilation(model_plan.model, self.settings[model_plan.part], units, fail)
+        elif model_plan.part in self.graphed:
+            runner = pkgutil.resolve_name(_GRAPHING)(model_plan.model, units, fail, self.is_tried)
         else:
             return None
-        varies = runner.varies and one.model.device.type != "cuda"
-        query_lens = (STEP_QUERY_LEN,) if one.part == "draft" else _query_lens(self.lens, varies)
-        return CompiledLanguageModel(one.model, max_position, runner, query_lens, one.inputs, capture)
+        varies = runner.varies and model_plan.model.device.type != "cuda"
+        query_lens = (STEP_QUERY_LEN,) if model_plan.part == "draft" else _query_lens(self.lens, varies)
+        return CompiledLanguageModel(model_plan.model, max_position, runner, query_lens, model_plan.inputs, capture)
 
     def model_drafter(
         self,
-        one: ModelPlan,
+        model_plan: ModelPlan,
         max_position: int | None,
         on_failure: Callable[[str, str], None],
         chunk_size: int | None,
@@ -92,7 +92,7 @@ class CompiledRunners(Runners):
         settings: DraftSettings,
         context: Context | None,
     ) -> CompiledDrafter | None:
-        compiled = self.language_model(one, max_position, on_failure)
+        compiled = self.language_model(model_plan, max_position, on_failure)
         return (
             None
             if compiled is None
@@ -113,11 +113,15 @@ def make_runners(
     request: RunnerRequest, lens: tuple[int, ...], models: Sequence[ModelPlan], graphs: str, batch_size: int
 ) -> CompiledRunners:
     """What can run compiled or from graphs; see `find_runners`."""
-    wanted = [one for one in models if one.part in request.settings]
-    uncompiled = {one.part: _eager_reason(one, request.settings[one.part]) for one in wanted}
+    wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
+    uncompiled = {
+        model_plan.part: _eager_reason(model_plan, request.settings[model_plan.part]) for model_plan in wanted
+    }
     settings = {part: request.settings[part] for part, reason in uncompiled.items() if not reason}
     plan = NO_GRAPHS
-    if graphs == "on" or (graphs == "auto" and any(one.model.device.type in GRAPH_BACKENDS for one in models)):
+    if graphs == "on" or (
+        graphs == "auto" and any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
+    ):
         plan = pkgutil.resolve_name(_PLAN_GRAPHS)(models, graphs, settings, batch_size, lens)
     ungraphed = plan.reasons
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
@@ -148,13 +152,13 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
     return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
 
 
-def _eager_reason(one: ModelPlan, config: CompileConfig) -> str:
-    reason = one.eager_reason
-    if one.cache.kind != "preallocated":
+def _eager_reason(model_plan: ModelPlan, config: CompileConfig) -> str:
+    reason = model_plan.eager_reason
+    if model_plan.cache.kind != "preallocated":
         reason = "whose states are not preallocated"
-    elif not one.inputs.is_empty:
+    elif not model_plan.inputs.is_empty:
         reason = "which reads more than its text"
     if reason:
-        return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
-    failure = CompiledUnits.of(one.model).failures.get(settings_key(config))
-    return "" if failure is None else f"{one.part}: {failure}"
+        return f"eager forwards of the {model_plan.part} {type(model_plan.model).__name__}, {reason}"
+    failure = CompiledUnits.of(model_plan.model).failures.get(settings_key(config))
+    return "" if failure is None else f"{model_plan.part}: {failure}"

@@ -96,11 +96,11 @@ def _without_empty(scores: NDArray[np.float32]) -> NDArray[np.float32] | None:
     is_kept = scores != -np.inf
     if np.count_nonzero(is_kept) * _NEARLY_EMPTY > scores.size:
         return None
-    places = np.flatnonzero(is_kept)
-    nums = np.bincount(places // scores.shape[-1], minlength=len(scores))  # [N]
+    indices = np.flatnonzero(is_kept)
+    nums = np.bincount(indices // scores.shape[-1], minlength=len(scores))  # [N]
     most = max(int(nums.max()), 1)
     compact = np.full((len(scores), most), -np.inf, dtype=np.float32)
-    compact[np.arange(most) < nums[:, None]] = scores.reshape(-1)[places]
+    compact[np.arange(most) < nums[:, None]] = scores.reshape(-1)[indices]
     return compact
 
 

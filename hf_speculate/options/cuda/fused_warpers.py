@@ -51,5 +51,5 @@ def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
 
 
 def _is_usual(processor: Any) -> bool:
-    keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1 or type(processor) is TopKLogitsWarper
-    return keeps_one and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+    keeps_single = getattr(processor, "min_tokens_to_keep", 1) == 1 or type(processor) is TopKLogitsWarper
+    return keeps_single and getattr(processor, "filter_value", -torch.inf) == -torch.inf

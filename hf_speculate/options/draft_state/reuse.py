@@ -26,20 +26,20 @@ class DraftCacheReuse:
 
     def recall(self, batch: Batch) -> int:
         """Fill the empty draft cache with the longest common beginning of all rows; the columns of every row then."""
-        held, pads = self._state.take(), self._num_pads
-        if held is None or held.key != self._key or len(held.token_ids) != len(pads):
+        saved, pads = self._state.take(), self._num_pads
+        if saved is None or saved.key != self._key or len(saved.token_ids) != len(pads):
             return 0
         prompts = batch.tokens.token_ids[:, : batch.prompt_len]
         texts = [row[num:] for row, num in zip(prompts.tolist(), pads, strict=True)]
-        num_columns = min(num + _num_shared(*pair) for num, *pair in zip(pads, held.token_ids, texts, strict=True))
+        num_columns = min(num + _num_shared(*pair) for num, *pair in zip(pads, saved.token_ids, texts, strict=True))
         if num_columns <= min(pads):
             return 0  # nothing is left of any row
-        self._kv_cache.update([_placed(state, pads, num_columns) for state in held.kv_states])
+        self._kv_cache.update([_left_padded(state, pads, num_columns) for state in saved.kv_states])
         self._num_valid = [max(num_columns - num, 0) for num in pads]
         return num_columns
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Note how much of `certain` [B] columns the cache still holds; a finished row is fed tokens of other rows."""
+        """Record how much of `certain` [B] columns the cache holds; a finished row is fed tokens of other rows."""
         rows = zip(self._num_valid, certain, self._num_pads, batch.was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
         lens = self._kv_cache.num_real_tokens
@@ -64,18 +64,18 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
     modules = modules_of(draft)
     parts = tuple(weakref.ref(module) for module in modules if next(module.children(), None) is None)
     adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]
-    adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
+    adapters = tuple((*module.active_adapters, module.disable_adapters, *module.merged_adapters) for module in adapted)
     table = None if call.vocabulary is None else call.vocabulary.table
     key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, table)
     return DraftCacheReuse(state, key, kv_cache, call.prompts.num_pads)
 
 
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((position for position, (left, right) in pairs if left != right), min(len(one), len(other)))
+def _num_shared(mine: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(mine, other, strict=False))
+    return next((position for position, (left, right) in pairs if left != right), min(len(mine), len(other)))
 
 
-def _placed(state: KVState, num_pads: Sequence[int], num_columns: int) -> KVState:
+def _left_padded(state: KVState, num_pads: Sequence[int], num_columns: int) -> KVState:
     """States [B, H, num_columns, D] of left-padded rows, from [B, H, N, D] without padding."""
     if not any(num_pads):
         return KVState(*(part[:, :, :num_columns] for part in state))

@@ -10,7 +10,7 @@ from hf_speculate.types import KVState
 
 
 class DraftCacheKey(NamedTuple):
-    """What the KV states depend on besides the tokens; a draft with an equal key may use them."""
+    """The key of a saved draft cache: what its states depend on besides tokens; a draft with an equal key uses them."""
 
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
@@ -39,7 +39,7 @@ class DraftState:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: SavedDraftCache | None = None
+        self._saved: SavedDraftCache | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DraftState":
         """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
@@ -49,14 +49,14 @@ class DraftState:
     def num_bytes(self) -> int:
         """Size of the KV states in bytes."""
         with self._lock:
-            states = [] if self._held is None else self._held.kv_states
+            states = [] if self._saved is None else self._saved.kv_states
             return sum(part.numel() * part.element_size() for state in states for part in state)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that have KV states, summed over rows."""
         with self._lock:
-            return 0 if self._held is None else sum(map(len, self._held.token_ids))
+            return 0 if self._saved is None else sum(map(len, self._saved.token_ids))
 
     def reset(self) -> None:
         """Drop all states."""
@@ -65,10 +65,10 @@ class DraftState:
     def take(self) -> SavedDraftCache | None:
         """Return the saved cache, or None, and leave the state empty."""
         with self._lock:
-            held, self._held = self._held, None
-            return held
+            saved, self._saved = self._saved, None
+            return saved
 
-    def put(self, held: SavedDraftCache) -> None:
+    def put(self, saved: SavedDraftCache) -> None:
         """Save the cache of a call that ends."""
         with self._lock:
-            self._held = held
+            self._saved = saved

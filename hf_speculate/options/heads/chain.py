@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.inferencer import Chosen, joined
+from hf_speculate.models.chosen_tokens import Chosen, joined
 from hf_speculate.options.compiled.compilation import Compilation
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
 from hf_speculate.options.heads.head import HeadSpec, shape_of
@@ -111,7 +111,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         self._read_chunks(new)
         compiled = self._draft_compiled(num_draft_tokens, draft.keys)
         if compiled is not None:
-            draft.chosen.append(compiled)
+            draft.tokens.add(compiled)
             return
         num_depths = self.network.num_depths
         outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]

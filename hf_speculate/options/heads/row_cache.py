@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.columns import additive
-from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.cache.masks import additive
+from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
 from hf_speculate.per_row import PerRow
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
@@ -84,7 +84,7 @@ class RowCache(PerRow):
     PARTS = ("row_lens",)
 
     def __init__(self, layer_masks: Sequence[LayerMask], batch_size: int, weight: Tensor):
-        self.row_lens = RowLens([0] * batch_size, Ruler(weight.device))
+        self.row_lens = RowLens([0] * batch_size, ArangeCache(weight.device))
         self.buffers: Buffers = {}
         self.capacity = 0
         self._layer_masks, self._dtype = layer_masks, weight.dtype

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.base import checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_held
+from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_cached
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.recurrent.states import RecurrentStates
@@ -24,7 +24,7 @@ class HybridKVCache(DynamicKVCache):
     """
 
     kind = "hybrid"
-    layer_kinds = (*ATTENTION_LAYERS, *RECURRENT_LAYERS)
+    layer_types = (*ATTENTION_LAYERS, *RECURRENT_LAYERS)
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class HybridKVCache(DynamicKVCache):
         self._attach = attach
         self._hooks: list[RemovableHandle] = []
         self._has_attention = bool(attention_layers(cache.layers))
-        self._num_columns = num_held(cache)
+        self._num_columns = num_cached(cache)
         self._num_reread = [0] * batch_size  # [B] first tokens of the next forwards that a row holds already
         self._num_passed = [0] * batch_size  # [B] tokens since the last rollback that a row held already
         self._num_announced = 0  # Q of the forward that `states` prepared for; 0 if there is none
@@ -143,7 +143,7 @@ class HybridKVCache(DynamicKVCache):
 
     def _select_rows(self, index: Tensor) -> None:
         self.states.rows(index)
-        for layer in self._held:
+        for layer in self._text_layers:
             layer.batch_select_indices(index)
 
     def _drop_last(self, num: int) -> None:
@@ -162,7 +162,7 @@ class HybridKVCache(DynamicKVCache):
         source = torch.where(columns < start + width, columns - width, columns)  # [B, T]
         if self._mask is not None:
             self._mask = self._moved(self._mask, source)
-        for layer in self._held:
+        for layer in self._text_layers:
             there = source.clamp_min(0).to(layer.keys.device)
             layer.keys, layer.values = gathered(layer.keys, there), gathered(layer.values, there)
         self._padding.pads = [pad + num for pad, num in zip(self._padding.pads, widths, strict=True)]

@@ -56,8 +56,8 @@ def make_hybrid_cache(
     stepped = stepped_model(model, cache)
     if stepped.obstacle:
         raise UnsupportedModelError(
-            f"models must be able to roll back, got {type(model).__name__} with recurrent state, {stepped.obstacle}; "
-            "decode plainly"
+            f"speculative decoding rolls back rejected tokens, but {type(model).__name__} has recurrent state "
+            f"{stepped.obstacle}; decode plainly"
         )
     states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
     attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in stepped.mixers]
@@ -76,7 +76,7 @@ def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device:
 
 
 def _max_kept_bytes(device: torch.device) -> int:
-    """What the states after each token of a verification may take of a device's memory."""
+    """The most bytes of a device's memory for states after each token of a verification."""
     return int(MAX_STATE_SHARE * memory_bytes(device))
 
 

@@ -26,20 +26,20 @@ class Mixer(NamedTuple):
 
 
 class StepProtocol(NamedTuple):
-    """What the probe found about a class of mixers."""
+    """The properties of a class of mixers, as the probe found them."""
 
-    slots: frozenset[Slot]  # of the states that it writes
+    slots: frozenset[Slot]  # slots of the states that it writes
     inputs: frozenset[str]  # input projections: children that read the token, or another one's output
     prepared: str | None  # the first of them, if it reads what the mixer computed from the token
     output: str | None  # output projection: the child whose output the mixer returns
     writes_recurrent: bool  # whether it writes recurrent states in place
     reads_at_once: bool  # whether several tokens at once give the states of single ones
-    num_bytes: int  # of the states of one row
+    num_bytes: int  # bytes of the states of one row
 
     @property
     def reads_columns(self) -> bool:
         """Whether it reads several tokens at once, and only has convolution states, which can be cropped."""
-        return self.reads_at_once and not any(slot.kind == "recurrent" for slot in self.slots)
+        return self.reads_at_once and not any(slot.type == "recurrent" for slot in self.slots)
 
 
 class StandIn(nn.Module):
@@ -62,15 +62,15 @@ def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) ->
     return twin
 
 
-class _Reached(Exception):  # no error
+class _StopForward(Exception):  # not an error
     """Ends a forward at a projection, with the input of that."""
 
 
-def _given_output(given: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _projection_output(outputs: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """An input projection of the copy of a mixer."""
-    if name not in given:
-        raise _Reached(inputs)
-    return given[name]
+    if name not in outputs:
+        raise _StopForward(inputs)
+    return outputs[name]
 
 
 class StepLayer(LinearAttentionLayer):
@@ -81,7 +81,7 @@ class StepLayer(LinearAttentionLayer):
         put_states(self, states)
         for slot, state in states.items():
             self.has_previous_state[slot.number] = True
-            if slot.kind == "conv":
+            if slot.type == "conv":
                 self.is_conv_states_initialized[slot.number] = True
                 self.conv_kernel_size[slot.number] = state.shape[-1]
             else:
@@ -89,24 +89,24 @@ class StepLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Store a new state in the dtype of the previous one."""
-        held = self.recurrent_states[state_idx]
-        state = recurrent_states if held is None else recurrent_states.to(held.dtype)
+        previous = self.recurrent_states[state_idx]
+        state = recurrent_states if previous is None else recurrent_states.to(previous.dtype)
         self.recurrent_states[state_idx] = state
         self.is_recurrent_states_initialized[state_idx] = True
         return state
 
 
-class _Reading:
+class _Forward:
     def __init__(self, hidden: Tensor, arguments: dict[str, Any], layer: StepLayer, before: States):
         self.tokens = _by_token(hidden)
         self.arguments = arguments  # without the hidden states
         self.layer = layer
         self.before = before  # the states before the first token
-        self.held: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
+        self.outputs: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
         # tensors of all tokens, by the id of the first token's
         self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
         self.prepared: Tensor | None = None  # input of the first projection, for all tokens
-        self.widened = ""  # the input projection that currently reads all tokens
+        self.projecting = ""  # the input projection that currently reads all tokens
         self.states: list[States] = []
 
 
@@ -117,15 +117,15 @@ class SteppedMixer:
     after each token are known::
 
         hidden [B, Q, D]
-            | _enter            the mixer is called with token 0 alone, and a cache layer of its own
+            | _feed_first_token  calls the mixer with token 0 alone, and a cache layer of its own
             v
-        input projections       _widen: each reads all Q tokens;  _narrow: it returns its output for token 0
+        input projections      _project_all: each reads all Q tokens; _hand_out_first: returns the output for token 0
             |
             +-- token 0 ------> the mixer itself ----------------------------> states after token 0
-            +-- tokens 1..Q-1 > its copy, one by one (_read_rest -> _rest) --> states after each of them
+            +-- tokens 1..Q-1 > its copy, one by one (_step_through_rest) ---> states after each of them
             v
-        output projection       _read_rest: reads all Q tokens
-            | _leave            the states are recorded; without an output projection, outputs are joined here
+        output projection      _run_rest: calls _step_through_rest, and reads all Q tokens
+            | _record_states     records the states; without an output projection, joins the outputs
             v
         output [B, Q, D]
 
@@ -138,37 +138,37 @@ class SteppedMixer:
         self.protocol = protocol
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
-        # Outputs of the copy's input projections, changed in place: the copy does not refer to this object, so that the
-        # cache is freed with the call.
-        self._given: dict[str, Tensor] = {}
+        # Outputs of the copy's input projections for a token, changed in place: the copy does not refer to this object,
+        # so that the cache is freed with the call.
+        self._token_outputs: dict[str, Tensor] = {}
         functions: dict[str, Callable[..., Any]] = {
-            name: partial(_given_output, self._given, name) for name in protocol.inputs
+            name: partial(_projection_output, self._token_outputs, name) for name in protocol.inputs
         }
         if protocol.output is not None:
             functions[protocol.output] = lambda inputs, *args, **kwargs: inputs
         self._copy = copy_with(mixer.module, functions)
-        self._reading: _Reading | None = None
+        self._forward: _Forward | None = None
         self._thread = 0
 
     def attach(self, handles: list[RemovableHandle]) -> None:
         """Register the hooks, whose handles are appended to `handles`."""
         module = self.mixer.module
         children = dict(module.named_children())
-        handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
+        handles.append(module.register_forward_pre_hook(self._feed_first_token, with_kwargs=True))
+        handles.append(module.register_forward_hook(self._record_states, prepend=True, always_call=True))
         for name in self.protocol.inputs:
-            handles.append(children[name].register_forward_pre_hook(partial(self._widen, name), prepend=True))
-            handles.append(children[name].register_forward_hook(partial(self._narrow, name)))
+            handles.append(children[name].register_forward_pre_hook(partial(self._project_all, name), prepend=True))
+            handles.append(children[name].register_forward_hook(partial(self._hand_out_first, name)))
         if self.protocol.output is not None:
             child = children[self.protocol.output]
-            handles.append(child.register_forward_pre_hook(self._read_rest, prepend=True))
+            handles.append(child.register_forward_pre_hook(self._run_rest, prepend=True))
 
     @property
-    def _own_reading(self) -> _Reading | None:
+    def _own_forward(self) -> _Forward | None:
         """The current forward of this thread; None in other threads, which may run the same modules."""
-        return self._reading if self._thread == threading.get_ident() else None
+        return self._forward if self._thread == threading.get_ident() else None
 
-    def _enter(
+    def _feed_first_token(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Pass the mixer the first token only, and a cache of its own."""
@@ -185,79 +185,79 @@ class SteppedMixer:
         layer = StepLayer(history.layer.number_of_states)
         arguments |= dict.fromkeys(mixer.mask_names)
         arguments[mixer.cache_name] = Cache(layers=[layer] * (mixer.layer_index + 1))
-        reading = _Reading(hidden, arguments, layer, history.current)
+        forward = _Forward(hidden, arguments, layer, history.current)
         if self.protocol.prepared is not None:
-            self._load(layer, reading.before)
-            reading.prepared = self._first_input({mixer.hidden_name: hidden, **arguments})
-        self._load(layer, reading.before)
-        self._reading, self._thread = reading, threading.get_ident()
-        return (), {mixer.hidden_name: reading.tokens[0], **arguments}
+            self._load(layer, forward.before)
+            forward.prepared = self._first_input({mixer.hidden_name: hidden, **arguments})
+        self._load(layer, forward.before)
+        self._forward, self._thread = forward, threading.get_ident()
+        return (), {mixer.hidden_name: forward.tokens[0], **arguments}
 
-    def _widen(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        reading = self._own_reading
-        if reading is None or not args:
+    def _project_all(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        forward = self._own_forward
+        if forward is None or not args:
             return None
-        whole = reading.prepared if name == self.protocol.prepared else reading.whole.get(id(args[0]), (None, None))[1]
+        whole = forward.prepared if name == self.protocol.prepared else forward.whole.get(id(args[0]), (None, None))[1]
         if whole is None:
             return None
-        reading.widened = name
+        forward.projecting = name
         return whole, *args[1:]
 
-    def _narrow(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        reading = self._own_reading
-        if reading is None or reading.widened != name:
+    def _hand_out_first(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        forward = self._own_forward
+        if forward is None or forward.projecting != name:
             return None
-        reading.widened = ""
-        reading.held[name] = _by_token(output)
-        first = reading.held[name][0]
-        reading.whole[id(first)] = first, output
+        forward.projecting = ""
+        forward.outputs[name] = _by_token(output)
+        first = forward.outputs[name][0]
+        forward.whole[id(first)] = first, output
         return first
 
-    def _read_rest(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _run_rest(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Let the copy read the other tokens, and the output projection all of them."""
-        reading = self._own_reading
-        if reading is None or reading.states:
+        forward = self._own_forward
+        if forward is None or forward.states:
             return None
-        return torch.cat(self._rest(reading, args[0]), dim=1), *args[1:]
+        return torch.cat(self._step_through_rest(forward, args[0]), dim=1), *args[1:]
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _record_states(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Record the states after each token; without an output projection, return the output of all tokens."""
-        reading = self._own_reading
-        if reading is None:
+        forward = self._own_forward
+        if forward is None:
             return None
-        self._reading = None
+        self._forward = None
         if output is None:  # the forward raised an error
             return None
-        if not reading.states:
-            output = _joined(self._rest(reading, output))
-        replay = None if self.states.keeps else lambda number, before: self._step(reading, number, before)[1]
-        self.states.histories[self.mixer.layer_index].records.append(ModuleStates(reading.states, replay))
+        if not forward.states:
+            output = _joined(self._step_through_rest(forward, output))
+        replay = None if self.states.keeps else lambda number, before: self._step(forward, number, before)[1]
+        self.states.histories[self.mixer.layer_index].records.append(ModuleStates(forward.states, replay))
         return output
 
-    def _rest(self, reading: _Reading, first: Any) -> list[Any]:
+    def _step_through_rest(self, forward: _Forward, first: Any) -> list[Any]:
         """Inputs of the output projection, or outputs of the mixer, by token; the states are recorded."""
-        found, states = [first], self._after(reading, 0, reading.before)
-        for number in range(1, len(reading.tokens)):
-            reading.states.append(states if self.states.keeps else {})
-            output, states = self._step(reading, number, states)
-            found.append(output)
-        reading.states.append(states)
-        return found
+        outputs, states = [first], self._after(forward, 0, forward.before)
+        for number in range(1, len(forward.tokens)):
+            forward.states.append(states if self.states.keeps else {})
+            output, states = self._step(forward, number, states)
+            outputs.append(output)
+        forward.states.append(states)
+        return outputs
 
-    def _step(self, reading: _Reading, number: int, before: States) -> tuple[Any, States]:
-        """What the copy returns for a token, and the states after it, from those before it."""
-        self._load(reading.layer, before)
-        self._given.update({name: by_token[number] for name, by_token in reading.held.items()})
-        arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}
+    def _step(self, forward: _Forward, number: int, before: States) -> tuple[Any, States]:
+        """The copy's output for a token, and the states after it, from those before it."""
+        self._load(forward.layer, before)
+        self._token_outputs.update({name: by_token[number] for name, by_token in forward.outputs.items()})
+        arguments = {self.mixer.hidden_name: forward.tokens[number], **forward.arguments}
         output = type(self.mixer.module).forward(self._copy, **arguments)
-        return output, self._after(reading, number, before)
+        return output, self._after(forward, number, before)
 
     def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
         """The input of the first input projection for all tokens."""
-        self._given.clear()
+        self._token_outputs.clear()
         try:
             type(self.mixer.module).forward(self._copy, **arguments)
-        except _Reached as reached:
+        except _StopForward as reached:
             return reached.args[0]  # type: ignore[no-any-return]
         return None
 
@@ -265,11 +265,11 @@ class SteppedMixer:
         """Load states into the layer; those that are written in place are copied."""
         is_written = {"conv": True, "recurrent": self.protocol.writes_recurrent}
         own = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
-        layer.load({slot: state.clone() if is_written[slot.kind] else state for slot, state in own.items()})
+        layer.load({slot: state.clone() if is_written[slot.type] else state for slot, state in own.items()})
 
-    def _after(self, reading: _Reading, number: int, before: States) -> States:
+    def _after(self, forward: _Forward, number: int, before: States) -> States:
         """The layer's states after a token; rows that held the token already keep theirs."""
-        after, skips = states_of(reading.layer), self.states.num_skipped
+        after, skips = states_of(forward.layer), self.states.num_skipped
         if skips is not None and number < max(skips):
             for slot, state in after.items():
                 is_skipped = torch.tensor([number < skip for skip in skips], device=state.device)

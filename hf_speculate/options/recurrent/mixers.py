@@ -50,52 +50,56 @@ class SteppedModel(NamedTuple):
 def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
     """The mixers of a model, by the layers of its cache."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
-    found: list[tuple[Mixer, StepProtocol]] = []
+    pairs: list[tuple[Mixer, StepProtocol]] = []
     protocols: dict[Any, StepProtocol | str] = {}
     mixers = _mixers_by_layer(model)
     for index, layer in enumerate(cache.layers):
         is_empty = index < len(types) and types[index] in _WITHOUT_STATES
         if is_empty or not isinstance(layer, LinearAttentionCacheLayerMixin):
             continue
-        num_before = len(found)
+        num_before = len(pairs)
         for mixer in mixers[index]:
             if "forward" in vars(mixer.module):
                 return _unserved(mixer, "has a replaced forward (accelerate moves its weights, or a kernel runs it)")
-            kind = type(mixer.module), _numbers_of(mixer.module)
-            protocol = protocols.get(kind) or _probed(mixer, layer.number_of_states)
-            protocols[kind] = protocol
+            mixer_type = type(mixer.module), _numbers_of(mixer.module)
+            protocol = protocols.get(mixer_type) or _probed(mixer, layer.number_of_states)
+            protocols[mixer_type] = protocol
             if isinstance(protocol, str):
                 return _unserved(mixer, protocol)
             if protocol.slots:
-                found.append((mixer, protocol))
-        if len(found) == num_before:
+                pairs.append((mixer, protocol))
+        if len(pairs) == num_before:
             return SteppedModel([], f"whose layer {index} does not keep its states in the cache")
-    return SteppedModel(found, "")
+    return SteppedModel(pairs, "")
 
 
 def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
     """Why the states of the recurrent layers of a cache cannot be rolled back; empty if they can."""
     if (getattr(model, "tp_size", None) or 1) > 1:
-        return "and split by tensor parallelism, which is not supported for recurrent layers"
+        return "and is split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
-        return "and compiled in place, which prevents hooks on its modules"
+        return "and is compiled in place, which prevents hooks on its modules"
     return stepped_model(model, cache).obstacle
 
 
 def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
     """Modules with a convolution that take hidden states and a cache and have a layer index, by that index."""
-    found: dict[int, list[Mixer]] = defaultdict(list)
+    mixers: dict[int, list[Mixer]] = defaultdict(list)
     for module in model.modules():
         index = vars(module).get("layer_idx")
         if not isinstance(index, int) or not any(isinstance(child, nn.Conv1d) for child in module.children()):
             continue
         hidden, *others = list(inspect.signature(type(module).forward).parameters.values())[1:]
         cache = cache_name(module)
-        needed: list[Any] = [one for one in others if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+        needed: list[Any] = [
+            parameter
+            for parameter in others
+            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        ]
         if cache and all(parameter.name == cache for parameter in needed):
             masks = tuple(parameter.name for parameter in others if "mask" in parameter.name)
-            found[index].append(Mixer(module, index, hidden.name, cache, masks))
-    return found
+            mixers[index].append(Mixer(module, index, hidden.name, cache, masks))
+    return mixers
 
 
 def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
@@ -129,12 +133,12 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
 
 
 def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
-    hidden = _made_up_states(mixer.module)
+    hidden = _synthetic_states(mixer.module)
     tokens = hidden[:, _NUM_PREFIX:]
     layer = StepLayer(num_states)
     _run(mixer, mixer.module, hidden[:, :_NUM_PREFIX], layer)
     before = states_of(layer)
-    is_short = bool(before) and not any(slot.kind == "recurrent" for slot in before)
+    is_short = bool(before) and not any(slot.type == "recurrent" for slot in before)
     num_bytes = sum(state.numel() * state.element_size() for state in before.values()) // _NUM_ROWS
     protocol = StepProtocol(frozenset(before), frozenset(), None, None, True, is_short, num_bytes)
     if not before:
@@ -158,14 +162,14 @@ def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States,
     for max_kept_bytes in (1 << 60, -1):
         outputs, states = _hooked(mixer, protocol, tokens, before, max_kept_bytes)
         pairs = [(outputs, steps.output)]
-        for number, found in states.items():
-            pairs += [(found[slot], steps.states[number][slot]) for slot in protocol.slots]
+        for number, after in states.items():
+            pairs += [(after[slot], steps.states[number][slot]) for slot in protocol.slots]
         if not all(_is_close(*pair) for pair in pairs):
             return False
     return True
 
 
-def _made_up_states(module: nn.Module) -> Tensor:
+def _synthetic_states(module: nn.Module) -> Tensor:
     """[B, T, D] in the dtype and on the device of the convolution."""
     conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
     width = getattr(module, "hidden_size", conv.in_channels)
@@ -190,10 +194,10 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
     writes_recurrent = False
     for token in tokens.split(1, dim=1):
         layer = _loaded(before)
-        given = states_of(layer)
+        loaded = states_of(layer)
         outputs.append(_flat(_run(mixer, mixer.module, token, layer)))
-        for slot, state in given.items():
-            if slot.kind == "recurrent" and not state.is_meta:
+        for slot, state in loaded.items():
+            if slot.type == "recurrent" and not state.is_meta:
                 writes_recurrent |= not torch.equal(state, before[slot])
         before = states_of(layer)
         states.append(before)
@@ -205,9 +209,9 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
     calls: list[tuple[str, Any, Any]] = []
 
     def watched(name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        made = child(*args, **kwargs)
-        calls.append((name, args[0] if args else None, made))
-        return made
+        output = child(*args, **kwargs)
+        calls.append((name, args[0] if args else None, output))
+        return output
 
     twin = copy_with(
         mixer.module, {name: partial(watched, name, child) for name, child in mixer.module.named_children()}
@@ -218,15 +222,15 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
     shared = {id(token)}
     inputs = set()
     prepared = None
-    for name, given, made in single:
-        if given.shape[:2] != token.shape[:2] or made.shape[:2] != token.shape[:2]:
+    for name, argument, output in single:
+        if argument.shape[:2] != token.shape[:2] or output.shape[:2] != token.shape[:2]:
             continue
-        if name == calls[0][0] and id(given) not in shared:
+        if name == calls[0][0] and id(argument) not in shared:
             prepared = name
-        if name == prepared or id(given) in shared:
+        if name == prepared or id(argument) in shared:
             inputs.add(name)
-            shared.add(id(made))
-    last = [name for name, _, made in single if made is result and name not in inputs]
+            shared.add(id(output))
+    last = [name for name, _, output in single if output is result and name not in inputs]
     return protocol._replace(inputs=frozenset(inputs), prepared=prepared, output=last[0] if last else None)
 
 
@@ -259,12 +263,12 @@ def _flat(output: Any) -> Tensor:
     return torch.cat([part.flatten(2) for part in parts], dim=2)
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
+def _is_close(actual: Tensor, other: Tensor) -> bool:
+    if not actual.is_floating_point():
+        return torch.equal(actual, other)
     are_numbers = other.isfinite()  # a draft may have weights that are none
-    if not torch.equal(one.isfinite(), are_numbers):
+    if not torch.equal(actual.isfinite(), are_numbers):
         return False
-    tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(one.dtype).eps)
-    one, other = one.where(are_numbers, 0), other.where(are_numbers, 0)
-    return bool((one - other).abs().max() <= tolerance * other.abs().max())
+    tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(actual.dtype).eps)
+    actual, other = actual.where(are_numbers, 0), other.where(are_numbers, 0)
+    return bool((actual - other).abs().max() <= tolerance * other.abs().max())

@@ -17,8 +17,8 @@ _MAX_SINGLE_ROWS = 4  # rows that are copied one by one; more are copied at once
 class Slot(NamedTuple):
     """Names one state of a cache layer."""
 
-    kind: str  # "conv" or "recurrent"
-    number: int  # among the layer's states of this kind
+    type: str  # "conv" or "recurrent"
+    number: int  # among the layer's states of this type
 
 
 States = Mapping[Slot, Tensor]
@@ -34,7 +34,7 @@ class ModuleStates(NamedTuple):
 
 
 class _Token(NamedTuple):
-    states: States  # of a layer after the token, those that were kept
+    states: States  # the states of a layer after the token that were kept
     replays: Sequence[Callable[[States], States]]  # compute the others from the states before the token
 
     def after(self, before: States) -> States:
@@ -46,16 +46,16 @@ class _Token(NamedTuple):
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
     """The states of a cache layer, by reference."""
-    held: dict[Slot, Tensor | None] = {Slot("conv", index): state for index, state in layer.conv_states.items()}
-    held |= {Slot("recurrent", index): state for index, state in layer.recurrent_states.items()}
-    return {slot: state for slot, state in held.items() if state is not None}
+    states: dict[Slot, Tensor | None] = {Slot("conv", index): state for index, state in layer.conv_states.items()}
+    states |= {Slot("recurrent", index): state for index, state in layer.recurrent_states.items()}
+    return {slot: state for slot, state in states.items() if state is not None}
 
 
 def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tensor | None]) -> None:
     """Set states of a cache layer, by reference."""
     for slot, state in states.items():
-        held: dict[int, Tensor | None] = layer.conv_states if slot.kind == "conv" else layer.recurrent_states
-        held[slot.number] = state
+        by_number: dict[int, Tensor | None] = layer.conv_states if slot.type == "conv" else layer.recurrent_states
+        by_number[slot.number] = state
 
 
 class LayerHistory:
@@ -63,7 +63,7 @@ class LayerHistory:
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin):
         self.layer = layer
-        self.records: list[ModuleStates] = []  # of the current forward
+        self.records: list[ModuleStates] = []  # states from the current forward
         self._base: States = states_of(layer)
         self._tokens: list[_Token] = []
 
@@ -81,11 +81,11 @@ class LayerHistory:
 
     def add(self, num_query: int) -> None:
         """Append the tokens of a forward, from `records` and from the layer."""
-        before, held = self.current, states_of(self.layer)
+        before, after = self.current, states_of(self.layer)
         records, self.records = self.records, []
         recorded = {slot for record in records for slot in record.states[-1]}
-        others = {slot: state for slot, state in held.items() if slot not in recorded}
-        if num_query > 1 and any(slot.kind == "recurrent" for slot in others):
+        others = {slot: state for slot, state in after.items() if slot not in recorded}
+        if num_query > 1 and any(slot.type == "recurrent" for slot in others):
             raise UnsupportedModelError(
                 "recurrent states must be written by modules that can read one token at a time, got a layer "
                 f"{type(self.layer).__name__} that another module writes to; leave assistant_model out"
@@ -96,7 +96,7 @@ class LayerHistory:
                 states |= record.states[token]
             for slot, state in others.items():  # convolution states that nobody recorded hold a column per token
                 end = state.shape[-1] - (num_query - token - 1)
-                states[slot] = state[..., end - before[slot].shape[-1] : end] if slot.kind == "conv" else state
+                states[slot] = state[..., end - before[slot].shape[-1] : end] if slot.type == "conv" else state
             replays = [
                 partial(record.replay, token) for record in records if record.replay and not record.states[token]
             ]
@@ -106,15 +106,15 @@ class LayerHistory:
     def roll_back(self, counts: Sequence[int]) -> None:
         """Return each row to its states after its first `counts` [B] tokens."""
         states, num_read = self._base, 0
-        found: dict[int, States] = {}
+        by_count: dict[int, States] = {}
         for count in sorted(set(counts)):
             if count and not self._tokens[count - 1].replays:
                 states = self._tokens[count - 1].states
             else:
                 for token in self._tokens[num_read:count]:
                     states = token.after(states)
-            num_read, found[count] = count, states
-        self._base, self._tokens = mixed_rows(found, counts), []
+            num_read, by_count[count] = count, states
+        self._base, self._tokens = mixed_rows(by_count, counts), []
         put_states(self.layer, self._base)
 
     def rows(self, indices: Tensor) -> None:
@@ -129,7 +129,7 @@ class RecurrentStates:
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
         self.cache = cache
-        # Of the states after each token; if they take more, a rollback computes them again from recorded projections.
+        # The bound of states after each token; beyond it, a rollback computes them again from recorded projections.
         self.max_kept_bytes = max_kept_bytes
         self.histories = {
             index: LayerHistory(layer)
@@ -190,14 +190,14 @@ class RecurrentStates:
 
     def snapshot(self) -> Callable[[], None]:
         """A function that returns to the current states, also from the middle of a forward."""
-        held = []
+        saved = []
         for history in self.histories.values():
-            held.append((history.layer, states_of(history.layer), dict(history.layer.has_previous_state)))
+            saved.append((history.layer, states_of(history.layer), dict(history.layer.has_previous_state)))
             history.detach()  # the cache continues with copies
         self.restart()
 
         def restore() -> None:
-            for layer, states, had_previous in held:
+            for layer, states, had_previous in saved:
                 for index in layer.has_previous_state:
                     conv, recurrent = Slot("conv", index), Slot("recurrent", index)
                     layer.is_conv_states_initialized[index] = conv in states
@@ -216,17 +216,17 @@ class RecurrentStates:
         self.restart()
 
 
-def mixed_rows(found: Mapping[int, States], counts: Sequence[int]) -> dict[Slot, Tensor]:
-    """Row b of `found[counts[b]]`; recurrent states are written into those that most rows share."""
+def mixed_rows(by_count: Mapping[int, States], counts: Sequence[int]) -> dict[Slot, Tensor]:
+    """Row b of `by_count[counts[b]]`; recurrent states are written into those that most rows share."""
     (common, _), *others = Counter(counts).most_common()
-    rows = {count: [row for row, other in enumerate(counts) if other == count] for count, _ in others}
+    rows = {count: [row for row, row_count in enumerate(counts) if row_count == count] for count, _ in others}
     mixed = {}
-    for slot, state in found[common].items():
-        if slot.kind == "conv":  # a view of a tensor that states after other tokens share
+    for slot, state in by_count[common].items():
+        if slot.type == "conv":  # a view of a tensor that states after other tokens share
             state = state.clone(memory_format=torch.contiguous_format)
         with torch.inference_mode(state.is_inference()):  # only inference mode may write to its tensors
             for count, indices in rows.items():
-                source = found[count][slot]
+                source = by_count[count][slot]
                 if len(indices) <= _MAX_SINGLE_ROWS:
                     for row in indices:
                         state[row].copy_(source[row])

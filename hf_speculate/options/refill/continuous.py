@@ -23,7 +23,7 @@ from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch,
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
-PREFILL_CHUNK_TOKENS = 512  # of all rows that are read together, in a forward between two rounds of the others
+PREFILL_CHUNK_TOKENS = 512  # tokens of all rows in a forward that reads prompts between two rounds of other rows
 
 
 @dataclass
@@ -38,9 +38,9 @@ class ContinuousDecoder:
 
     model: PreTrainedModel  # the target, enabled or not
     num_rows: int  # rows that are decoded at once, >= 1
-    arguments: Mapping[str, Any]  # of `generate()` for all rows, `assistant_model` for example
+    arguments: Mapping[str, Any]  # arguments of `generate()` for all rows, `assistant_model` for example
     pad_token_id: int = 0  # pads prompts that are read together
-    stats: SpeculationStats = field(default_factory=SpeculationStats)  # of all rows; written to
+    stats: SpeculationStats = field(default_factory=SpeculationStats)  # statistics of all rows; written to
     on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before they are read
     # called after each round with the prompt of each row that goes on, and all of its new tokens; a row for which it
     # returns False is cancelled. The tokens begin anew if a row is decoded again: after an error in a batch, its rows
@@ -52,10 +52,10 @@ class ContinuousDecoder:
         self._clock = StageClock()
         self._readings: deque[Reading] = deque()  # the first one is being read
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
-        self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
+        self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
         self._on_logits = LogitsObserver(self._prompts)
         self._num_begun = 0
-        self._source: DraftSource = CONTINUOUS  # of the latest rows
+        self._source: DraftSource = CONTINUOUS  # source of the latest rows
 
     @property
     def num_live(self) -> int:
@@ -80,23 +80,23 @@ class ContinuousDecoder:
 
     def _step(self) -> list[RowResult]:
         results: list[RowResult] = []
-        for kind, running in list(self._running.items()):
+        for call_type, running in list(self._running.items()):
             try:
                 with torch.no_grad(), self._clock:
                     finished = running.decode_round()
             except Exception as error:
                 if not self._ends_a_row(error):
                     raise
-                del self._running[kind]
+                del self._running[call_type]
                 results += self._isolate(error)
                 continue
             if self.on_tokens is not None:
                 ids, prompts = running.row_ids, self._prompts
                 finished += running.cancel(
-                    [one for one in ids if not self.on_tokens(prompts[one], running.new_ids(one))]
+                    [row_id for row_id in ids if not self.on_tokens(prompts[row_id], running.new_ids(row_id))]
                 )
             if not running.row_ids:
-                del self._running[kind]
+                del self._running[call_type]
             results += [self._result(row) for row in finished]
         return results
 

@@ -93,7 +93,7 @@ class StoppingGroups:
 
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
         self._max_lengths = list(max_lengths)
-        rest = BlockStoppingCriteria(one for one in criteria if type(one) is not MaxLengthCriteria)
+        rest = BlockStoppingCriteria(criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria)
         self._groups: list[_Group[BlockStoppingCriteria]] = [(rest, list(range(len(max_lengths))))]
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
@@ -151,22 +151,22 @@ def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> lis
     return groups
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(mine: Any, other: Any) -> bool:
     """Whether two processors or criteria, or values in them, do the same; objects without fields must be one."""
-    if one is other:
+    if mine is other:
         return True
-    if type(one) is not type(other):
+    if type(mine) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        return one.device == other.device and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    if isinstance(one, bool | int | float | str | bytes | frozenset | set | torch.device | torch.dtype | None):
-        return bool(one == other)
-    if not isinstance(one, LogitsProcessor | StoppingCriteria):
+    if isinstance(mine, Tensor):
+        return mine.device == other.device and torch.equal(mine, other)
+    if isinstance(mine, dict):
+        return mine.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in mine.items())
+    if isinstance(mine, list | tuple):
+        return len(mine) == len(other) and all(map(is_equal, mine, other))
+    if isinstance(mine, bool | int | float | str | bytes | frozenset | set | torch.device | torch.dtype | None):
+        return bool(mine == other)
+    if not isinstance(mine, LogitsProcessor | StoppingCriteria):
         return False
-    if isinstance(getattr(one, "prompt_ignore_length", None), Tensor):
+    if isinstance(getattr(mine, "prompt_ignore_length", None), Tensor):
         return False  # one number per row
-    return is_equal(vars(one), vars(other))
+    return is_equal(vars(mine), vars(other))

@@ -16,8 +16,8 @@ class RowPrompt:
     """One prompt [T] of a source, without padding."""
 
     token_ids: Sequence[int]
-    seed: int | None = None  # of the row when sampling; None to draw one
-    # of `generate()` for this row, beside the decoder's; `num_assistant_tokens` may be a list of one number
+    seed: int | None = None  # seed of the row when sampling; None to draw one
+    # for `generate()`, beside the decoder's; `num_assistant_tokens` may be a list of one number
     arguments: Mapping[str, Any] = field(default_factory=dict)
     key: Any = None  # passed on to the result
     # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the

@@ -31,9 +31,9 @@ class RunningBatch:
     def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock, observer: Observer):
         self._batch = first.batch
         self._rows = _RowObserver(first.plan.call.do_sample)
-        given = first.decoder
-        observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length, observer]
-        self._decoder = replace(given, observers=observers, clock=clock)
+        own = first.decoder
+        observers = [StatsObserver(stats, counts_rows=False), self._rows, own.output, own.draft_length, observer]
+        self._decoder = replace(own, observers=observers, clock=clock)
         self._decoder.drafts.report_to(stats)
 
     @property
@@ -109,12 +109,12 @@ def join_obstacle(prepared: Prepared) -> str:
         return plan.lock_step
     if plan.compiled:
         return f"compiled forwards ({', '.join(plan.compiled)}) have a fixed number of rows"
-    for one in (plan.target, plan.draft):
-        if one is not None and one.cache.kind != "preallocated":
-            return f"the states of the {one.part} model need a {one.cache.kind} cache"
+    for model_plan in (plan.target, plan.draft):
+        if model_plan is not None and model_plan.cache.kind != "preallocated":
+            return f"the states of the {model_plan.part} model need a {model_plan.cache.kind} cache"
     if not (call.target_inputs.is_empty and call.draft_inputs.is_empty):
         return "the models read more than tokens"
-    if any(find_reads(one) is Reads.HISTORY for one in call.processors):
+    if any(find_reads(model_plan) is Reads.HISTORY for model_plan in call.processors):
         return "a logits processor has state"
     if not decoder.drafts.can_join:
         return "the drafter has states that cannot be joined"

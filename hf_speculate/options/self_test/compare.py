@@ -1,12 +1,11 @@
-"""Compares a model's forwards of several tokens with plain decoding, once for each kind of call of a model.
+"""The self-test: compares a model's forwards of several tokens with plain decoding, once for each type of call.
 
-A model whose type is not in `hf_speculate.models.quirks.SHOWN` comes here. It decodes `NUM_TOKENS` tokens plainly; then
-it reads the same tokens in one forward after the same prompt, is rolled back, and reads the last of them again.
+A model whose type is not in `hf_speculate.models.quirks.TESTED_TYPES` decodes `NUM_TOKENS` tokens plainly. Then it
+reads the same tokens in one forward after the same prompt, is rolled back, and reads the last of them again.
 
 The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
 norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
-resolution of the dtype and grows with depth; a token that is read at a wrong place, or with a wrong mask, gives 0.05 to
-1.5.
+resolution of the dtype and grows with depth; a token at a wrong position, or with a wrong mask, gives 0.05 to 1.5.
 """
 
 import copy
@@ -26,13 +25,13 @@ from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import plan_target_cache
-from hf_speculate.engine.plan import attention_of, positions_by_column
+from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from hf_speculate.models.preallocated_kind import has_holes
-from hf_speculate.models.quirks import placeless_id
+from hf_speculate.models.quirks import token_without_position
 
 LOGGER = logging.getLogger("hf_speculate")
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
@@ -52,9 +51,9 @@ def check_decoding(
     mask, dtype = call.prompts.attention_mask, _dtype(model)
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     # Calls that agree in this are decoded alike.
-    model_kind, cache_kind = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
-    prompt_kind = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
-    situation = model_kind, cache_kind, prompt_kind
+    model_type, cache_choice = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
+    prompt_type = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
+    situation = model_type, cache_choice, prompt_type
     differences: dict[Hashable, float] = model_state(model).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
     if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
@@ -125,14 +124,14 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     for chunk in call.prompts.query_ids.split(call.prefill_chunk_size or call.prompts.query_ids.shape[1], dim=1):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)
     cache.begin_recording()
-    num_tokens = min(num_tokens, _num_placed(plain.token_ids, placeless_id(model)))
+    num_tokens = min(num_tokens, _num_read_together(plain.token_ids, token_without_position(model)))
     token_ids = plain.token_ids[:, :num_tokens]
     block = language_model.forward(token_ids, cache, logits_to_keep=num_tokens)
     together = torch.cat([logits, block], dim=1)  # [B, N+1, V]
     differences = [relative_difference(plain.logits[:, : num_tokens + 1], together)]
     if num_tokens > 2:
         num_again = num_tokens - 2
-        is_lock_step = positions_by_column(model) or batch_size == 1
+        is_lock_step = counts_by_column(model) or batch_size == 1
         counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
         kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
         cache.crop(num_tokens - kept)
@@ -143,9 +142,9 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     return max(differences)
 
 
-def _num_placed(token_ids: Tensor, placeless: int | None) -> int:
+def _num_read_together(token_ids: Tensor, no_position: int | None) -> int:
     """How many of the tokens [B, N] a forward may read together, 1 at least."""
-    ends = (token_ids == placeless).any(0).nonzero()[:, 0].tolist() if placeless is not None else []
+    ends = (token_ids == no_position).any(0).nonzero()[:, 0].tolist() if no_position is not None else []
     return int(ends[0]) + 1 if ends else token_ids.shape[1]
 
 
@@ -158,8 +157,8 @@ def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype that the model computes in; bfloat16 if float32 matrix products may be coarser."""
-    kind = model.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    device_type = model.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     is_coarse = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return torch.bfloat16 if is_coarse else model.dtype

@@ -10,7 +10,13 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, AcceptanceRates, model_kinds, suffix_kinds
+from hf_speculate.draft.acceptance_rates import (
+    MODEL_PRIORS,
+    SUFFIX_PRIORS,
+    AcceptanceRates,
+    model_buckets,
+    suffix_buckets,
+)
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter
@@ -28,7 +34,7 @@ MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in 
 
 
 class HybridRow:
-    """What one row has gained from matches and the model, and what was proposed for it in the last call."""
+    """One row of the hybrid drafter: its acceptance rates for matches and for the model, and its last proposal."""
 
     def __init__(self) -> None:
         self.suffix_rates, self.model_rates = AcceptanceRates(SUFFIX_PRIORS), AcceptanceRates(MODEL_PRIORS)
@@ -40,20 +46,20 @@ class HybridRow:
         """Whether the suffix match is expected to gain at least as many tokens as the model with so many."""
         if not self.proposal.token_ids or not num_model:
             return bool(self.proposal.token_ids)
-        kinds = suffix_kinds(self.proposal.match_len, len(self.proposal.token_ids))
-        return self.suffix_rates.expected(kinds) >= self.model_rates.expected(model_kinds(num_model))
+        buckets = suffix_buckets(self.proposal.match_len, len(self.proposal.token_ids))
+        return self.suffix_rates.expected(buckets) >= self.model_rates.expected(model_buckets(num_model))
 
     def learn(self, ids: Sequence[int], num_rounds: int) -> None:
         """Learn from the last call's proposals: the tokens emitted since, in one round and then plain ones."""
         self.unread += ids
-        agrees = [one == other for one, other in zip(self.proposal.token_ids, ids, strict=False)]
+        agrees = [drafted == emitted for drafted, emitted in zip(self.proposal.token_ids, ids, strict=False)]
         if agrees:
             num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
             num_accepted = num_verified - (False in agrees)
-            self.suffix_rates.observe(suffix_kinds(self.proposal.match_len, num_verified), num_accepted)
+            self.suffix_rates.observe(suffix_buckets(self.proposal.match_len, num_verified), num_accepted)
         if ids and self.num_model:
             num_accepted = min(len(ids) - num_rounds, self.num_model)
-            self.model_rates.observe(model_kinds(min(num_accepted + 1, self.num_model)), num_accepted)
+            self.model_rates.observe(model_buckets(min(num_accepted + 1, self.num_model)), num_accepted)
 
 
 class HybridDrafter(PerRow, Drafter):
@@ -170,7 +176,7 @@ def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut
     num_drafted = drafted.token_ids.shape[1]
     width = max(matched.token_ids.shape[1], num_drafted)
     matched_ids, drafted_ids = (
-        torch.nn.functional.pad(one.token_ids, (0, width - one.token_ids.shape[1])) for one in (matched, drafted)
+        torch.nn.functional.pad(draft.token_ids, (0, width - draft.token_ids.shape[1])) for draft in (matched, drafted)
     )
     token_ids = torch.where(uses_match[:, None], matched_ids, drafted_ids)  # [B, K]
     lens = torch.where(uses_match, matched.lens, drafted.lens)

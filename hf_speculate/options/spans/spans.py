@@ -50,7 +50,7 @@ class SpanVerifier:
         inside = self.span.open_after_each(draft.token_ids, self.is_open)  # [B, K+1]
         if inside.device.type == "cpu" and not inside.any():
             return self.exact.verify(target_logits, draft, keys)
-        singles = _one_by_one(target_logits, draft, keys)
+        singles = _token_by_token(target_logits, draft, keys)
         lossy = self.lossy.verify(*singles)
         # Both everywhere, because telling positions apart would wait for a device.
         only_lossy = inside.device.type == "cpu" and bool(inside.all())
@@ -96,7 +96,7 @@ def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[in
     return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
 
 
-def _one_by_one(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
+def _token_by_token(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
     """B rounds of K+1 positions as N = B (K+1) rounds of one drafted token, or none at a bonus position."""
     num_positions, vocab_size = target_logits.shape[1:]
     offsets = torch.arange(num_positions, device=target_logits.device)

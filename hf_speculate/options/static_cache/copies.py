@@ -60,7 +60,8 @@ def write_back(cache: Cache, static: Cache) -> None:
     """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails."""
     # The oldest column of a full window is not written: the next token drops it unread.
     layers: list[list[Any]] = [
-        [layer for part in parts_of(one) for layer in attention_layers(part.layers)] for one in (cache, static)
+        [layer for part in parts_of(any_cache) for layer in attention_layers(part.layers)]
+        for any_cache in (cache, static)
     ]
     pairs = [(source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized]
     for source, layer in pairs:

@@ -18,9 +18,9 @@ def without_failed_kernels(call: Call, stats: SpeculationStats) -> Call:
     seen = {verdict.of(KERNELS) for verdict in verdicts if verdict is not None} - {None, RIGHT}
     if not seen:
         return call
-    found = f"{COMMAND} saw Triton kernels {'crash' if CRASHED in seen else 'give wrong results'} on this device"
+    problem = f"{COMMAND} saw Triton kernels {'crash' if CRASHED in seen else 'give wrong results'} on this device"
     if call.config.verifier_backend == "triton":
-        _warn_once(f'verifier_backend="triton" runs them, though {found}; leave it out for torch')
+        _warn_once(f'verifier_backend="triton" runs them, though {problem}; leave it out for torch')
         return call
-    stats.add_fallback(f"torch in place of Triton kernels, because {found}")
+    stats.add_fallback(f"torch in place of Triton kernels, because {problem}")
     return replace(call, config=replace(call.config, verifier_backend="torch"))

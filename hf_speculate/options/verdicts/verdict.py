@@ -34,13 +34,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Verdict(NamedTuple):
-    """What was seen on a device, by test."""
+    """The verdict on a device: the result of each test."""
 
     results: Mapping[str, str]
 
-    def of(self, kind: str) -> str | None:
+    def of(self, test: str) -> str | None:
         """The worst result of the tests of a kind; None if none of them was run."""
-        seen = {result for name, result in self.results.items() if name.partition(":")[0] == kind}
+        seen = {result for name, result in self.results.items() if name.partition(":")[0] == test}
         return next((result for result in (CRASHED, WRONG, RIGHT) if result in seen), None)
 
 
@@ -75,7 +75,7 @@ def verdict_path(key: Mapping[str, str]) -> Path:
 
 
 def device_key(device: torch.device) -> dict[str, str]:
-    """What a verdict depends on: the device, the driver, versions and our code."""
+    """The key of a verdict: the device, the driver, versions and a hash of our code."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return {**_hardware(device), **_software()}
@@ -98,10 +98,10 @@ def _hardware(device: torch.device) -> dict[str, str]:
 def _driver() -> str:
     """The version of the kernel's driver; empty if the system does not say."""
     try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
         return ""
-    return found.group() if found else ""
+    return match.group() if match else ""
 
 
 @cache

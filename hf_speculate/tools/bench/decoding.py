@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     number: int  # among all batches, from 0
     input_ids: Tensor  # [B, T] int64, left-padded
     attention_mask: Tensor  # [B, T] int64, left-padded
-    category: str = ""  # of all its prompts; empty if they have none, or several
+    category: str = ""  # category of all its prompts; empty if they have none, or several
 
     @property
     def rows(self) -> list[Tensor]:
@@ -66,8 +66,8 @@ def make_batches(
             groups.append((category, waiting.pop(category)))
     rest = [(category, ids) for category, group in waiting.items() for ids in group]
     for start in range(0, len(rest), batch_size):
-        found, group = zip(*rest[start : start + batch_size], strict=True)
-        groups.append((found[0] if len(set(found)) == 1 else "", group))
+        group_categories, group = zip(*rest[start : start + batch_size], strict=True)
+        groups.append((group_categories[0] if len(set(group_categories)) == 1 else "", group))
     return [
         Batch(number, *left_padded(group, pad_token_id, device), category)
         for number, (category, group) in enumerate(groups)
@@ -81,7 +81,7 @@ class Run(NamedTuple):
     repeat: int  # number of the repetition
     seconds: float
     texts: list[list[int]]  # new token ids of each row up to its end
-    stats: SpeculationStats | None  # of our engine
+    stats: SpeculationStats | None  # None for other engines
     first_token_s: float | None = None  # time to the first token: until the target's first forward has ended
     peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
 
@@ -190,7 +190,7 @@ class Decoder:
 
 
 def up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    end = next((at for at, one in enumerate(ids) if one in eos_token_ids), len(ids))
+    end = next((at for at, token_id in enumerate(ids) if token_id in eos_token_ids), len(ids))
     return ids[: end + 1]
 
 
@@ -271,7 +271,7 @@ def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
 
 def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
     """Calls on batches that all plain methods have decoded; methods without any are left out."""
-    plain = [{run.key for run in runs[one.name]} for one in methods if one.engine == PLAIN]
+    plain = [{run.key for run in runs[method.name]} for method in methods if method.engine == PLAIN]
     done = set.intersection(*plain) if plain else set()
     kept = {name: [run for run in of_it if run.key in done] for name, of_it in runs.items()}
     return {name: of_it for name, of_it in kept.items() if of_it}

@@ -37,7 +37,7 @@ class DraftLen(NamedTuple):
 class Method:
     name: str  # unique among the methods of a comparison
     engine: str  # `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`
-    # of `SpeculationConfig`; for transformers only draft length and prompt lookup
+    # fields of `SpeculationConfig`; for transformers only draft length and prompt lookup
     fields: Mapping[str, Any] = field(default_factory=dict)
     do_sample: bool = False  # whether tokens are sampled
     is_lossy: bool = False  # whether the output's distribution differs from plain decoding's
@@ -101,9 +101,12 @@ def plain_method(do_sample: bool) -> Method:
 
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
     """Assisted generation of transformers with its defaults, and with the first constant draft length."""
-    found = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
-    constant = [one for one in lens if not one.is_adaptive]
-    return found + [Method(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in constant[:1]]
+    compared = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
+    constant = [draft_len for draft_len in lens if not draft_len.is_adaptive]
+    return compared + [
+        Method(f"transformers, {draft_len.label}", TRANSFORMERS, draft_len.fields, do_sample)
+        for draft_len in constant[:1]
+    ]
 
 
 def lookup_method(num_tokens: int, do_sample: bool) -> Method:
@@ -115,11 +118,11 @@ def our_methods(
     verifiers: Iterable[str],
     lens: Sequence[DraftLen],
     do_sample: bool,
-    fields: Mapping[str, Any],  # of `SpeculationConfig`, for all methods
+    fields: Mapping[str, Any],  # fields of `SpeculationConfig`, for all methods
     thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
     """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""
-    found = []
+    methods = []
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
         own, name = dict(fields), verifier
         if threshold is not None:  # alpha as in the defaults; a threshold above alpha would have no effect
@@ -130,5 +133,5 @@ def our_methods(
         check_verifier(config)
         is_lossy = not is_lossless(config)
         if is_lossy or threshold is None:
-            found.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
-    return found
+            methods.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
+    return methods

@@ -68,10 +68,10 @@ class TextCheck:
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
         num_rows = len(plain) if method.engine == OURS else 1
-        places = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
-        last = max((at for at in places if at is not None), default=None)
+        positions = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
+        last = max((at for at in positions if at is not None), default=None)
         gaps = [] if last is None else self._gaps(run, last + 1)
-        for row, (ids, others, at) in enumerate(zip(plain, run.texts, places, strict=True)):
+        for row, (ids, others, at) in enumerate(zip(plain, run.texts, positions, strict=True)):
             if at is None:
                 yield "equal" if len(ids) == len(others) else "bug"
                 continue
@@ -91,7 +91,9 @@ class TextCheck:
 
 def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
     """The first position at which two texts differ; None if one begins with the other."""
-    return next((at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), None)
+    return next(
+        (at for at, (token_id, other_id) in enumerate(zip(ids, others, strict=False)) if token_id != other_id), None
+    )
 
 
 class Drift(NamedTuple):
@@ -99,7 +101,7 @@ class Drift(NamedTuple):
 
     log_likelihood: float = 0.0  # under the target in nats, without temperature and other processors
     num_best: int = 0  # tokens that are the target's most likely ones after the text before them
-    num_tokens: int = 0  # of the outputs
+    num_tokens: int = 0  # tokens of the outputs
 
     def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # tuples are joined
         return Drift(*map(operator.add, self, other))

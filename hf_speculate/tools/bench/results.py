@@ -25,9 +25,9 @@ from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
 
 MIN_CALLS = 5
-MAX_SPREAD = 1.5  # of plain decoding's time per token, maximum over minimum; on idle machines it was below 1.2
+MAX_SPREAD = 1.5  # maximum over minimum of plain decoding's time per token; below 1.2 on idle machines
 NOISE_MARGIN = 1.1
-_SAMPLE_TOKENS = 120  # of the text that is shown for each method
+_SAMPLE_TOKENS = 120  # tokens of the text that is shown for each method
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def finite(value: float) -> float | None:
 
 def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
     """Sum of the statistics of all calls; None for other engines."""
-    found = [run.stats for run in runs if run.stats is not None]
-    return functools.reduce(operator.add, found) if found else None
+    stats = [run.stats for run in runs if run.stats is not None]
+    return functools.reduce(operator.add, stats) if stats else None
 
 
 def method_entry(
@@ -174,7 +174,7 @@ def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
 class Comparison:
     methods: Sequence[Method]  # at least one, besides plain decoding; all sample, or none does
     drift_methods: Sequence[Method]  # lossy ones, measured for speed and drift only
-    batches: Sequence[Batch]  # of prompts, at least one
+    batches: Sequence[Batch]  # batches of prompts, at least one
     repeats: int = 1  # how often each method decodes each batch
     seed: int = 0  # used for sampling
 

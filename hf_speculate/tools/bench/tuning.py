@@ -36,16 +36,16 @@ class Instruments(NamedTuple):
 class Trial:
     method: Method  # that is tried
     runs: list[Run] = field(default_factory=list)  # its calls so far
-    drift: Drift = field(default_factory=Drift)  # of a lossy method's outputs
+    drift: Drift = field(default_factory=Drift)  # drift of a lossy method's outputs
     complaint: str = ""  # why it was dropped; empty while it is in the race
 
 
 @dataclass(frozen=True)
 class Tuned:
     winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
-    trials: list[Trial]  # of all methods, best first
+    trials: list[Trial]  # trials of all methods, best first
     plain_runs: list[Run]  # plain decoding's calls
-    plain_drift: Drift  # of its outputs, if the rule has bounds
+    plain_drift: Drift  # drift of its outputs, if the rule has bounds
     do_sample: bool  # whether tokens were sampled
     is_interrupted: bool = False  # whether Ctrl-C ended the measurement; there is no winner then
 
@@ -98,12 +98,12 @@ def candidates(
 
 def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
     """Methods at most and further batches of each rung: methods are halved and batches doubled."""
-    found, size = [], _FIRST_BATCHES
+    sizes, size = [], _FIRST_BATCHES
     while num_batches > 0:
-        found.append((num_methods, min(size, num_batches)))
+        sizes.append((num_methods, min(size, num_batches)))
         num_batches -= size
         num_methods, size = min(num_methods, max(_MIN_LEFT, math.ceil(num_methods / 2))), 2 * size
-    return found
+    return sizes
 
 
 def num_steps(num_methods: int, num_batches: int) -> int:

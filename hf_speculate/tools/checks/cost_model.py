@@ -20,8 +20,8 @@ class ModelSize(NamedTuple):
 
     num_params: int
     num_bytes: int
-    num_lookup_bytes: int = 0  # of an input embedding that is not the output embedding too: a token reads one row
-    num_expert_bytes: int = 0  # of routed experts
+    num_lookup_bytes: int = 0  # bytes of an input embedding that is not the output embedding too: a token reads one row
+    num_expert_bytes: int = 0  # bytes of routed experts
     num_experts: int = 1
     num_chosen: int = 1  # experts that a token reads
     kv_bytes_per_token: int = 0

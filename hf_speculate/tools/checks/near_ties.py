@@ -50,9 +50,9 @@ class ParityRow:
             return f"row {self.index}: equal"
         numbers = {"gap": self.gap, "bound": self.bound, "noise": self.noise, "top gap": self.top_gap}
         numbers["top gap in float64"] = self.exact_top_gap
-        found = "".join(f", {name} {value:.3g}" for name, value in numbers.items() if value is not None)
+        details = "".join(f", {name} {value:.3g}" for name, value in numbers.items() if value is not None)
         ids = f"plain {self.plain_id}, speculative {self.speculative_id}"
-        return f"row {self.index}, position {self.position}: {self.verdict}, {ids}{found}; {self.reason}"
+        return f"row {self.index}, position {self.position}: {self.verdict}, {ids}{details}; {self.reason}"
 
 
 class _LogitNoise(NamedTuple):
@@ -60,7 +60,7 @@ class _LogitNoise(NamedTuple):
 
     top_gap: float
     noise: float
-    magnitude: float  # of the largest finite logit
+    magnitude: float  # the largest finite logit's magnitude
 
 
 def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
@@ -99,7 +99,7 @@ class DifferenceCheck:
         exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
         measured = _noise_in(logits_of(self.model), chosen)
         is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
-        eps = max(torch.finfo(one).eps for one in (self.model.dtype, torch.float32))  # scores are float32 at best
+        eps = max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32))  # scores are float32 at best
         ulp = eps * measured.magnitude
         # noise of many units counts only if float64 confirms rounding
         noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
@@ -119,11 +119,11 @@ class GapRecorder(LogitsProcessor):
 
     def __init__(self, token_ids: Tensor):
         self.token_ids = token_ids
-        self.best_ids: list[Tensor] = []  # of [B]
-        self.gaps: list[Tensor] = []  # of [B] float64
+        self.best_ids: list[Tensor] = []  # by step, each [B]
+        self.gaps: list[Tensor] = []  # by step, each [B] float64
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        best = scores.max(-1)  # of [B, V]
+        best = scores.max(-1)  # over [B, V]
         self.best_ids.append(best.indices)
         column = input_ids.shape[1]
         gaps = torch.full_like(best.values, torch.inf, dtype=torch.float64)
@@ -160,7 +160,7 @@ def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
 def logits_in_call(
     model: PreTrainedModel,
     *,
-    options: Mapping[str, Any],  # of both calls: an encoder's inputs, images or the like
+    options: Mapping[str, Any],  # arguments of both calls: an encoder's inputs, images or the like
     speculation: Mapping[str, Any],  # what the speculative call adds
     token_ids: Tensor,
     row: int,
@@ -170,8 +170,12 @@ def logits_in_call(
     """Logits [2, V] after the `position` new tokens of a row of `token_ids` [B, T], by plain and speculative calls."""
     options = dict(options)
     if model.dtype == torch.float64:  # pixels and the like
-        reals = {name: one for name, one in options.items() if isinstance(one, Tensor) and one.is_floating_point()}
-        options |= {name: one.double() for name, one in reals.items()}
+        reals = {
+            name: option
+            for name, option in options.items()
+            if isinstance(option, Tensor) and option.is_floating_point()
+        }
+        options |= {name: option.double() for name, option in reals.items()}
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), _ForcedTokens(token_ids)])
     options |= {"logits_processor": processors, "return_dict_in_generate": True, "output_logits": True}
     drafting = {name: speculation[name] for name in _SOURCES if name in speculation}
@@ -179,8 +183,8 @@ def logits_in_call(
 
     def logits(num_tokens: int, **more: Any) -> Tensor:
         output: Any = generate(model, **{**options, "max_new_tokens": position + num_tokens, **more})
-        found: Tensor = output.logits[position][row].double()
-        return found  # [V]
+        top_logits: Tensor = output.logits[position][row].double()
+        return top_logits  # [V]
 
     return torch.stack([logits(1), logits(block_len, **drafting)])
 

@@ -109,8 +109,8 @@ class PairReport:
         lines += [f"  {finding.level}: {finding.text}" for finding in self.findings]
         lines += ["  upper bound of the speed-up over plain decoding:", "    acceptance   best K   speed-up"]
         lines += [
-            f"    {one.acceptance_probability:>10.1f}   {one.num_draft_tokens:>6}   {one.speedup:>7.2f}x"
-            for one in self.gains
+            f"    {gain.acceptance_probability:>10.1f}   {gain.num_draft_tokens:>6}   {gain.speedup:>7.2f}x"
+            for gain in self.gains
         ]
         return "\n".join(lines)
 
@@ -159,13 +159,13 @@ def check_pair(
     overlap = None
     if of_target.tokenizer is not None and of_draft.tokenizer is not None:
         overlap = vocabulary_overlap(of_target.tokenizer, of_draft.tokenizer)
-    found = chain(
+    all_findings = chain(
         model_findings(of_target, of_draft),
         vocabulary_findings(of_target, of_draft, overlap),
         text_findings(of_target, of_draft),
         size_findings(of_target, of_draft),
     )
-    findings = tuple(dict.fromkeys(found))  # both models may have the same one
+    findings = tuple(dict.fromkeys(all_findings))  # both models may have the same one
     return PairReport(
         target=of_target.name,
         draft=of_draft.name,
@@ -190,14 +190,14 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Models that `generate()` does not support, always or for long sequences."""
-    alone = [unsupported(one.model) for one in (target, draft)]
+    alone = [unsupported(described.model) for described in (target, draft)]
     yield from (Finding("not supported", text) for text in alone if text)
     if not any(alone) and (text := unsupported(target.model, draft.model)):
         yield Finding("does not fit", text)
     if not draft.model.can_generate():
         yield Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
-    for one in (target, draft):
-        yield from recurrent_findings(one)
+    for described in (target, draft):
+        yield from recurrent_findings(described)
     yield from rope_findings(target)
     contexts = [context_of(target.model), context_of(draft.model)]
     lens = [math.inf if context is None else context.num_tokens for context in contexts]
@@ -212,12 +212,14 @@ def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
         yield _warning(f"the draft's encoder reads {longest} tokens at most: longer texts are decoded plainly")
 
 
-def recurrent_findings(one: Described) -> Iterator[Finding]:
-    cache = recurrent_cache(one.model)
-    stepped = None if cache is None else stepped_model(one.model, cache)
+def recurrent_findings(described: Described) -> Iterator[Finding]:
+    cache = recurrent_cache(described.model)
+    stepped = None if cache is None else stepped_model(described.model, cache)
     if stepped is not None and not stepped.obstacle:
         size = f"{stepped.num_bytes / 2**20:.3g} MiB a row, for each token of a round"
-        yield Finding("ok", f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {size}")
+        yield Finding(
+            "ok", f"the {described.role} has recurrent layers: its cache is hybrid, and its states take {size}"
+        )
 
 
 def rope_findings(target: Described) -> Iterator[Finding]:
@@ -240,7 +242,7 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
     """Consequences of the tokenizers and of the vocabulary sizes."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokenizer is None or draft.tokenizer is None or overlap is None:
-        missing = " and ".join(one.role for one in (target, draft) if one.tokenizer is None)
+        missing = " and ".join(described.role for described in (target, draft) if described.tokenizer is None)
         unknown = f"no tokenizer was found for {missing}: whether token ids mean the same is unknown"
         counts = f"{sizes[0]} and {sizes[1]} tokens"
         if sizes[0] == sizes[1]:
@@ -264,19 +266,19 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
 def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Reasons why the two models continue one text differently."""
     if target.eos_token_ids != draft.eos_token_ids:
-        ids = [", ".join(map(str, sorted(one.eos_token_ids))) or "none" for one in (target, draft)]
+        ids = [", ".join(map(str, sorted(described.eos_token_ids))) or "none" for described in (target, draft)]
         yield _warning(
             f"EOS token ids differ: {ids[0]} in the target, {ids[1]} in the draft; the target's end the output"
         )
-    templates = [getattr(one.tokenizer, "chat_template", None) for one in (target, draft)]
+    templates = [getattr(described.tokenizer, "chat_template", None) for described in (target, draft)]
     if target.tokenizer is not None and draft.tokenizer is not None and templates[0] != templates[1]:
         yield _warning("chat templates differ: prompts follow the target's, on which the draft may not be trained")
 
 
 def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Limits of the speed-up that follow from the models' sizes."""
-    for one in (target, draft):
-        yield from quantisation_findings(one)
+    for described in (target, draft):
+        yield from quantisation_findings(described)
     yield from expert_findings(target)
     if draft.size.num_bytes >= target.size.num_bytes:
         yield _warning("the draft has as many bytes as the target: the adaptive schedule never calls it")
@@ -285,11 +287,11 @@ def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
         yield _warning(f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted")
 
 
-def quantisation_findings(one: Described) -> Iterator[Finding]:
-    if one.quantisation:
+def quantisation_findings(described: Described) -> Iterator[Finding]:
+    if described.quantisation:
         yield _warning(
-            f"the {one.role} is quantised ({one.quantisation}): its kernels may take longer than its bytes suggest, "
-            "and a forward over several tokens may round differently from one over a single token"
+            f"the {described.role} is quantised ({described.quantisation}): its kernels may take longer than its bytes "
+            "suggest, and a forward over several tokens may round differently from one over a single token"
         )
 
 

@@ -153,10 +153,10 @@ def _calls(
         inputs: Any = {"input_ids": torch.atleast_2d(prompt)} if isinstance(prompt, Tensor) else prompt
         values = inputs if isinstance(inputs, Mapping) else {}
         if "input_ids" not in values or not all(isinstance(value, Tensor) for value in values.values()):
-            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in values.items())
+            types = ", ".join(f"{name} ({type(value).__name__})" for name, value in values.items())
             raise ConfigError(
                 "a prompt must be a string, or must hold input_ids as a tensor or in a mapping of tensors, got "
-                f'{kinds or type(prompt).__name__}; wrap ids in torch.tensor, or tokenise with return_tensors="pt"'
+                f'{types or type(prompt).__name__}; wrap ids in torch.tensor, or tokenise with return_tensors="pt"'
             )
         yield {name: value.to(device) for name, value in values.items()}
 
@@ -178,11 +178,11 @@ def _compared(
     for row in range(len(ours)):
         plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
         pairs = enumerate(zip_longest(plain_ids, our_ids, fillvalue=pad))
-        found = next(((at, ids) for at, ids in pairs if ids[0] != ids[1]), None)
-        if found is None:
+        difference = next(((at, ids) for at, ids in pairs if ids[0] != ids[1]), None)
+        if difference is None:
             yield ParityRow()
             continue
-        position, chosen = found
+        position, chosen = difference
         if position >= num_both or int(recorder.best_ids[position][row]) != chosen[0]:
             yield ParityRow(0, "bug", position, *chosen, reason="one of the outputs had ended before")
             continue

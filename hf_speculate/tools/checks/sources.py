@@ -28,8 +28,8 @@ class Described(NamedTuple):
     name: str  # name or path, else the class
     model: PreTrainedModel  # the passed model, else one on the meta device
     config: PreTrainedConfig  # the decoder's
-    size: ModelSize  # of its parameters after loading
-    dtype: str  # of its parameters after loading, without "torch."
+    size: ModelSize  # size of its parameters after loading
+    dtype: str  # dtype of its parameters after loading, without "torch."
     quantisation: str  # name of the method; empty if it is not quantised
     tokenizer: PreTrainedTokenizerBase | None  # None if none was found
     eos_token_ids: frozenset[int]  # empty if there are none
@@ -53,7 +53,7 @@ def describe(
         config = read_config(role, source, options)
         name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
         model = meta_model(role, config, **options)
-        generation_config = _found(transformers.GenerationConfig, name, options) or model.generation_config
+        generation_config = _load_or_none(transformers.GenerationConfig, name, options) or model.generation_config
         wanted = getattr(config, "dtype", None) if dtype_name in (None, "auto") else dtype_name
         wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
         dtype = wanted if isinstance(wanted, torch.dtype) else torch.bfloat16
@@ -69,7 +69,7 @@ def describe(
         size_of(model, bytes_per_param, dtype.itemsize),
         str(dtype).removeprefix("torch."),
         str(_quantisation(config).get("quant_method", "")),
-        tokenizer if tokenizer is not None else _found(transformers.AutoTokenizer, name, options),
+        tokenizer if tokenizer is not None else _load_or_none(transformers.AutoTokenizer, name, options),
         frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
     )
 
@@ -97,9 +97,9 @@ def read_config(role: str, source: object, options: Mapping[str, Any]) -> PreTra
     return config
 
 
-def _found(kind: Any, name: str, options: Mapping[str, Any]) -> Any:
+def _load_or_none(auto_class: Any, name: str, options: Mapping[str, Any]) -> Any:
     try:
-        return kind.from_pretrained(name, **options)
+        return auto_class.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, ImportError):  # no files, or none that this machine can read
         return None
 

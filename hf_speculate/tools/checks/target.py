@@ -67,8 +67,8 @@ def _findings(target: Described) -> Iterator[Finding]:
     if text:
         yield Finding("not supported", text)
         return
-    found = recurrent_findings, rope_findings, quantisation_findings, expert_findings
-    yield from chain.from_iterable(findings(target) for findings in found)
+    makers = recurrent_findings, rope_findings, quantisation_findings, expert_findings
+    yield from chain.from_iterable(findings(target) for findings in makers)
     config = target.model.config
     if is_mtp_checkpoint(config.to_dict(), config.model_type) and config.model_type in SERVED_TARGETS:
         yield Finding("ok", "its checkpoint has layers that draft: pass use_mtp=True to generate()")

@@ -23,18 +23,18 @@ _OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_g
 
 class Decoding(NamedTuple):
     plain: dict[str, Any]  # arguments of `generate()`
-    fields: dict[str, Any]  # of `SpeculationConfig`
+    fields: dict[str, Any]  # fields of `SpeculationConfig`
 
 
 def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:
-    given = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name)) is not None}
-    for name, value in given.items():
+    set_options = {name: value for name in _OWN_OPTIONS if (value := getattr(options, name)) is not None}
+    for name, value in set_options.items():
         ROW_SETTINGS[name]._replace(hint="leave it out for the default")(_option(name), value)
-    sampling = [name for name in SAMPLING_NAMES if name in given]
+    sampling = [name for name in SAMPLING_NAMES if name in set_options]
     if sampling and not options.sample:
         raise ConfigError(f"{_option(sampling[0])} must come with --sample, got it alone; add --sample")
     fields, others = _settings_of(options.settings or ())
-    plain = {"max_new_tokens": max_new_tokens, "do_sample": options.sample, **given, **others}
+    plain = {"max_new_tokens": max_new_tokens, "do_sample": options.sample, **set_options, **others}
     return Decoding(plain, fields)
 
 
@@ -96,7 +96,7 @@ def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "pr
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts must be UTF-8, got other bytes in {path} ({error}); save it as UTF-8") from error
     texts = enumerate(content.split("\n") if text_as == "lines" else [content], 1)
-    found = [Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()]
-    if not found:
+    rows = [Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()]
+    if not rows:
         raise ConfigError(f"the file of prompts must hold at least one, got none in {path}; write one prompt per line")
-    return found
+    return rows

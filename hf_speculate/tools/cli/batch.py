@@ -24,7 +24,7 @@ _LINE_EVERY_S = 60.0
 def run(options: Batch) -> int:
     arguments, output, is_on_ray = arguments_of(options), options.output, options.engine == "ray"
     seed = arguments.pop("seed", None)
-    on_ray_with = {one.name: value for one in fields(Ray) if (value := getattr(options, one.name)) is not None}
+    on_ray_with = {field.name: value for field in fields(Ray) if (value := getattr(options, field.name)) is not None}
     if not is_on_ray:
         if on_ray_with:
             name = min(on_ray_with).replace("_", "-")
@@ -33,8 +33,8 @@ def run(options: Batch) -> int:
     rows = read_prompts(options.prompts, text_as=None)
     if output.exists() and options.prompts.exists() and output.samefile(options.prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
-    given = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
-    job = Job(rows, output, given, seed, options.ordered, options.if_changed)
+    identity = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
+    job = Job(rows, output, identity, seed, options.ordered, options.if_changed)
     ranks = find_ranks(is_cpu=options.device == "cpu")
     if is_on_ray and ranks.num > 1:
         raise ConfigError(
@@ -62,8 +62,8 @@ def run(options: Batch) -> int:
             report = decode_job(job, make_batches, engine, ranks, show)
     except KeyboardInterrupt:
         if ranks.is_main:
-            places = " and ".join(map(str, job.places()))
-            kept = f"finished rows are in {places}" if places else "no row was finished"
+            paths = " and ".join(map(str, job.result_paths()))
+            kept = f"finished rows are in {paths}" if paths else "no row was finished"
             note(f"interrupted: {kept}; run the same command to resume", style="")
         return INTERRUPTED
     if ranks.is_main:

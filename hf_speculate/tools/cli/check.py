@@ -29,7 +29,7 @@ def run(options: Check) -> int:
         else:
             report = check_pair(target, draft, dtype=dtype, **read)
         ok, text, result = report.ok, str(report), report.as_dict()
-    except UnsupportedModelError as error:  # of a model or a head that is not supported with any other
+    except UnsupportedModelError as error:  # the model or head is not supported with any other
         ok, text = False, f"not supported: {pair}\n  not supported: {error}"
         result = {"target": target, "draft": draft, "reason": str(error), "ok": False, "level": "not supported"}
     answer(json.dumps(result, indent=2) if options.as_json else text)

@@ -40,8 +40,8 @@ def run(options: Generate) -> int:
                 answer("")
             if len(prompts) > 1 and not is_silent:
                 note(f"prompt {row.key}:", style="bold")
-            found, line = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
-            results.append({"id": row.id, **found})
+            fields, line = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
+            results.append({"id": row.id, **fields})
             if is_silent:
                 answer(json.dumps(results[-1]))
             note(line)
@@ -115,10 +115,10 @@ def _decode(
     seconds = time.perf_counter() - begin
     new_ids = output[0, len(token_ids) :]
     num, text = len(new_ids), str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
-    found = {"text": text, "num_tokens": num, "seconds": seconds}
+    fields = {"text": text, "num_tokens": num, "seconds": seconds}
     line = f"{counted(num, 'token')} in {seconds:.1f} s, {num / seconds:.1f} tokens/s"
     if not stats.num_rounds:
-        return found, f"{line}, nothing was drafted"
+        return fields, f"{line}, nothing was drafted"
     length, rate = stats.mean_acceptance_length, stats.acceptance_rate
     line = f"{line}; mean acceptance length {length:.2f}, {rate:.0%} of drafted tokens accepted"
-    return found | {"mean_acceptance_length": length, "acceptance_rate": rate}, line
+    return fields | {"mean_acceptance_length": length, "acceptance_rate": rate}, line

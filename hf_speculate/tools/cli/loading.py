@@ -32,7 +32,7 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
     with notes(is_quiet).status(f"loading {models.target}") as status:
         target = enable(_load(models, models.target, models.revision))
         tokenizer = load_tokenizer(models)
-        arguments: dict[str, Any] = {"tokenizer": tokenizer}  # of stop strings
+        arguments: dict[str, Any] = {"tokenizer": tokenizer}  # stop strings need it
         if models.draft is not None:
             status.update(f"loading {models.draft}")
             if names_head(models):

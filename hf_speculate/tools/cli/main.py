@@ -30,13 +30,13 @@ _NOISY_LOGGERS = ("torch.utils._pytree", "torchao")
 def _print_versions(is_asked: bool) -> None:
     if not is_asked:
         return
-    found = []
+    parts = []
     for name in (_NAME, "transformers", "torch"):
         try:
-            found.append(f"{name} {version(name)}")
+            parts.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} (not installed)")
-    answer(f"{', '.join(found)}, Python {platform.python_version()}")
+            parts.append(f"{name} (not installed)")
+    answer(f"{', '.join(parts)}, Python {platform.python_version()}")
     raise typer.Exit
 
 
@@ -81,14 +81,18 @@ def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
 
 def _line_of(error: Exception) -> str:
     """One line about an error; the line about an unexpected error names its type."""
-    format_message = getattr(error, "format_message", None)  # of typer's and click's errors
+    format_message = getattr(error, "format_message", None)  # typer's and click's errors have it
     if callable(format_message):
         return " ".join(str(format_message()).split())
-    kind, line = type(error).__name__, first_line(error)
+    error_name, line = type(error).__name__, first_line(error)
     expected = pkgutil.resolve_name("hf_speculate.errors:SpeculateError")  # imports torch
     if isinstance(error, OSError | expected):
-        return line or kind
-    return f"{kind}: {line} ({_DEBUG} prints the traceback)" if line else f"{kind} ({_DEBUG} prints the traceback)"
+        return line or error_name
+    return (
+        f"{error_name}: {line} ({_DEBUG} prints the traceback)"
+        if line
+        else f"{error_name} ({_DEBUG} prints the traceback)"
+    )
 
 
 if __name__ == "__main__":

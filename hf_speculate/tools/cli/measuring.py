@@ -30,7 +30,7 @@ from hf_speculate.tools.dataset.rows import token_ids_of
 
 _SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
 _HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
-_PIPED_WIDTH = 160  # of tables without a terminal
+_PIPED_WIDTH = 160  # columns of tables without a terminal
 
 
 def run_bench(options: Bench) -> int:
@@ -45,7 +45,9 @@ def run_bench(options: Bench) -> int:
     if options.lookup is not None:
         compared.append(methods.lookup_method(options.lookup, sample))
     compared += methods.our_methods(verifiers, lens, sample, fields)
-    drift_len = next((one for one in lens if not one.is_adaptive), lens[0])  # lossy texts depend on it
+    drift_len = next(
+        (draft_len for draft_len in lens if not draft_len.is_adaptive), lens[0]
+    )  # lossy texts depend on it
     thresholds = parse_thresholds(options.thresholds)
     drift_methods = methods.our_methods(verifiers, [drift_len], sample, fields, thresholds)
     decoder, batches, result = _load(options, decoding, fields)
@@ -132,8 +134,8 @@ def _load(
     dtype = str(target.dtype).removeprefix("torch.")
     where = {**environment(target.device), "dtype": dtype, "target": options.target, "draft": options.draft}
     logging.set_verbosity_error()  # warnings would break the progress bar
-    given = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": fields}
-    result = {"environment": where, "settings": decoding.plain | given}
+    run_settings = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": fields}
+    result = {"environment": where, "settings": decoding.plain | run_settings}
     return Decoder(target, draft_arguments, decoding.plain), batches, result
 
 
@@ -169,8 +171,8 @@ def _show_comparison(result: dict[str, Any]) -> None:
     own = {"method": field("name")}
     # short, for narrow terminals
     own_speed = own | {
-        "tokens/s": lambda one: f"{one['tokens_per_s']['median']:.0f}",
-        "speed-up": lambda one: METHODS["speed-up"](one).replace(" to ", "-"),
+        "tokens/s": lambda entry: f"{entry['tokens_per_s']['median']:.0f}",
+        "speed-up": lambda entry: METHODS["speed-up"](entry).replace(" to ", "-"),
     }
     shown = {head: cell for head, cell in (METHODS | own_speed).items() if head not in _HIDDEN}
     _show("speed", {_SHORT.get(head, head): cell for head, cell in shown.items()}, entries, 2)
@@ -178,13 +180,13 @@ def _show_comparison(result: dict[str, Any]) -> None:
     for entry in entries:
         if entry["checked"]:
             by_check.setdefault(entry["checked"], []).append(entry["name"])
-    for found, names in by_check.items():
-        answer(f"compared with plain decoding: {found}: {'; '.join(names)}\n")
+    for outcome, names in by_check.items():
+        answer(f"compared with plain decoding: {outcome}: {'; '.join(names)}\n")
     noise = [f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]]
     if noise:
         answer(f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}\n")
     _show("latency", values.LATENCIES | own, entries, 1)
-    _show("by category", values.CATEGORIES, sorted(result["categories"], key=lambda one: str(one["category"])), 2)
+    _show("by category", values.CATEGORIES, sorted(result["categories"], key=lambda entry: str(entry["category"])), 2)
     _show("drift of lossy verifiers", values.DRIFT, result["drift"], 1)
     for name, reason in settings["left_out"].items():
         note(f"left out: {name}: {reason}", style="bold")
@@ -198,7 +200,7 @@ def _show_trials(result: dict[str, Any], rule: Rule) -> None:
         "speed-up": field("speedup", 2),
         "accepted": values.share("acceptance_rate"),
         **({} if rule.is_exact else {"agreement": values.share("agreement_with_greedy"), "drop": field("drop", 3)}),
-        "result": lambda one: one["out"] or ("best" if one["name"] == result["winner"] else MISSING),
+        "result": lambda trial: trial["out"] or ("best" if trial["name"] == result["winner"] else MISSING),
     }
     _show(f"methods tried with quality: {rule}", columns, result["tried"], 1)
 

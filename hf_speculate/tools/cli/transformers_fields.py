@@ -49,14 +49,14 @@ _CHECKS |= {
 
 def check_fields(options: dict[str, Any]) -> None:
     """Check the values of fields, of which null means the default."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
+    set_options = {name: value for name, value in options.items() if value is not None}
+    for name, value in set_options.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
     try:
-        GenerationConfig(**given, do_sample=True).validate()  # warns of settings of sampling without it
+        GenerationConfig(**set_options, do_sample=True).validate()  # warns of settings of sampling without it
     except (AttributeError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(
-            f"--set must name values that transformers takes, got {', '.join(given)}: {message}"
+            f"--set must name values that transformers takes, got {', '.join(set_options)}: {message}"
         ) from error

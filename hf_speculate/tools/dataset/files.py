@@ -17,7 +17,7 @@ from hf_speculate.field_checks import Check, is_int, one_of
 from hf_speculate.tools.atomic_file import replace_file, sync_folder
 from hf_speculate.tools.dataset.rows import Row, digest_of
 
-_BEGIN = b'{"id'  # of every line
+_BEGIN = b'{"id'  # start of every line
 _REPAIR = "repair or remove that line, or choose another output"
 _FORMAT = 1
 
@@ -93,7 +93,7 @@ class Job:
     rows: Sequence[Row]  # in the order of the prompts
     output: Path  # file for the results, one line each
     settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
-    seed: int | None = None  # of the data set; None to draw one and keep it for later runs
+    seed: int | None = None  # seed of the data set; None to draw one and keep it for later runs
     is_ordered: bool = False  # whether to sort the finished output like the prompts
     if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
 
@@ -176,7 +176,7 @@ class Job:
             )
         return int(manifest["seed"])
 
-    def places(self) -> list[Path]:
+    def result_paths(self) -> list[Path]:
         """Where finished rows are: the output, and the folder if ranks have written results that are not in it yet."""
         has_parts = any(self.folder.glob("rank-*.jsonl"))
         return [self.output] * self.output.exists() + [self.folder] * has_parts
@@ -187,8 +187,8 @@ class Job:
     def complete(self) -> None:
         """Collect the results of all ranks; the output is whole at any time."""
         self._gather_parts()
-        keys, found = [row.key for row in self.rows], ids_in(self.output)
-        missing = [key for key in keys if key not in found]
+        keys, present = [row.key for row in self.rows], ids_in(self.output)
+        missing = [key for key in keys if key not in present]
         if missing:
             raise ConfigError(
                 f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
@@ -218,6 +218,6 @@ class Job:
 def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Names of what differs, with both values."""
     changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
-    old, new = ({"seed": one["seed"], **one["settings"]} for one in (before, wanted))
+    old, new = ({"seed": manifest["seed"], **manifest["settings"]} for manifest in (before, wanted))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     return changes + [f"{name} ({new.get(name)!r}, was {old.get(name)!r})" for name in names]

@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(days=30)
 class Ranks:
     """This process among those of a launcher."""
 
-    index: int = 0  # of this process; the main one, 0, does what is done once for all
+    index: int = 0  # number of this process; the main one, 0, does what is done once for all
     num: int = 1  # number of processes
     state: Any = None  # accelerate's `PartialState`; None for a single process
 

@@ -40,8 +40,10 @@ class RowEnds:
     """
 
     def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
-        known = [one if BlockStoppingCriteria([one]).is_row_wise else _Watched(one) for one in users]
-        asked = [one for one in known if not isinstance(one, _Watched | MaxTimeCriteria)]
+        known = [
+            criterion if BlockStoppingCriteria([criterion]).is_row_wise else _Watched(criterion) for criterion in users
+        ]
+        asked = [criterion for criterion in known if not isinstance(criterion, _Watched | MaxTimeCriteria)]
         self.criteria = StoppingCriteriaList(known)
         self._asked = BlockStoppingCriteria([*own, *asked])
 
@@ -49,9 +51,9 @@ class RowEnds:
         """[B] new tokens of each row up to its end, that token included; None for a row that no criterion ended."""
         on_host = token_ids.cpu()
         verdict = self._asked(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
-        found = zip(verdict.num_emitted, verdict.is_done, strict=True)
-        ends: list[int | None] = [num if is_done else None for num, is_done in found]
-        for watched in (one for one in self.criteria if isinstance(one, _Watched)):
+        pairs = zip(verdict.num_emitted, verdict.is_done, strict=True)
+        ends: list[int | None] = [num if is_done else None for num, is_done in pairs]
+        for watched in (criterion for criterion in self.criteria if isinstance(criterion, _Watched)):
             for row, length in watched.first_lens.items():
                 num, known = length - prompt_len, ends[row]
                 ends[row] = num if known is None else min(known, num)
@@ -117,7 +119,7 @@ class RowDecoder:
 
     model: PreTrainedModel  # the target, enabled or not
     tokenizer: PreTrainedTokenizerBase  # the target's; not changed
-    arguments: Mapping[str, Any]  # of `generate()`, `max_new_tokens` among them, without `RESERVED_ARGUMENTS`
+    arguments: Mapping[str, Any]  # arguments of `generate()`, `max_new_tokens` among them, without `RESERVED_ARGUMENTS`
     is_chat: bool = False  # whether texts also pass through the chat template
 
     def __post_init__(self) -> None:
@@ -158,11 +160,11 @@ class RowDecoder:
         try:
             for results in decoder.decode(lambda: next(prompts, None)):
                 yield Decoded(
-                    [self._for_row(one.prompt.key)._line_of(one) for one in results],
-                    sum(one.num_drafted for one in results),
-                    sum(one.num_accepted for one in results),
-                    sum(one.num_rounds for one in results),
-                    sum(one.error is not None for one in results),
+                    [self._for_row(result.prompt.key)._line_of(result) for result in results],
+                    sum(result.num_drafted for result in results),
+                    sum(result.num_accepted for result in results),
+                    sum(result.num_rounds for result in results),
+                    sum(result.error is not None for result in results),
                     decoder.num_live,
                 )
         except torch.OutOfMemoryError as error:
@@ -190,8 +192,8 @@ class RowDecoder:
         except torch.OutOfMemoryError as error:
             sizes = f"of {prompt_len} and {counted(self.arguments['max_new_tokens'], 'token')}"
             raise _out_of_memory(len(rows), sizes) from error
-        found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
-        lines = [self._line(row, ids, num) for row, ids, num in found]
+        finished = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
+        lines = [self._line(row, ids, num) for row, ids, num in finished]
         return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
     def _for_row(self, row: Row) -> "RowDecoder":
@@ -216,8 +218,10 @@ class RowDecoder:
         """A row's result; None if no criterion ended it."""
         reason, criteria = "stop", self.arguments.get("stopping_criteria") or ()
         if num_new is None:
-            if self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria):
-                num_pads = len(list(takewhile(lambda one: one == self._pad_token_id, reversed(ids))))
+            if self._setting("max_time") is not None or any(
+                isinstance(criterion, MaxTimeCriteria) for criterion in criteria
+            ):
+                num_pads = len(list(takewhile(lambda token_id: token_id == self._pad_token_id, reversed(ids))))
                 ids = ids[: len(ids) - num_pads]  # rows that a clock ended are padded
             reason = "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
         ids = ids[:num_new]
@@ -231,10 +235,10 @@ class RowDecoder:
     def _own_criteria(self) -> list[StoppingCriteria]:
         """The criteria that `generate()` makes of EOS tokens and stop strings."""
         eos, stop_strings = self._eos_token_ids, self._setting("stop_strings")
-        found: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
+        criteria: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
         if stop_strings is not None:
-            found.append(StopStringCriteria(self.arguments.get("tokenizer") or self.tokenizer, stop_strings))
-        return found
+            criteria.append(StopStringCriteria(self.arguments.get("tokenizer") or self.tokenizer, stop_strings))
+        return criteria
 
     @property
     def _eos_token_ids(self) -> list[int]:
@@ -253,9 +257,9 @@ class RowDecoder:
         """The verifier that samples with a seed per row if there is no draft source."""
         if not self._setting("do_sample"):
             return {}
-        given = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}
+        set_fields = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}
         passed = fields_of(self.arguments.get("generation_config"))
-        config = read_config([given, passed, fields_of(self.model.generation_config)])
+        config = read_config([set_fields, passed, fields_of(self.model.generation_config)])
         names = ("assistant_model", "assistant_early_exit")
         values = source_values({name: self._setting(name) for name in names}, config)
         if source_key(values) or config.verifier == "coupled":

@@ -27,7 +27,7 @@ ROW_SETTINGS: dict[str, Check] = {
     "stop_strings": Check(
         "be a string or a list of strings",
         lambda value: (
-            bool(value) and (isinstance(value, str) or is_list(value, lambda one: one and isinstance(one, str)))
+            bool(value) and (isinstance(value, str) or is_list(value, lambda text: text and isinstance(text, str)))
         ),
         _LEFT_OUT,
     ),
@@ -58,8 +58,8 @@ class Row:
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments of `generate()` for this row, without its seed."""
-        given = {name: self.extras.get(name) for name in ROW_SETTINGS if name != "seed"}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: self.extras.get(name) for name in ROW_SETTINGS if name != "seed"}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def category(self) -> str:
@@ -116,9 +116,9 @@ def _encoded(row: Row) -> bytes:
 def _row_of(entry: Any, number: int, source: str) -> Row:
     fields: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {}
     contents = {name: fields.pop(name) for name in PROMPT_NAMES if name in fields}
-    given = {name: value for name, value in contents.items() if value is not None}
+    present = {name: value for name, value in contents.items() if value is not None}
     content: Any
-    name, content = given.popitem() if len(given) == 1 else ("", entry if isinstance(entry, str) else None)
+    name, content = present.popitem() if len(present) == 1 else ("", entry if isinstance(entry, str) else None)
     num_turns = 1
     if name == "turns" and isinstance(content, list) and content:
         content, num_turns = content[0], len(content)

@@ -15,7 +15,7 @@ from hf_speculate.options.cuda.attention_backends import chooses_backend
 from hf_speculate.tools.doctor.site import Check, Site, require
 from hf_speculate.tools.doctor.texts import name_of
 
-# Of outputs of about 1, by dtype: a few steps of it.
+# Tolerances of outputs of about 1, by dtype: a few steps of it.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 NUM_HEADS, NUM_KV_HEADS, WIDTH, NUM_KEYS = 32, 8, 128, 2048
 SHAPES = tuple(itertools.product((1, 8), (1, 6, 96)))  # B and query tokens
@@ -52,11 +52,11 @@ def compare(site: Site, dtype: torch.dtype, batch_size: int, num_query: int) -> 
 
 
 def _check(dtype: torch.dtype, site: Site) -> str:
-    found = [compare(site, dtype, *shape) for shape in (SHAPES[:2] if site.is_simulated else SHAPES)]
-    gap = max(one.gap for one in found)
+    comparisons = [compare(site, dtype, *shape) for shape in (SHAPES[:2] if site.is_simulated else SHAPES)]
+    gap = max(comparison.gap for comparison in comparisons)
     require(gap < TOLERANCES[dtype], f"it is {gap:.3g} away from math attention")
     ours = "flash attention without a mask, memory-efficient attention with one"
-    return f"{ours if found[0].is_chosen_by_us else 'as torch chooses'}; {gap:.2g} away from math attention"
+    return f"{ours if comparisons[0].is_chosen_by_us else 'as torch chooses'}; {gap:.2g} away from math attention"
 
 
 def _inputs(
@@ -65,7 +65,7 @@ def _inputs(
     """Query, key, value and an additive causal mask, bottom-right aligned."""
     query = torch.randn(batch_size, NUM_HEADS, num_query, WIDTH, device=device, dtype=dtype)
     key, value = (torch.randn(batch_size, NUM_KV_HEADS, num_keys, WIDTH, device=device, dtype=dtype) for _ in range(2))
-    places = torch.arange(num_keys - num_query, num_keys, device=device)[:, None]
-    is_hidden = torch.arange(num_keys, device=device) > places  # [Q, T]
+    positions = torch.arange(num_keys - num_query, num_keys, device=device)[:, None]
+    is_hidden = torch.arange(num_keys, device=device) > positions  # [Q, T]
     mask = torch.zeros(num_query, num_keys, device=device, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
     return query, key, value, mask.expand(batch_size, 1, -1, -1)

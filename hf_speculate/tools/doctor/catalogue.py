@@ -16,8 +16,8 @@ _ALL = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"cuda": _ALL, "xpu": _ALL, "mps": (torch.float32, torch.float16), "cpu": (torch.float32, torch.bfloat16)}
 
 CHECKS: dict[str, Check] = {
-    f"{kind}: {name}": check
-    for kind, checks in (
+    f"{group}: {name}": check
+    for group, checks in (
         (ATTENTION, attention_checks(_ALL)),
         (GRAPHS, graph_checks((torch.float32, torch.bfloat16))),
         (TEXTS, text_checks(_ALL)),
@@ -26,16 +26,16 @@ CHECKS: dict[str, Check] = {
     )
     for name, check in checks.items()
 }
-"""By the name "<kind>: <what>", in the order in which they run: what decides most comes first."""
+"""By the name "<group>: <what>", in the order in which they run: the checks that decide most come first."""
 
 
 def names_for(device_type: str, *, compiles: bool, has_kernels: bool) -> list[str]:
     """The checks that concern devices of a type."""
     dtypes = _DTYPES.get(device_type, (torch.float32,))
     left_out = {str(dtype).removeprefix("torch.") for dtype in _ALL if dtype not in dtypes}
-    kinds = {TEXTS, ATTENTION}
-    kinds |= {GRAPHS} if device_type == "cuda" else set()
-    kinds |= {KERNELS} if has_kernels else set()
-    kinds |= {COMPILED} if compiles and device_type != "cpu" else set()  # where transformers compiles nothing
-    of_kinds = (name for name in CHECKS if name.partition(":")[0] in kinds)
-    return [name for name in of_kinds if not left_out & set(name.replace(":", ",").split(", "))]
+    groups = {TEXTS, ATTENTION}
+    groups |= {GRAPHS} if device_type == "cuda" else set()
+    groups |= {KERNELS} if has_kernels else set()
+    groups |= {COMPILED} if compiles and device_type != "cpu" else set()  # where transformers compiles nothing
+    in_groups = (name for name in CHECKS if name.partition(":")[0] in groups)
+    return [name for name in in_groups if not left_out & set(name.replace(":", ",").split(", "))]

@@ -30,7 +30,7 @@ def examine(
         machine = describe_machine(simulation, compiles, limits)
     except Ended as error:
         return DoctorReport({}, [], f"the devices could not be asked: {error}")
-    return DoctorReport(machine.versions, [_examine(one, simulation, limits, say) for one in machine.devices])
+    return DoctorReport(machine.versions, [_examine(device, simulation, limits, say) for device in machine.devices])
 
 
 def _examine(device: DeviceDescription, simulation: str, limits: Limits, say: Say) -> DeviceReport:
@@ -40,9 +40,9 @@ def _examine(device: DeviceDescription, simulation: str, limits: Limits, say: Sa
         ([name for name in device.checks if not is_compiled[name]], limits.device_s, limits.check_s),
         ([name for name in device.checks if is_compiled[name]], limits.compiled_s, limits.compiled_s),
     ):
-        for one in run_checks(device, names, simulation, limits, limit_s, check_s):
-            say(f"{device.name}  {one.name}: {one.result}")
-            seen.append(one)
+        for outcome in run_checks(device, names, simulation, limits, limit_s, check_s):
+            say(f"{device.name}  {outcome.name}: {outcome.result}")
+            seen.append(outcome)
     return DeviceReport(device, seen, *_write(device, seen))
 
 
@@ -58,9 +58,9 @@ def _write(device: DeviceDescription, seen: Sequence[Seen]) -> tuple[str, str]:
 
 def results_of(seen: Sequence[Seen]) -> Mapping[str, str]:
     """What the verdict file says: a kind of which not all checks were run has no right ones."""
-    unknown = {one.name.partition(":")[0] for one in seen if one.result == NOT_RUN}
+    unknown = {outcome.name.partition(":")[0] for outcome in seen if outcome.result == NOT_RUN}
     return {
-        one.name: one.result
-        for one in seen
-        if one.result != NOT_RUN and not (one.result == RIGHT and one.name.partition(":")[0] in unknown)
+        outcome.name: outcome.result
+        for outcome in seen
+        if outcome.result != NOT_RUN and not (outcome.result == RIGHT and outcome.name.partition(":")[0] in unknown)
     }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.preallocated import LayerKinds
+from hf_speculate.cache.preallocated import MaskSpec
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
@@ -60,7 +60,7 @@ class _Buffers:
         shape = batch_size, config.num_key_value_heads, MIN_WIDTH + UNREAD_COLUMNS, head_width
         buffers = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2 * config.num_hidden_layers)]
         self.states = States(tuple(buffers[::2]), tuple(buffers[1::2]))
-        self.kinds = LayerKinds((None,) * config.num_hidden_layers, {"full_attention": None}, model.dtype)
+        self.mask_spec = MaskSpec((None,) * config.num_hidden_layers, {"full_attention": None}, model.dtype)
         rows = torch.arange(batch_size, device=device)
         last = torch.tensor([config.max_position_embeddings - 1], device=device)
         self.rows = Rows(rows % 3, torch.arange(MIN_WIDTH, device=device), last)
@@ -78,7 +78,7 @@ class _Buffers:
     def forward(self, query: Tensor, ends: Tensor) -> Any:
         """The eager forward, as a graph has it."""
         with torch.no_grad(), folding():
-            return forward_rows(self._model, query, ends, self.rows, self.states, self.kinds)
+            return forward_rows(self._model, query, ends, self.rows, self.states, self.mask_spec)
 
 
 def _check_forwards(batch_size: int, dtype: torch.dtype, site: Site) -> str:
@@ -111,7 +111,7 @@ def _compare_verifications(site: Site, runner: Graphing, buffers: _Buffers, inde
     query, ends = buffers.ids(QUERY_LEN, index + 1), buffers.ends + index
 
     def replay() -> list[Any] | None:
-        arguments = query, ends, buffers.rows, buffers.states, buffers.kinds, ()
+        arguments = query, ends, buffers.rows, buffers.states, buffers.mask_spec, ()
         scored = runner.run("forward", forward_rows, *arguments)
         return None if scored is None else [scored]
 
@@ -125,7 +125,7 @@ def _compare_steps(site: Site, runner: Graphing, buffers: _Buffers, index: int) 
         zeros = torch.zeros_like(buffers.ends)
         keys = NoiseKeys(zeros + 7, zeros + index, buffers.ends + index) if is_sampled else None
         carry = Carry(buffers.ids(STEP_QUERY_LEN, index + 1), buffers.ends + index, keys)
-        rest = buffers.rows, buffers.states, buffers.kinds, DraftSettings(backend=backend)
+        rest = buffers.rows, buffers.states, buffers.mask_spec, DraftSettings(backend=backend)
 
         def eager(carry: Carry = carry, rest: Any = rest) -> list[Any]:
             results = []

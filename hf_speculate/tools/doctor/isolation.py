@@ -53,7 +53,7 @@ def run_checks(
             with _process(simulation, worker.run_checks, (device.name, left)) as receive:
                 receive(limits.start_s)
                 while left:
-                    seen = _one(receive, left[0], end_s, check_s)
+                    seen = _next_seen(receive, left[0], end_s, check_s)
                     left.pop(0)
                     yield seen
                     if seen.result == CRASHED:
@@ -63,7 +63,7 @@ def run_checks(
     yield from (Seen(name, NOT_RUN, "no time was left") for name in left)
 
 
-def _one(receive: Callable[[float], Any], name: str, end_s: float, check_s: float) -> Seen:
+def _next_seen(receive: Callable[[float], Any], name: str, end_s: float, check_s: float) -> Seen:
     """The next check of a process."""
     begin = time.monotonic()
     limit_s = min(check_s, max(end_s - begin, 0.0))

@@ -115,26 +115,26 @@ class FaultyRound(NamedTuple):
 
 def make_faulty_round(name: str, rows_per_fault: int, num_draft_tokens: int, vocab_size: int) -> FaultyRound:
     """Every fault at every position, each in `rows_per_fault` rows; `name` is that of the operation."""
-    places: list[tuple[str, float]] = [("id", 0.0), *itertools.product(("target", "draft"), HOSTILE)]
-    places = [place for place in places if place[0] != "draft" or name in DENSE]
-    faults = [(*place, position) for place in places for position in range(num_draft_tokens)]
+    hostile: list[tuple[str, float]] = [("id", 0.0), *itertools.product(("target", "draft"), HOSTILE)]
+    sources = [source for source in hostile if source[0] != "draft" or name in DENSE]
+    faults = [(*source, position) for source in sources for position in range(num_draft_tokens)]
     target, ids, draft = make_round(rows_per_fault * len(faults), num_draft_tokens, vocab_size)
     target, draft = 4 * target, 4 * draft  # half of the tokens are kept
     bad_ids = torch.tensor([-1, vocab_size, 2**31 - 1, -(2**31), 2**40, -(2**63)], device="cpu").repeat(
         rows_per_fault + num_draft_tokens
     )
-    for index, (place, value, position) in enumerate(faults):
+    for index, (source, value, position) in enumerate(faults):
         rows = slice(rows_per_fault * index, rows_per_fault * (index + 1))
-        if place == "id":
+        if source == "id":
             ids[rows, position:] = bad_ids[index : index + rows_per_fault, None]
         else:
-            spoil((target if place == "target" else draft)[rows, position], value)
+            spoil((target if source == "target" else draft)[rows, position], value)
     positions, flags, is_target = (
         torch.tensor(values, device="cpu").repeat_interleave(rows_per_fault)
         for values in (
             [position for _, _, position in faults],
             [HOSTILE.get(value, Status.BAD_DRAFT_ID) for _, value, _ in faults],
-            [place == "target" for place, _, _ in faults],
+            [source == "target" for source, _, _ in faults],
         )
     )
     return FaultyRound(target, ids, draft, positions, flags, is_target)

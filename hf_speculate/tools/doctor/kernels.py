@@ -12,7 +12,7 @@ from hf_speculate.tools.doctor.site import Check, NotHere, Site, require
 from hf_speculate.triton_kernels import NoiseKeys, Stream, row_seeds, sample, warp_logits
 from hf_speculate.triton_kernels.backends import runs_kernels
 
-# Of numbers up to 20, summed in another order.
+# Tolerance of numbers up to 20, summed in another order.
 TOLERANCE = 1e-4
 SAMPLE, WARP = "sample", "warp_logits"
 CHECKED = ("greedy", "rejection with draft sums", "point mass", "rejection", "block", "coupled", "typical")

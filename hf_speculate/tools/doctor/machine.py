@@ -17,7 +17,7 @@ class DeviceDescription(NamedTuple):
     name: str  # as torch calls it, "cuda:0" for example
     title: str
     facts: dict[str, Any]
-    key: dict[str, str]  # of its verdict
+    key: dict[str, str]  # key of its verdict
     checks: list[str]
 
 
@@ -37,7 +37,7 @@ def _versions() -> dict[str, str]:
     names = ("torch", "triton", "transformers", "accelerate", "peft")
     versions = {name: package_version(name) for name in names}
     cudnn: Callable[[], int | None] = torch.backends.cudnn.version
-    found = {
+    all_versions = {
         "hf_speculate": package_version("hf-speculate") or "not installed",
         **versions,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def _versions() -> dict[str, str]:
         "cudnn": str(cudnn() or "") if torch.version.cuda else "",
         "system": f"{platform.system()} {platform.machine()}",
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in all_versions.items() if value}
 
 
 def _devices() -> list[torch.device]:

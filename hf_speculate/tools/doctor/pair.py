@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from hf_speculate.tools.doctor.site import Site
 
 VOCAB_SIZE = 512
-_SPREAD, _NOISE = 0.2, 0.05  # of weights, so that texts depend on what was read; of the draft's difference to them
+_SPREAD, _NOISE = 0.2, 0.05  # spread of weights, so that texts depend on the tokens read; noise of the draft's weights
 _HEAD_WIDTH = 16
 PROMPT_LENS = (24, 21, 9, 1)
 

@@ -30,18 +30,18 @@ class DeviceReport(NamedTuple):
 
     @property
     def failed(self) -> list[Seen]:
-        return [one for one in self.seen if one.result in (WRONG, CRASHED)]
+        return [outcome for outcome in self.seen if outcome.result in (WRONG, CRASHED)]
 
     @property
     def advice(self) -> str:
         """What to set, in one line; empty if nothing is wrong."""
-        kinds = list(dict.fromkeys(one.name.partition(":")[0] for one in self.failed))
-        if not kinds:
+        groups = list(dict.fromkeys(outcome.name.partition(":")[0] for outcome in self.failed))
+        if not groups:
             folder = f"set XDG_CACHE_HOME to a folder that can be written, and run this again: {self.write_error}"
             return folder if self.write_error else ""
-        follows = self.verdict_path and all(kind in _AUTO for kind in kinds)
+        follows = self.verdict_path and all(group in _AUTO for group in groups)
         auto = ' ("auto" does so from now on)' if follows else ""
-        return f"set {', '.join(SETTINGS[kind] for kind in kinds)}{auto}"
+        return f"set {', '.join(SETTINGS[group] for group in groups)}{auto}"
 
 
 class DoctorReport(NamedTuple):
@@ -53,14 +53,14 @@ class DoctorReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return not self.error and not any(one.advice for one in self.devices)
+        return not self.error and not any(device.advice for device in self.devices)
 
     @property
     def advice(self) -> str:
         """What to set on each device where something is wrong, in one line; empty if all is right."""
         if self.error:
             return f'set verifier_backend="torch" and speculation_graphs="off": {self.error}'
-        return "; ".join(f"{one.device.name}: {one.advice}" for one in self.devices if one.advice)
+        return "; ".join(f"{device.device.name}: {device.advice}" for device in self.devices if device.advice)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -69,13 +69,13 @@ class DoctorReport(NamedTuple):
             "versions": self.versions,
             "devices": [
                 {
-                    "device": one.device.name,
-                    "name": one.device.title,
-                    **one.device.facts,
-                    "checks": [{**seen._asdict(), "seconds": round(seen.seconds, 3)} for seen in one.seen],
-                    "verdict": one.verdict_path or None,
+                    "device": device.device.name,
+                    "name": device.device.title,
+                    **device.device.facts,
+                    "checks": [{**seen._asdict(), "seconds": round(seen.seconds, 3)} for seen in device.seen],
+                    "verdict": device.verdict_path or None,
                 }
-                for one in self.devices
+                for device in self.devices
             ],
         }
 
@@ -84,15 +84,15 @@ class DoctorReport(NamedTuple):
 
     def _lines(self) -> Iterator[str]:
         yield ", ".join(f"{name} {value}" for name, value in self.versions.items()) or "hf-speculate doctor"
-        for one in self.devices:
-            facts = "".join(f", {name} {value}" for name, value in one.device.facts.items())
-            yield f"\n{one.device.name}: {one.device.title}{facts}"
-            for seen in one.seen:
+        for device in self.devices:
+            facts = "".join(f", {name} {value}" for name, value in device.device.facts.items())
+            yield f"\n{device.device.name}: {device.device.title}{facts}"
+            for seen in device.seen:
                 detail = f" ({seen.detail})" if seen.detail else ""
                 yield f"  {seen.result:8} {seen.name}, {seen.seconds:.1f} s{detail}"
-            if one.verdict_path:
-                yield f'  "auto" follows {one.verdict_path}'
-        counts = [seen.result for one in self.devices for seen in one.seen]
+            if device.verdict_path:
+                yield f'  "auto" follows {device.verdict_path}'
+        counts = [seen.result for device in self.devices for seen in device.seen]
         counted = ", ".join(f"{counts.count(result)} {result}" for result in (RIGHT, WRONG, CRASHED, NOT_RUN))
         yield f"\n{counted}"
         if not self.ok:

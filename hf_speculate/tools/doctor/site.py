@@ -12,11 +12,11 @@ class Site(NamedTuple):
     """A device, and the sizes that checks have on it."""
 
     device: torch.device
-    vocab_size: int = 50_257  # of the kernels' rows, which then start at addresses of any alignment
-    num_draft_tokens: int = 5  # of the kernels' rounds
-    width: int = 256  # of the hidden states of models
+    vocab_size: int = 50_257  # columns of the kernels' rows, which then start at addresses of any alignment
+    num_draft_tokens: int = 5  # tokens in the kernels' rounds
+    width: int = 256  # width of the hidden states of models
     max_new_tokens: int = 48
-    batch_sizes: tuple[int, ...] = (1, 4)  # of texts
+    batch_sizes: tuple[int, ...] = (1, 4)  # rows of batches of texts
     is_simulated: bool = False
 
 

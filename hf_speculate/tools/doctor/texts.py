@@ -14,8 +14,8 @@ from hf_speculate.generation.mixin import generate
 from hf_speculate.tools.doctor.pair import Pair, make_pair, make_prompts
 from hf_speculate.tools.doctor.site import Check, Site, require
 
-# How far below the largest logit of another attention backend a token may lie, by dtype: logits up to 16 are two steps
-# of the dtype apart where two kernels round otherwise, and those of float32 sums in another order.
+# How far below the largest logit of another attention backend a token may lie, by dtype: logits up to 16 are two
+# steps of the dtype apart where two kernels round otherwise, and those of float32 sums in another order.
 MAX_GAPS = {torch.float32: 1e-3, torch.float16: 0.03125, torch.bfloat16: 0.25}
 _DRAFTS: dict[str, Any] = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
 # Sampled tokens that can be foreseen: one candidate is left.

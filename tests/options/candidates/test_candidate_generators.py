@@ -82,16 +82,16 @@ def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
     draft = make_model("llama")
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(drafter, 2, SampleStrategy.RANDOM, 9)
-    found = ask(CandidateGeneratorDrafter(generator), [5], num=2)
-    expected = draft(torch.cat([torch.tensor([[5]]), found.token_ids], dim=1)).logits[:, :2]
-    torch.testing.assert_close(found.token_logits, expected)
-    torch.testing.assert_close(found.logsumexp, expected.float().logsumexp(-1))
+    drafted = ask(CandidateGeneratorDrafter(generator), [5], num=2)
+    expected = draft(torch.cat([torch.tensor([[5]]), drafted.token_ids], dim=1)).logits[:, :2]
+    torch.testing.assert_close(drafted.token_logits, expected)
+    torch.testing.assert_close(drafted.logsumexp, expected.float().logsumexp(-1))
 
 
 def test_only_known_samplers_count_as_samplers():
-    def assisted(kind, do_sample):
+    def assisted(family, do_sample):
         config = GenerationConfig(do_sample=do_sample, max_length=9, assistant_early_exit=1)
-        return kind(torch.tensor([[1]]), make_model("llama"), config, {})
+        return family(torch.tensor([[1]]), make_model("llama"), config, {})
 
     assert samples_its_logits(assisted(EarlyExitCandidateGenerator, True))
     assert not samples_its_logits(assisted(AssistedCandidateGenerator, False))
@@ -156,27 +156,27 @@ def test_a_generator_that_writes_to_its_generation_config_changes_no_text():
 
 
 def test_transformers_greedy_loop_gives_the_plain_text():
-    plain, made = make_model("llama"), []
+    plain, generators = make_model("llama"), []
 
     class Target(LlamaForCausalLM):
         def _get_candidate_generator(self, generation_config, input_ids, assistant_model, logits_processor, **kwargs):
             processors = BlockLogitsProcessorList(logits_processor).row_wise_part()
             drafter = ModelDrafter(Inferencer(LanguageModel(assistant_model)), processors)
             options = drafter, 3, SampleStrategy.GREEDY, generation_config.max_length
-            made.append(DraftModelCandidateGenerator(*options, device="cpu"))
-            return made[-1]
+            generators.append(DraftModelCandidateGenerator(*options, device="cpu"))
+            return generators[-1]
 
     target = noisy_copy(plain, 0.0)
     target.__class__ = Target
     inputs, options = ragged_prompts(1, seed=2), {"max_new_tokens": 20, "repetition_penalty": 1.3}
     draft = noisy_copy(plain, 0.05, seed=1)
     assert_equal_ids(plain.generate(**inputs, **options), target.generate(**inputs, **options, assistant_model=draft))
-    assert 0 < made[0]._num_rounds < 20
+    assert 0 < generators[0]._num_rounds < 20
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "mamba", "lfm2"])
-def test_the_cache_follows_a_text_that_went_another_way(kind):
-    draft, text = make_model(kind), ragged_prompts(1, seed=2)["input_ids"]
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "mamba", "lfm2"])
+def test_the_cache_follows_a_text_that_went_another_way(family):
+    draft, text = make_model(family), ragged_prompts(1, seed=2)["input_ids"]
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
     generator = DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14)
     for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):  # at last to the end

@@ -60,8 +60,8 @@ def assert_holds_what_its_texts_give(state, draft):
             with torch.no_grad():
                 draft(input_ids=torch.tensor([text]), **{CACHE_NAME: cache}, use_cache=True)
         for layer, states in zip(cache.layers, state._held.kv_states, strict=bool(text)):
-            for one, other in ((layer.keys, states.keys), (layer.values, states.values)):
-                assert torch.allclose(one[0], other[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0)
+            for saved, expected in ((layer.keys, states.keys), (layer.values, states.values)):
+                assert torch.allclose(saved[0], expected[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0)
 
 
 def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **options):
@@ -70,7 +70,7 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
     for turn in range(3):
         if end_after is not None:  # of the first row, so that rows end at different times
             options["eos_token_id"] = int(target.generate(**inputs, max_new_tokens=NUM_NEW)[0, end_after - NUM_NEW])
-        num_held, prompt_len = state.num_tokens, inputs["input_ids"].shape[1]
+        num_saved, prompt_len = state.num_tokens, inputs["input_ids"].shape[1]
         ids, stats, widths = say(target, draft, inputs, state, **options)
         expected_ids, expected, expected_widths = say(target, draft, inputs, None, **options)
         assert_equal_ids(expected_ids, ids)
@@ -78,14 +78,14 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         assert_holds_what_its_texts_give(state, draft)
         assert expected_widths[0] == prompt_len + 1
         assert widths[1:] == expected_widths[1:] or batch_size > 1  # ended rows stay where a state is kept
-        assert widths[0] == prompt_len + 1 - num_held or (batch_size > 1 and turn and widths[0] < prompt_len)
+        assert widths[0] == prompt_len + 1 - num_saved or (batch_size > 1 and turn and widths[0] < prompt_len)
         texts = answers(ids, inputs, options.get("eos_token_id"))
         inputs = padded([text + SAID[row] for row, text in enumerate(texts)])
     assert stats.num_accepted > 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "end_after", "options"),
+    ("family", "batch_size", "end_after", "options"),
     [
         ("llama", 1, None, {}),
         ("llama", 3, None, {"repetition_penalty": 1.3, "assistant_confidence_threshold": 0.3}),
@@ -95,9 +95,9 @@ def assert_turns_are_the_same(target, draft, batch_size, end_after=None, **optio
         ("mistral_window", 3, None, {}),
     ],
 )
-def test_turns_are_the_same_and_the_draft_reads_what_is_new(kind, batch_size, end_after, options):
+def test_turns_are_the_same_and_the_draft_reads_what_is_new(family, batch_size, end_after, options):
     """Rows that end early are kept as far as they were read."""
-    assert_turns_are_the_same(*pair(kind), batch_size, end_after=end_after, **options)
+    assert_turns_are_the_same(*pair(family), batch_size, end_after=end_after, **options)
 
 
 @pytest.mark.parametrize("scripted", [(K, 0, 0)], indirect=True)
@@ -120,7 +120,7 @@ def test_beside_lookup_of_the_first_layers_and_compiled_it_changes_no_draft(own)
     state, text = DraftState(), [5, 6, 7, 5, 6, 7, 5, 6]
     for turn in range(3):
         (ids, stats, _), (expected_ids, expected, _) = (
-            say(target, draft, padded([text]), one, **own) for one in (state, None)
+            say(target, draft, padded([text]), memory, **own) for memory in (state, None)
         )
         assert_equal_ids(expected_ids, ids)
         assert stats.num_accepted == expected.num_accepted

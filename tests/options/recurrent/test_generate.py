@@ -21,10 +21,10 @@ from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_state
 from tests.reliability.faults import Fault, Mistake, hook
 from tests.reliability.test_threads import together
 from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_KINDS, fill
+from tests.tiny_configs import RECURRENT_FAMILIES, fill
 
 NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
-FEW_KINDS = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")
+FEW_FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")
 
 
 class Oracle:
@@ -47,9 +47,9 @@ class Oracle:
                 self.places[row] += num
                 self.accepted |= {num - 1} if num else set()
         drafts = []
-        for row, place in enumerate(self.places):
+        for row, position in enumerate(self.places):
             num_right = (self.num_rounds + self.row_ids[row]) % (num_draft_tokens + 1)
-            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[place:][:num_draft_tokens]
+            text = (self.texts[self.row_ids[row]] + [0] * num_draft_tokens)[position:][:num_draft_tokens]
             drafts.append([token if at < num_right else (token + 1) % 64 for at, token in enumerate(text)])
         self.num_rounds += 1
         ids = torch.tensor(drafts)
@@ -61,13 +61,13 @@ class Oracle:
 
 
 @cache
-def target_of(kind: str) -> PreTrainedModel:
-    return hf_speculate.enable(make_model(kind))
+def target_of(family: str) -> PreTrainedModel:
+    return hf_speculate.enable(make_model(family))
 
 
 @cache
-def draft_of(kind: str) -> PreTrainedModel:
-    return noisy_copy(target_of(kind))
+def draft_of(family: str) -> PreTrainedModel:
+    return noisy_copy(target_of(family))
 
 
 def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
@@ -84,13 +84,13 @@ def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
     assert not hooks_of(target)
 
 
-@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @pytest.mark.parametrize(
     ("batch_size", "num_drafted"),
     [(3, 5), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 3), (1, 5), (3, 1), (3, 3)))],
 )
-def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_size, num_drafted):
-    assert_plain_whatever_is_accepted(target_of(kind), batch_size, num_drafted)
+def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(family, batch_size, num_drafted):
+    assert_plain_whatever_is_accepted(target_of(family), batch_size, num_drafted)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2")
@@ -112,14 +112,14 @@ def test_greedy_text_of_inkling2_is_plain():
     assert_plain_whatever_is_accepted(target, 3, 5)
 
 
-@each_value(batch_size=[1, 3], kind=FEW_KINDS)
-def test_a_passed_cache_goes_on_from_call_to_call(kind, batch_size):
+@each_value(batch_size=[1, 3], family=FEW_FAMILIES)
+def test_a_passed_cache_goes_on_from_call_to_call(family, batch_size):
     """Rows end early in the first call."""
-    target, inputs = target_of(kind), ragged_prompts(batch_size, seed=batch_size)
+    target, inputs = target_of(family), ragged_prompts(batch_size, seed=batch_size)
     new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
     ends = [int(new_ids[0, 4]), int(new_ids[-1, 9])] if batch_size > 1 else None
     caches, texts = [], []
-    for own in ({}, {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}):
+    for own in ({}, {"assistant_model": draft_of(family), "num_assistant_tokens": 4}):
         caches.append(DynamicCache(config=target.config))
         options = {"max_new_tokens": 14, cache_name(target): caches[-1], **own}
         first = target.generate(**inputs, **options, eos_token_id=ends)
@@ -136,8 +136,8 @@ def test_a_passed_cache_goes_on_from_call_to_call(kind, batch_size):
 
 def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
-    for kind in ("qwen3_5", "jamba"):  # the latter reads a chunk as if nothing were before it, in plain decoding too
-        assert_decodes_as_plain(target_of(kind), draft_of(kind), inputs, **options, num_assistant_tokens=3)
+    for family in ("qwen3_5", "jamba"):  # the latter reads a chunk as if nothing were before it, in plain decoding too
+        assert_decodes_as_plain(target_of(family), draft_of(family), inputs, **options, num_assistant_tokens=3)
     ours = target_of("mamba2").generate(**inputs, **options, prompt_lookup_num_tokens=3)
     assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)  # plain decoding cuts no prompt
     with pytest.raises(UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"):
@@ -145,20 +145,20 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
 
 
 @pytest.mark.fallback("lock step")
-@pytest.mark.skipif("inkling" not in RECURRENT_KINDS, reason="transformers has no Inkling")
+@pytest.mark.skipif("inkling" not in RECURRENT_FAMILIES, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_where_attention_counts_columns():
     """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
     target = hf_speculate.enable(make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0))
-    for one, is_lock_step in ((target, True), (target_of("inkling"), False)):
+    for model, is_lock_step in ((target, True), (target_of("inkling"), False)):
         options = {"max_new_tokens": 8, "num_assistant_tokens": 3}
-        stats = assert_decodes_as_plain(one, draft_of("inkling"), ragged_prompts(3, seed=1), **options)
+        stats = assert_decodes_as_plain(model, draft_of("inkling"), ragged_prompts(3, seed=1), **options)
         assert stats.lock_step == is_lock_step
 
 
 def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 12, "num_assistant_tokens": 3}
-    for kind, num_layers in (("qwen3_5", 2), ("mamba", 1), ("jamba", 2)):
-        assert_decodes_as_plain(target_of(kind), None, inputs, **options, assistant_early_exit=num_layers)
+    for family, num_layers in (("qwen3_5", 2), ("mamba", 1), ("jamba", 2)):
+        assert_decodes_as_plain(target_of(family), None, inputs, **options, assistant_early_exit=num_layers)
     with pytest.raises(ConfigError, match="assistant_early_exit must leave an attention layer in Qwen3_5ForCausalLM"):
         target_of("qwen3_5").generate(**inputs, **options, assistant_early_exit=1)
 
@@ -174,17 +174,17 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
         model.generate(**inputs, **drafts)
     del mixer.forward
     model._tp_size = 2
-    with pytest.raises(UnsupportedModelError, match="with recurrent state and split by tensor parallelism"):
+    with pytest.raises(UnsupportedModelError, match="has recurrent state and is split by tensor parallelism"):
         model.generate(**inputs, **drafts)
     model._tp_size = 1
     model.compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM with recurrent state and compiled in place"):
+    with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM has recurrent state and is compiled in place"):
         model.generate(**inputs, **drafts)
 
 
-@each_value(error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], kind=["qwen3_5", "mamba2"])
-def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, error):
-    target, prompt = target_of(kind), ragged_prompts(3, seed=3)
+@each_value(error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], family=["qwen3_5", "mamba2"])
+def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(family, error):
+    target, prompt = target_of(family), ragged_prompts(3, seed=3)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     for kv_cache in caches:
         text = target.generate(**prompt, max_new_tokens=8, **{cache_name(target): kv_cache})
@@ -192,7 +192,7 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, er
     ids = text[:, -1:] if not has_attention(target) else text
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
     mixer = next(module for module in reversed(list(target.modules())) if hasattr(module, "conv1d"))
-    drafts = {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}
+    drafts = {"assistant_model": draft_of(family), "num_assistant_tokens": 4}
     fault = Fault(2 * 4 + 1, error)  # in the second round, after some of its tokens
     with hook(mixer.norm, fault), pytest.raises(type(error)):
         target.generate(**inputs, **drafts, **{cache_name(target): caches[0]})
@@ -204,7 +204,7 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, er
 
 def test_states_are_freed_with_the_call():
     def num_living() -> int:
-        return sum(type(one) is RecurrentStates for one in gc.get_objects())
+        return sum(type(instance) is RecurrentStates for instance in gc.get_objects())
 
     model, prompts = hf_speculate.enable(make_model("lfm2")), ragged_prompts(2)
     gc.collect()
@@ -217,16 +217,16 @@ def test_states_are_freed_with_the_call():
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
-def test_calls_on_one_model_in_several_threads_give_their_own_texts(kind):
-    with_draft = {"assistant_model": draft_of(kind), "num_assistant_tokens": 3}
-    target, ways = target_of(kind), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba"])
+def test_calls_on_one_model_in_several_threads_give_their_own_texts(family):
+    with_draft = {"assistant_model": draft_of(family), "num_assistant_tokens": 3}
+    target, ways = target_of(family), (with_draft, {"prompt_lookup_num_tokens": 4}, {})
 
     def decode(seed, own):
         return [target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **own) for _ in range(3)]
 
-    found = together(*(lambda _, seed=seed, own=own: decode(seed, own) for seed, own in enumerate(ways)))
-    for seed, texts in enumerate(found):
+    all_texts = together(*(lambda _, seed=seed, own=own: decode(seed, own) for seed, own in enumerate(ways)))
+    for seed, texts in enumerate(all_texts):
         for plain, text in zip(decode(seed, {}), texts, strict=True):
             assert_equal_ids(plain, text)
     assert not hooks_of(target)

@@ -18,22 +18,28 @@ from tests.tiny import make_model, ragged_prompts
 
 KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes that states after each token may take
 IN_FLOAT64 = ("lfm2", "zaya")
-FEW_KINDS = ("qwen3_5", "lfm2", "falcon_h1", "mamba", "zaya")  # gated delta, convolution, both in a layer, scan, tuple
+FEW_FAMILIES = (
+    "qwen3_5",
+    "lfm2",
+    "falcon_h1",
+    "mamba",
+    "zaya",
+)  # gated delta, convolution, both in a layer, scan, tuple
 
 
 @cache
-def model_of(kind: str) -> PreTrainedModel:
-    return make_model(kind)
+def model_of(family: str) -> PreTrainedModel:
+    return make_model(family)
 
 
-def tolerance(kind: str) -> float:
-    return TOLERANCE if kind in IN_FLOAT64 else FLOAT32_TOLERANCE
+def tolerance(family: str) -> float:
+    return TOLERANCE if family in IN_FLOAT64 else FLOAT32_TOLERANCE
 
 
 @torch.no_grad()
-def step_by_step(kind: str, prompt: dict[str, Tensor], token_ids: Tensor) -> tuple[list[Tensor], list[list[States]]]:
+def step_by_step(family: str, prompt: dict[str, Tensor], token_ids: Tensor) -> tuple[list[Tensor], list[list[States]]]:
     """Logits after each of `token_ids` [N], which all rows read after their prompts, and states, also before them."""
-    model, mask = model_of(kind), prompt["attention_mask"]
+    model, mask = model_of(family), prompt["attention_mask"]
     kv_cache = DynamicCache(config=model.config)
     names = inspect.signature(type(model).forward).parameters
     logits, states = [], []
@@ -74,31 +80,33 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
 
 
 @pytest.mark.parametrize("max_kept_bytes", [KEEP_ALL, KEEP_NONE])
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(kind, max_kept_bytes):
+@pytest.mark.parametrize("family", FEW_FAMILIES)
+def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family, max_kept_bytes):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
     prompt, text = ragged_prompts(3, seed=3), torch.randint(1, 64, (16,), generator=torch.Generator().manual_seed(2))
-    model, passed = LanguageModel(model_of(kind)), DynamicCache(config=model_of(kind).config)
+    model, passed = LanguageModel(model_of(family)), DynamicCache(config=model_of(family).config)
     cpu, mask = torch.device("cpu"), prompt["attention_mask"]
     kv_cache = make_hybrid_cache(model.model, passed, 3, mask, cpu, max_kept_bytes)
     model.forward(prompt["input_ids"], kv_cache)
     for token_ids in text[:3]:
         model.forward(token_ids.expand(3, 1), kv_cache)
-    held = [3, 3, 3]
+    lens = [3, 3, 3]
     for drops, num_query in (([0, 4, 2], 5), ([3, 6, 5], 6)):
         kv_cache.crop(drops)
-        held = [num - drop for num, drop in zip(held, drops, strict=True)]
-        assert kv_cache.num_real_tokens == (mask.sum(1) + torch.tensor(held)).tolist()
+        lens = [num - drop for num, drop in zip(lens, drops, strict=True)]
+        assert kv_cache.num_real_tokens == (mask.sum(1) + torch.tensor(lens)).tolist()
         whole = [torch.cat([prompt["input_ids"][row], text]) for row in range(3)]
-        first = [prompt["input_ids"].shape[1] + num for num in held]
+        first = [prompt["input_ids"].shape[1] + num for num in lens]
         query = torch.stack([ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)])
         logits = model.forward(query, kv_cache)
-        held = [num + num_query for num in held]
-        plain_logits, plain_states = step_by_step(kind, prompt, text[: max(held)])
-        for row, num in enumerate(held):
-            assert error(logits[row, -1], plain_logits[num - 1][row]) <= tolerance(kind)
+        lens = [num + num_query for num in lens]
+        plain_logits, plain_states = step_by_step(family, prompt, text[: max(lens)])
+        for row, num in enumerate(lens):
+            assert error(logits[row, -1], plain_logits[num - 1][row]) <= tolerance(family)
             for states, others in zip(recurrent_states(kv_cache.cache), plain_states[num], strict=True):
                 assert states.keys() == others.keys()
-                assert all(error(states[slot][row], other[row]) <= tolerance(kind) for slot, other in others.items())
+                assert all(
+                    error(states[slot][row], expected[row]) <= tolerance(family) for slot, expected in others.items()
+                )
     kv_cache.release()
-    assert not hooks_of(model_of(kind))
+    assert not hooks_of(model_of(family))

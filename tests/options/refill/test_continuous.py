@@ -50,7 +50,7 @@ def alone(target, prompt, **options):
 def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
     """The results by key, and the decoder."""
     decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
-    results = {one.prompt.key: one for finished in decoder.decode(source_of(prompts)) for one in finished}
+    results = {result.prompt.key: result for finished in decoder.decode(source_of(prompts)) for result in finished}
     assert set(results) == {prompt.key for prompt in prompts}
     return results, decoder
 
@@ -68,7 +68,7 @@ def sources(draft):
 
 @pytest.mark.fallback("rejection in place of block")
 @pytest.mark.parametrize(
-    ("kind", "source", "verifier"),
+    ("family", "source", "verifier"),
     [
         *(("llama", source, "greedy") for source in ("model", "lookup", "none", "adaptive")),
         ("mistral_window", "both", "greedy"),
@@ -76,13 +76,13 @@ def sources(draft):
         *(("llama", "model", "rejection"), ("llama", "lookup", "block"), ("llama", "model", "coupled")),
     ],
 )
-def test_rows_are_as_alone_also_with_settings_of_their_own(kind, source, verifier):
-    target, draft = pair(kind)
+def test_rows_are_as_alone_also_with_settings_of_their_own(family, source, verifier):
+    target, draft = pair(family)
     draft = cheaper_copy(target) if source == "adaptive" else draft
     options = {**sources(draft)[source], "do_sample": verifier != "greedy", "verifier": verifier}
     some = make_prompts(5, temperature=0.8, eos_token_id=[5])
     others = make_prompts(5, temperature=1.2, top_k=9, repetition_penalty=1.3, eos_token_id=[5], no_repeat_ngram_size=2)
-    prompts = [replace(one, seed=50 + key, key=key) for key, one in enumerate([*some, *others])]
+    prompts = [replace(prompt, seed=50 + key, key=key) for key, prompt in enumerate([*some, *others])]
     results, decoder = decoded(target, [*prompts[::2], *prompts[1::2]], **options)
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
@@ -96,7 +96,10 @@ def test_rows_are_as_alone_also_with_settings_of_their_own(kind, source, verifie
 def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
     target, draft = pair("llama")
     samples = {"do_sample": True, "verifier": "coupled"}
-    prompts = [replace(one, arguments=one.arguments | samples) if one.key % 3 else one for one in make_prompts(9)]
+    prompts = [
+        replace(prompt, arguments=prompt.arguments | samples) if prompt.key % 3 else prompt
+        for prompt in make_prompts(9)
+    ]
     seen = {}
 
     def on_tokens(prompt, token_ids):
@@ -168,7 +171,7 @@ def test_a_failing_row_ends_alone(raises, message):
     texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
     bad = texts[2][20]  # which comes late in one row at least, and at once in others
     results, _ = decoded(target, prompts, logits_processor=LogitsProcessorList([MakesNan(bad, raises)]), **options)
-    fails = {one.key for one in prompts if bad in [*one.token_ids, *texts[one.key][:-1]]}
+    fails = {prompt.key for prompt in prompts if bad in [*prompt.token_ids, *texts[prompt.key][:-1]]}
     assert 0 < len(fails) < len(prompts)
     for key, result in results.items():
         assert (message in str(result.error)) == (key in fails)
@@ -177,15 +180,15 @@ def test_a_failing_row_ends_alone(raises, message):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    ("kind", "options", "reason"),
+    ("family", "options", "reason"),
     [
         ("bloom", {}, "dynamic"),
         ("llama", {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "lock step"),
         ("llama", {"speculation_cache": "dynamic"}, "dynamic"),
     ],
 )
-def test_what_cannot_join_is_refused_with_its_reason(kind, options, reason):
-    target, draft = pair(kind)
+def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
+    target, draft = pair(family)
     decoder = ContinuousDecoder(target, NUM_ROWS, {"assistant_model": draft, "num_assistant_tokens": 3, **options})
     assert reason in decoder.obstacle(make_prompts(1)[0])
     with pytest.raises(UnsupportedGenerationError, match=reason):

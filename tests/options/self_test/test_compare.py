@@ -40,11 +40,11 @@ class Counts(LlamaForCausalLM):
 
     def forward(self, input_ids, past_key_values=None, **kwargs):  # older versions look for the cache's name
         cache = kwargs.get(CACHE_NAME, past_key_values)
-        held = 0 if cache.get_seq_length() == 0 else self.num_read
-        self.num_read = held + input_ids.shape[1]
+        num_past = 0 if cache.get_seq_length() == 0 else self.num_read
+        self.num_read = num_past + input_ids.shape[1]
         output = super().forward(input_ids=input_ids, **kwargs | {CACHE_NAME: cache})
-        places = torch.arange(self.num_read - output.logits.shape[1], self.num_read)
-        output.logits[..., ::2] += (places % 7)[:, None]
+        positions = torch.arange(self.num_read - output.logits.shape[1], self.num_read)
+        output.logits[..., ::2] += (positions % 7)[:, None]
         return output
 
 
@@ -67,10 +67,10 @@ def decode(model, inputs, **options):
 def test_an_unknown_model_is_tested_once_for_each_kind_of_call():
     model, stats = own_model(), hf_speculate.SpeculationStats()
     counts = count_forwards(model)
-    one, padded = ragged_prompts(1, seed=1), ragged_prompts(3, seed=1)
+    single, padded = ragged_prompts(1, seed=1), ragged_prompts(3, seed=1)
     inner = {**padded, "attention_mask": padded["attention_mask"].clone()}
     inner["attention_mask"][:, -2] = 0
-    for inputs in (one, padded, inner):
+    for inputs in (single, padded, inner):
         num = []
         for _ in range(2):
             counts.clear()
@@ -122,11 +122,11 @@ def test_nothing_is_left_behind():
     model, draft = own_model(Counts), make_model("llama", num_hidden_layers=1)
     inputs = ragged_prompts(2, seed=1, min_len=8, max_len=8)
     past = prefilled(model, inputs["input_ids"][:, :5])
-    held, contents = [layer.keys for layer in past.layers], cache_contents(past)
+    all_keys, contents = [layer.keys for layer in past.layers], cache_contents(past)
     state, config = torch.get_rng_state(), model.generation_config.to_dict()
     with pytest.raises(UnsupportedModelError, match="got a difference"):
         decode(model, inputs, **{CACHE_NAME: past}, assistant_model=draft, prompt_lookup_num_tokens=None)
-    assert all(layer.keys is keys for layer, keys in zip(past.layers, held, strict=True))
+    assert all(layer.keys is keys for layer, keys in zip(past.layers, all_keys, strict=True))
     assert_same_contents(contents, cache_contents(past))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.generation_config.to_dict() == config
@@ -150,4 +150,4 @@ def test_every_kind_of_model_can_be_tested(make, is_lock_step):
     stats = assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
     assert "self-test: passed, difference " in stats.plan
     assert stats.lock_step == is_lock_step
-    assert not [one for one in hooks_of(model) if one.__module__.startswith("hf_speculate")]
+    assert not [hook for hook in hooks_of(model) if hook.__module__.startswith("hf_speculate")]

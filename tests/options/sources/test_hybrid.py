@@ -46,18 +46,18 @@ def test_rounds_in_which_all_rows_copy_leave_the_cache_and_the_next_run_reads_wh
     text = [1, 2, 3, 4, 5, 6, 7] * 8
     first = drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
     assert first.cached.num_ahead == 0  # run for the prompt only
-    num_held, num_behind = kv_cache.num_columns, 0
+    num_cached, num_behind = kv_cache.num_columns, 0
     for new in ([1, 2, 3], [4, 5, 6]):
         text, num_behind = text + new, num_behind + 3
         draft = drafter.draft(DraftRequest(torch.tensor([text[-num_behind:]]), kv_cache, 4, GREEDY, kept=kept(new)))
         assert draft.token_ids.tolist() == [text[-7:][:4]]
         assert draft.cached.num_ahead == -num_behind
-        assert kv_cache.num_columns == num_held
+        assert kv_cache.num_columns == num_cached
     text += [50]  # stood nowhere
     last = drafter.draft(DraftRequest(torch.tensor([text[-7:]]), kv_cache, 4, GREEDY, kept=kept([50])))
     assert last.cached is None
-    alone, other_cache = make_drafter(llama, 1, processors=[BySum()])
-    expected = alone.draft(DraftRequest(torch.tensor([text]), other_cache, 4, GREEDY)).token_ids
+    alone, shared_cache = make_drafter(llama, 1, processors=[BySum()])
+    expected = alone.draft(DraftRequest(torch.tensor([text]), shared_cache, 4, GREEDY)).token_ids
     assert torch.equal(last.token_ids, expected)
 
 

@@ -128,7 +128,9 @@ SPAN = Span(1, 4)
 LOSSY = {"argmax": TypicalVerifier(), "sample": TypicalVerifier(correction="sample", posterior_threshold=0.3)}
 EXACT = {"greedy": GreedyVerifier(), "rejection": RejectionVerifier()}
 PAIRS = [
-    pytest.param(lossy, exact, id=f"{one} {other}") for one, lossy in LOSSY.items() for other, exact in EXACT.items()
+    pytest.param(lossy, exact, id=f"{lossy_name} {exact_name}")
+    for lossy_name, lossy in LOSSY.items()
+    for exact_name, exact in EXACT.items()
 ]
 
 

@@ -56,5 +56,5 @@ def test_failed_kernels_run_by_name_alone(
         )
         launches = set().union(*gpu.log.launches.values())
     assert any(name.startswith("triton") for name in launches) is runs_triton
-    assert [fallback in one for one in stats.fallbacks] == [True] * bool(fallback)
+    assert [fallback in reason for reason in stats.fallbacks] == [True] * bool(fallback)
     assert (warning in caplog.text) if warning else not caplog.text

@@ -80,24 +80,27 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
     model = make_model("llama", dtype=torch.bfloat16)
     plain = plain_texts(model, batch)
     row = next(row for row, text in enumerate(plain) if len(set(text)) > 1)
-    best, twin = plain[row][0], next(one for one in range(1, 64) if not any(one in text for text in plain))
+    best, twin = (
+        plain[row][0],
+        next(token_id for token_id in range(1, 64) if not any(token_id in text for text in plain)),
+    )
     head = model.get_output_embeddings().weight
     head[twin] = head[best]  # as likely wherever the best token is
     plain = plain_texts(model, batch)
-    other = twin if plain[row][0] == best else best
+    replacement = twin if plain[row][0] == best else best
     least = int(model(input_ids=batch.rows[row][None]).logits[0, -1].argmin())
     check = TextCheck(Decoder(model, {}, {}))
     others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]  # in another order
-    for text, found in (
+    for text, outcome in (
         (plain[row], Compared(num_equal=6)),
-        ([other, *plain[row][1:]], Compared(num_equal=5, num_ties=1)),
+        ([replacement, *plain[row][1:]], Compared(num_equal=5, num_ties=1)),
         ([least, *plain[row][1:]], Compared(num_equal=5, num_wrong=1)),
         (plain[row][:5], Compared(num_equal=5, num_wrong=1)),  # ends elsewhere
     ):
-        texts = [text if place == row else one for place, one in enumerate(plain)]
+        texts = [text if at == row else token_id for at, token_id in enumerate(plain)]
         for method, stats in ((METHODS[3], SpeculationStats(rounds_by_draft_len={3: 1})), (METHODS[2], None)):
-            runs = [Run(batch, at, 1.0, one, stats) for at, one in enumerate((texts, [[]] * 3))]
-            assert check(method, runs, others) == found
+            runs = [Run(batch, at, 1.0, token_id, stats) for at, token_id in enumerate((texts, [[]] * 3))]
+            assert check(method, runs, others) == outcome
 
 
 @torch.no_grad()
@@ -111,8 +114,8 @@ def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
         likelihood -= len(text) * float(
             model(ids, labels=ids.where(torch.arange(ids.shape[1]) >= len(prompt), -100)).loss
         )
-    found = drift_of_runs(model, [Run(batch, 0, 1.0, texts, None)])
-    assert found.log_likelihood == pytest.approx(likelihood)
-    assert (found.num_tokens, found.log_likelihood_per_token) == (165, found.log_likelihood / 165)
+    drift = drift_of_runs(model, [Run(batch, 0, 1.0, texts, None)])
+    assert drift.log_likelihood == pytest.approx(likelihood)
+    assert (drift.num_tokens, drift.log_likelihood_per_token) == (165, drift.log_likelihood / 165)
     alone = batch._replace(input_ids=batch.input_ids[:1], attention_mask=batch.attention_mask[:1])
-    assert drift_of_runs(model, [Run(alone, 0, 1.0, [greedy], None)]).agreement == 1.0 > found.agreement
+    assert drift_of_runs(model, [Run(alone, 0, 1.0, [greedy], None)]).agreement == 1.0 > drift.agreement

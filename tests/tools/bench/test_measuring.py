@@ -51,7 +51,7 @@ COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cos
 
 def test_few_and_scattered_measurements_are_doubted():
     seconds = [1.2, 1.4, 1.2, 1.2, 1.2]
-    runs = [Run(BATCH, at, one, [[1] * 11], None, first_token_s=1.0) for at, one in enumerate(seconds)]
+    runs = [Run(BATCH, at, duration, [[1] * 11], None, first_token_s=1.0) for at, duration in enumerate(seconds)]
     few, scattered = reliability(runs[:2], 2, 2)["reasons"]
     assert "2 prompts, 2 repeats" in few
     assert "20 to 40 ms per token" in scattered

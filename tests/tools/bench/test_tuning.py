@@ -91,7 +91,7 @@ def test_only_methods_inside_the_bounds_win_however_fast_others_are():
     tuned = tune(methods, empty_batches(2), Rule(min_agreement=0.9), taken)
     assert tuned.winner.name == names[3]
     assert (tuned.fields["verifier"], tuned.fields["posterior_threshold"]) == ("typical", 0.05)
-    tried = {one["name"]: (one["out"], one["agreement_with_greedy"]) for one in tuned.as_dict()["tried"]}
+    tried = {trial["name"]: (trial["out"], trial["agreement_with_greedy"]) for trial in tuned.as_dict()["tried"]}
     wrong = "differs from plain decoding: 0 of 2 rows equal, 2 differ"
     assert [tried[name] for name in names] == [
         (None, None),

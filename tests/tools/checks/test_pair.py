@@ -60,8 +60,8 @@ def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_pat
     for report in check(*configs), check(*models), hf_speculate.check_pair(*folders):
         assert (report.level, report.findings, report.ok) == ("ok", (), True)
         assert report.overlap.share == 1
-        assert report.target_params == sum(one.numel() for one in models[0].parameters())
-        assert report.draft_params == sum(one.numel() for one in models[1].parameters())
+        assert report.target_params == sum(weight.numel() for weight in models[0].parameters())
+        assert report.draft_params == sum(weight.numel() for weight in models[1].parameters())
         embeddings = [model.get_input_embeddings().weight.numel() for model in models]  # a step reads one row of each
         num_read = [report.target_params - embeddings[0], report.draft_params - embeddings[1]]
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
@@ -101,11 +101,11 @@ def test_models_that_generate_refuses_are_refused_in_its_words():
 
 
 def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
-    model, other = make_model("qwen3_5"), make_model("llama")
+    model, small = make_model("qwen3_5"), make_model("llama")
     kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True)[CACHE_NAME]
     states = [state for layer in recurrent_states(kv_cache) for state in layer.values()]
     size = f"{sum(state.nbytes for state in states) / 2**20:.3g} MiB a row"
-    for report, role in ((check(model, other), "target"), (check(other, model), "draft")):
+    for report, role in ((check(model, small), "target"), (check(small, model), "draft")):
         assert report.ok
         text = texts_of(report, "ok")
         assert f"the {role} has recurrent layers" in text and size in text
@@ -155,16 +155,16 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
 )
 def test_where_a_shorter_context_ends_the_drafts_is_said_before(target, draft, words):
     report = check(make_bart() if target == "bart" else make_config(target), draft)
-    found = texts_of(report, "warning")
-    assert words in found
-    assert ("context" in found) == bool(words)
+    warnings = texts_of(report, "warning")
+    assert words in warnings
+    assert ("context" in warnings) == bool(words)
 
 
 def test_memory_is_that_of_the_weights_and_of_the_cache():
     model = make_model("mixtral", dtype=torch.float32)
     memory = hf_speculate.check_pair(model, model).target_memory
     layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True)[CACHE_NAME].layers
-    assert (memory.dtype, memory.weight_bytes) == ("float32", sum(one.nbytes for one in model.parameters()))
+    assert (memory.dtype, memory.weight_bytes) == ("float32", sum(weight.nbytes for weight in model.parameters()))
     assert memory.kv_bytes_per_token * 7 == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     half = hf_speculate.check_pair(model.config, model.config, dtype="bfloat16").target_memory
     assert (half.dtype, 2 * half.weight_bytes) == ("bfloat16", memory.weight_bytes)
@@ -191,7 +191,7 @@ def test_gains_are_the_best_of_the_cost_model():
     assert expected_speedup(0.8, 5, 0.1, 1.25) == pytest.approx((1 - 0.8**6) / (0.2 * (5 * 0.1 + 1.25)))
     gains = estimate_gains(ModelSize(100, 200), ModelSize(10, 20))
     routed = estimate_gains(ModelSize(100, 200, 0, 160, 8, 2), ModelSize(4, 8))  # a draft of the same cost
-    assert all(one.speedup < other.speedup for one, other in zip(routed, gains, strict=True))
+    assert all(gain.speedup < base.speedup for gain, base in zip(routed, gains, strict=True))
     for gain in gains:
         rates = [expected_speedup(gain.acceptance_probability, num, 0.1) for num in range(11)]
         assert gain.speedup == pytest.approx(max(rates)) == pytest.approx(rates[gain.num_draft_tokens])

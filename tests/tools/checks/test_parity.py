@@ -99,23 +99,23 @@ def test_strings_are_padded_on_the_left_and_options_reach_both_texts():
 FEW_NEW = 8
 
 
-def models_of(kind):
+def models_of(case):
     """A target, a draft that guesses a part, and prompts, some of them padded."""
-    if kind == "llava":
+    if case == "llava":
         target = make_llava()
         return target, text_draft(target, 0.1), picture_prompts(target, 2)
-    target = make_model("llama") if kind == "llama" else make_t5()
-    inputs = ragged_prompts(2, max_len=4 if kind == "t5, prompts shorter than the text" else 16)
-    if kind == "t5, longer":
+    target = make_model("llama") if case == "llama" else make_t5()
+    inputs = ragged_prompts(2, max_len=4 if case == "t5, prompts shorter than the text" else 16)
+    if case == "t5, longer":
         inputs["decoder_input_ids"] = torch.tensor([[START_TOKEN_ID, 9]]).repeat(2, 1)
     return target, noisy_copy(target, 0.2), inputs
 
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "t5, prompts shorter than the text", "t5, longer", "llava"])
-def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(kind, dtype):
-    target, draft, inputs = models_of(kind)
+@pytest.mark.parametrize("case", ["llama", "t5, prompts shorter than the text", "t5, longer", "llava"])
+def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(case, dtype):
+    target, draft, inputs = models_of(case)
     target.to(dtype)
     num = len(inputs["input_ids"])
     report = hf_speculate.check_parity(target, draft, inputs, max_new_tokens=FEW_NEW)

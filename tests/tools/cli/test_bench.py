@@ -54,9 +54,9 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     assert (ours["verifier"], ours["num_assistant_tokens"], ours["num_tokens"]) == ("greedy", 3, 4 * NUM_NEW)
     assert 1 < ours["mean_acceptance_length"] <= 4
     assert 1 < len(ours["draft_lens"]) < sum(ours["rounds_by_draft_len"].values())  # of one call
-    categories = {(one["category"], one["method"]): one["num_prompts"] for one in result["categories"]}
+    categories = {(entry["category"], entry["method"]): entry["num_prompts"] for entry in result["categories"]}
     assert categories == {(category, name): 2 for category in ("code", "text") for name in names[1:]}
-    assert [one["posterior_threshold"] for one in result["drift"]] == [None, None, 0.05, 0.2]
+    assert [entry["posterior_threshold"] for entry in result["drift"]] == [None, None, 0.05, 0.2]
     assert result["drift"][0]["agreement_with_greedy"] == 1.0
     settings, conditions = result["settings"], result["environment"]
     assert (settings["num_prompts"], settings["left_out"], settings["command"][:19]) == (4, {}, "hf-speculate bench ")
@@ -85,7 +85,7 @@ def test_prompt_lookup_needs_no_draft_and_sampling_is_not_compared(pair, questio
     assert "there must be --draft or --lookup, got neither" in capsys.readouterr().err
     assert main([*words, "--lookup", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
-    names = [one["name"] for one in result["methods"] if one["checked"] is None]
+    names = [entry["name"] for entry in result["methods"] if entry["checked"] is None]
     assert names == ["plain, sampling", "transformers, lookup 4", "rejection, K = 3"]
     assert (result["settings"]["batch_size"], result["drift"]) == (2, [])
 
@@ -103,17 +103,17 @@ def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkey
     status, result = run(pair, questions, "-k", "adaptive", "-v", "greedy", "--json")
     assert (status, result["is_interrupted"]) == (130, True)
     names = ["plain, greedy", "transformers, defaults", "greedy, adaptive"]
-    assert [(one["name"], one["num_tokens"]) for one in result["methods"]] == [(name, NUM_NEW) for name in names]
+    assert [(entry["name"], entry["num_tokens"]) for entry in result["methods"]] == [(name, NUM_NEW) for name in names]
     out, err = capsys.readouterr()
     assert json.loads(out) == result
     assert "not reliable; use more prompts or repeats" in err
 
 
 def test_a_draft_may_have_another_tokenizer(pair, questions, tmp_path):
-    tokenizer, other = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
-    make_model("llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    status, result = run((pair[0], str(other)), questions, "-v", "greedy", "--num-prompts", "2")
+    tokenizer, second = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
+    make_model("llama", vocab_size=len(tokenizer), seed=1, num_hidden_layers=1, hidden_size=8).save_pretrained(second)
+    tokenizer.save_pretrained(second)
+    status, result = run((pair[0], str(second)), questions, "-v", "greedy", "--num-prompts", "2")
     assert (status, result["methods"][-1]["checked"]) == (0, "2 of 2 rows equal")
 
 

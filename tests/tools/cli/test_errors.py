@@ -164,9 +164,9 @@ def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(folder, monk
         assert main(words) == status
         err = capsys.readouterr().err.strip()
         assert err.startswith(line) and "\n" not in err
-    for place in (0, len(words)):
+    for at in (0, len(words)):
         with pytest.raises(Strange):
-            main([*words[:place], "--debug", *words[place:]])
+            main([*words[:at], "--debug", *words[at:]])
 
 
 def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):

@@ -77,9 +77,9 @@ def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     words = ["generate", TARGET, "-d", DRAFT, "-k", "adaptive:3", "--json", "--output", str(output), *COMMON]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(map(json.dumps, lines)).encode())))
     assert main([*words, "--file", "-"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(one["id"], one["text"]) for one in found] == list(zip(["def", "cla"], plain_texts, strict=True))
-    assert json.loads(output.read_text()) == {"results": found}
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(result["id"], result["text"]) for result in results] == list(zip(["def", "cla"], plain_texts, strict=True))
+    assert json.loads(output.read_text()) == {"results": results}
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[0]))
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["text"] == plain_texts[0]
@@ -90,11 +90,13 @@ def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
 
 def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
     settings = {"top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "seed": 3, "lookup": 5}
-    given = {"num_assistant_tokens": "adaptive:9", "settings": ["min_p=0.1", "verifier=block"]}
-    found = arguments_of(Speculation(target="", sample=True, **settings, **given))
+    options = {"num_assistant_tokens": "adaptive:9", "settings": ["min_p=0.1", "verifier=block"]}
+    arguments = arguments_of(Speculation(target="", sample=True, **settings, **options))
     settings["prompt_lookup_num_tokens"] = settings.pop("lookup")
     schedule = {"num_assistant_tokens": 9, "num_assistant_tokens_schedule": "adaptive"}
-    assert found == {"max_new_tokens": 256, "do_sample": True, "min_p": 0.1, "verifier": "block"} | settings | schedule
+    assert (
+        arguments == {"max_new_tokens": 256, "do_sample": True, "min_p": 0.1, "verifier": "block"} | settings | schedule
+    )
 
 
 def test_help_and_version_load_neither_torch_nor_transformers():
@@ -113,8 +115,8 @@ def test_a_head_is_timed_without_transformers_own_methods(tmp_path):
     prompts.write_text(PROMPTS[0])
     words = ["bench", TARGET, str(prompts), "-d", HEAD, "-k", "2", "-v", "greedy", "--thresholds", "", *COMMON]
     assert main([*words, "--output", str(result)]) == 0
-    found = json.loads(result.read_text())
-    assert [method["name"] for method in found["methods"]] == ["plain, greedy", "greedy, K = 2"]
+    results = json.loads(result.read_text())
+    assert [method["name"] for method in results["methods"]] == ["plain, greedy", "greedy, K = 2"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1}))
     assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))  # MTP layers of the target itself
 

@@ -37,9 +37,9 @@ def plain():
     return plain_results(pair("llama")[0], TEXTS)
 
 
-def decode(tmp_path, texts=TEXTS, kind="llama", chat_template=None, **options):
+def decode(tmp_path, texts=TEXTS, family="llama", chat_template=None, **options):
     """One call with the tiny pair; returns its report and the output."""
-    target, draft = pair(kind)
+    target, draft = pair(family)
     tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template)
     tmp_path.mkdir(exist_ok=True)
     options = COMMON | {"batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3} | options
@@ -53,14 +53,14 @@ NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 @pytest.mark.parametrize("options", [{}, {"pad_token_id": -1, "static_batches": True}])  # as LLaMA's first configs
 def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tmp_path):
     report, output = decode(tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS], **options)
-    found = results_in(output)
-    assert [ends_of(found[key]) for key in range(1, 12)] == plain
+    results = results_in(output)
+    assert [ends_of(results[key]) for key in range(1, 12)] == plain
     assert {reason for *_, reason in plain} == {"stop", "length"}
-    assert [found[key]["tag"] for key in range(1, 12)] == [text[:2] for text in TEXTS]
+    assert [results[key]["tag"] for key in range(1, 12)] == [text[:2] for text in TEXTS]
     assert (report.num_rows, report.num_resumed, report.num_finished) == (11, 0, 11)
     assert report.num_tokens == sum(num for _, num, _ in plain)
     assert report.num_accepted > 0
-    assert [line["id"] for line in report.results()] == list(found)
+    assert [line["id"] for line in report.results()] == list(results)
 
 
 class EndsAtPair(StoppingCriteria):
@@ -75,26 +75,26 @@ class EndsAtPair(StoppingCriteria):
 
 @pytest.mark.fallback("lock step")
 @pytest.mark.parametrize(
-    ("kind", "eos", "options"),
+    ("stop", "eos", "options"),
     [
         ("stop_strings", None, NO_DRAFT),
         (EndsAtPair, EOS_ID, NO_DRAFT),
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(kind, eos, options, plain, tmp_path):
+def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(stop, eos, options, plain, tmp_path):
     """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
-    long = [(one, text) for one, (text, *_) in zip(TEXTS, plain, strict=True) if len(text) == NUM_NEW][:4]
-    texts, strings = [one for one, _ in long], [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)]
+    long = [(prompt, text) for prompt, (text, *_) in zip(TEXTS, plain, strict=True) if len(text) == NUM_NEW][:4]
+    texts, strings = [prompt for prompt, _ in long], [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)]
     pairs = [[LETTERS.index(letter) for letter in string] for string in strings]
-    stops = {"stop_strings": strings} if kind == "stop_strings" else {"stopping_criteria": [kind(pairs)]}
-    found = []
+    stops = {"stop_strings": strings} if stop == "stop_strings" else {"stopping_criteria": [stop(pairs)]}
+    reports = []
     for size in (1, 4):
         own = stops | {"eos_token_id": eos, "pad_token_id": EOS_ID, "batch_size": size, "is_ordered": True} | options
-        found.append([ends_of(line) for line in decode(tmp_path / str(size), texts, **own)[0].results()])
-    assert found[0] == found[1]
-    assert len({num_tokens for _, num_tokens, _ in found[0]}) == 4
-    assert all(reason == "stop" and len(text) == num and text[-2:] in strings for text, num, reason in found[0])
+        reports.append([ends_of(line) for line in decode(tmp_path / str(size), texts, **own)[0].results()])
+    assert reports[0] == reports[1]
+    assert len({num_tokens for _, num_tokens, _ in reports[0]}) == 4
+    assert all(reason == "stop" and len(text) == num and text[-2:] in strings for text, num, reason in reports[0])
 
 
 @pytest.mark.parametrize("num_bytes", [1, -1, None])
@@ -152,22 +152,22 @@ def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_p
 
 @pytest.mark.parametrize("method", [{"verifier": "rejection"}, NO_DRAFT])
 def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path):
-    texts = [{"id": f"r{place}", "prompt": text} for place, text in enumerate(TEXTS)]
-    found = []
+    texts = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
+    reports = []
     for order, batch_size, seed in ((texts, 4, 1), (texts[:2:-1], 1, 1), (texts[:4], 4, 2)):
         options = method | {"do_sample": True, "seed": seed, "batch_size": batch_size}
-        found.append(texts_in(decode(tmp_path / str(len(found)), order, **options)[1]))
-    whole, fewer, other = found
+        reports.append(texts_in(decode(tmp_path / str(len(reports)), order, **options)[1]))
+    whole, fewer, last = reports
     assert fewer == {key: whole[key] for key in fewer}
-    assert other != {key: whole[key] for key in other}
+    assert last != {key: whole[key] for key in last}
     assert row_seed(0, Row("1", "")) == 3373202220108974583  # fixed for ever
 
 
 def test_messages_go_through_the_chat_template(tmp_path):
-    found, options = [], {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"}
+    reports, options = [], {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"}
     for prompt, is_chat in (({"messages": [{"role": "user", "content": "bc"}]}, False), ("bc", True), ("bc.", False)):
-        found.append(texts_in(decode(tmp_path, [prompt], is_chat=is_chat, **options)[1]))
-    assert found[0] == found[1] == found[2]
+        reports.append(texts_in(decode(tmp_path, [prompt], is_chat=is_chat, **options)[1]))
+    assert reports[0] == reports[1] == reports[2]
 
 
 def test_what_cannot_be_is_named_before_anything_is_decoded(tmp_path):
@@ -212,15 +212,15 @@ OWN = [
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
 def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
     lines = [{"id": f"r{row}", "prompt": text, **OWN[row % 5]} for row, text in enumerate(TEXTS)]
-    found, options = [], {"batch_size": 3, "is_ordered": True, **options}
+    reports, options = [], {"batch_size": 3, "is_ordered": True, **options}
     for is_static in (True, False):
         report, _ = decode(tmp_path / str(is_static), lines, static_batches=is_static, **options)
-        found.append(list(report.results()))
+        reports.append(list(report.results()))
         assert not report.fallback
-        assert report.num_tokens == sum(line["num_tokens"] for line in found[-1])
-    assert found[0] == found[1]
-    assert found[0][0]["num_tokens"] <= 3
-    assert any(line["text"].endswith(tuple(LETTERS[1:12])) for line in found[0] if "stop_strings" in line)
+        assert report.num_tokens == sum(line["num_tokens"] for line in reports[-1])
+    assert reports[0] == reports[1]
+    assert reports[0][0]["num_tokens"] <= 3
+    assert any(line["text"].endswith(tuple(LETTERS[1:12])) for line in reports[0] if "stop_strings" in line)
 
 
 @hf_speculate.register_row_wise
@@ -249,6 +249,6 @@ def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_t
 
 
 def test_what_cannot_be_refilled_is_decoded_in_static_batches(tmp_path):
-    report, output = decode(tmp_path, TEXTS[:4], kind="bloom")
+    report, output = decode(tmp_path, TEXTS[:4], family="bloom")
     assert "dynamic" in report.fallback
     assert len(results_in(output)) == 4

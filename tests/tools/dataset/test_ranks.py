@@ -47,7 +47,7 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder
         assert time.monotonic() < deadline
         time.sleep(0.002)
     children = psutil.Process(first.pid).children(recursive=True)
-    next(one for one in children if one.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
+    next(child for child in children if child.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
     assert first.returncode != 0
     num_begun = [len(begun_in(output, rank)) for rank in (0, 1)]

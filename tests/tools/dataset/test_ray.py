@@ -61,7 +61,7 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
     assert list((tmp_path / "notes").iterdir())
     expected = plain_results(folder / "target", TEXTS)
-    assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
+    assert texts_in(tmp_path / "out.jsonl") == {number: text for number, (text, *_) in enumerate(expected, 1)}
     assert [each.num_finished for each in reports] == list(range(2, 21, 2))
     assert report.num_tokens == sum(num for _, num, _ in expected)
 

@@ -32,8 +32,8 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     ]
     text = tmp_path / "prompts.txt"
     text.write_text("def main\n\nclass Stack\n")
-    found = [(row.key, row.content) for row in read_prompts(text, text_as="lines")]
-    assert found == [("1", "def main"), ("3", "class Stack")]
+    rows = [(row.key, row.content) for row in read_prompts(text, text_as="lines")]
+    assert rows == [("1", "def main"), ("3", "class Stack")]
     assert [row.content for row in read_prompts(text)] == [text.read_text()]
 
 

@@ -40,8 +40,8 @@ def examined(what: str, **limits: float) -> Any:
 
 
 def results(report: Any) -> dict[str, str]:
-    (one,) = report.devices
-    return {seen.name: seen.result for seen in one.seen}
+    (device,) = report.devices
+    return {seen.name: seen.result for seen in device.seen}
 
 
 def decoded() -> Any:
@@ -125,7 +125,7 @@ def test_what_fails_is_named_and_left_out(
     assert (report.ok, report.advice) == (False, f"cuda:0: set {setting}")
     stats = decoded()
     assert f"from graphs: {graphs}" in stats.plan
-    assert [fallback in one for one in stats.fallbacks] == [True] * bool(fallback)
+    assert [fallback in reason for reason in stats.fallbacks] == [True] * bool(fallback)
 
 
 def test_the_command_ends_with_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
@@ -171,12 +171,12 @@ def test_two_doctors_at_once_leave_a_whole_verdict(cache_folder: Path) -> None:
         key = device_key(DEVICE)
         context = multiprocessing.get_context("forkserver")
         arguments = [(str(cache_folder), key, result) for result in ("right", "wrong")]
-        writers = [context.Process(target=write_many, args=one) for one in arguments]
+        writers = [context.Process(target=write_many, args=process_arguments) for process_arguments in arguments]
         for writer in writers:
             writer.start()
         seen = list(_read_until_done(writers))
     assert all(writer.exitcode == 0 for writer in writers)
-    assert seen and all(len(found) == 200 and len(set(found.values())) == 1 for found in seen)
+    assert seen and all(len(verdicts) == 200 and len(set(verdicts.values())) == 1 for verdicts in seen)
     assert [path.name for path in verdict_path(key).parent.iterdir()] == [verdict_path(key).name]
 
 
@@ -185,9 +185,9 @@ def _read_until_done(writers: list[Any]) -> Iterator[dict[str, str]]:
     while is_running:
         is_running = any(writer.is_alive() for writer in writers)
         if verdict_path(device_key(DEVICE)).exists():
-            found = read_verdict(DEVICE)
-            assert found is not None
-            yield dict(found.results)
+            verdict = read_verdict(DEVICE)
+            assert verdict is not None
+            yield dict(verdict.results)
 
 
 def test_a_kind_that_was_not_run_to_its_end_is_not_said_to_be_right() -> None:
@@ -200,5 +200,5 @@ def test_a_kind_that_was_not_run_to_its_end_is_not_said_to_be_right() -> None:
 def test_every_check_runs_on_a_simulated_device() -> None:
     report = examined("everything_right")
     assert set(results(report).values()) == {"right"}
-    kinds = {name.partition(":")[0] for name in results(report)}
-    assert kinds == {"attention", "graphs", "texts", "kernels"}
+    groups = {name.partition(":")[0] for name in results(report)}
+    assert groups == {"attention", "graphs", "texts", "kernels"}

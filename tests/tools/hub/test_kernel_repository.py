@@ -76,7 +76,7 @@ def test_what_is_loaded_decides_as_the_library_does(load, backend: str, build: P
     kernels = load(build)
     assert Path(kernels.__file__) == build / "torch-universal" / PACKAGE / "__init__.py"
     own_keys = kernels.NoiseKeys(*moved(tuple(keys)))
-    found = kernels.verify_rejection(*map(moved, (target, ids, draft)), keys=own_keys, backend=backend)
-    assert type(found).__module__.startswith(f"{PACKAGE}_")
-    assert_same(moved(found, "cpu"), expected)
+    returned = kernels.verify_rejection(*map(moved, (target, ids, draft)), keys=own_keys, backend=backend)
+    assert type(returned).__module__.startswith(f"{PACKAGE}_")
+    assert_same(moved(returned, "cpu"), expected)
     assert not [name for name in sys.modules if name.startswith("hf_speculate.")]

@@ -15,7 +15,7 @@ from hf_speculate.tools.bench.report.values import Result, name_of, short, sprea
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
-_TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the environment, in this order
+_TOP = ("target", "draft", "device", "threads", "dtype", "date")  # values of the environment, in this order
 
 
 def write_html(result: Mapping[str, Any], path: Path) -> Path:
@@ -26,10 +26,10 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
     settings: Result = result.get("settings") or {}
     where: Result = result.get("environment") or {}
     names = {method["name"]: name_of(method) for method in methods}
-    remarks = [f"{name_of(one)}: {text(reason)}" for one in methods for reason in one.get("fallbacks") or ()]
+    remarks = [f"{name_of(entry)}: {text(reason)}" for entry in methods for reason in entry.get("fallbacks") or ()]
     remarks += [f"{name}: left out, {text(reason)}" for name, reason in (settings.get("left_out") or {}).items()]
-    timed = [one for one in methods if any((one.get("seconds") or {}).values())]
-    adaptive = [one for one in methods if one.get("num_assistant_tokens") is None]
+    timed = [entry for entry in methods if any((entry.get("seconds") or {}).values())]
+    adaptive = [entry for entry in methods if entry.get("num_assistant_tokens") is None]
     samples: dict[str, list[str]] = {}  # names of the methods that wrote a text
     for method in methods:
         if method.get("sample"):
@@ -48,11 +48,11 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
         bars=_bars,
         methods=methods,
         names=list(names.values()),
-        positions={name_of(one): rates for one in methods if (rates := one.get("acceptance_rate_per_position"))},
-        lens={name_of(one): lens for one in adaptive if len(set(lens := one.get("draft_lens") or ())) > 1},
+        positions={name_of(entry): rates for entry in methods if (rates := entry.get("acceptance_rate_per_position"))},
+        lens={name_of(entry): lens for entry in adaptive if len(set(lens := entry.get("draft_lens") or ())) > 1},
         stages=STAGES,
-        seconds={name_of(one): [one["seconds"].get(stage, 0.0) for stage in STAGES] for one in timed},
-        categories=[{**one, "method": names[one["method"]]} for one in result.get("categories") or []],
+        seconds={name_of(entry): [entry["seconds"].get(stage, 0.0) for stage in STAGES] for entry in timed},
+        categories=[{**entry, "method": names[entry["method"]]} for entry in result.get("categories") or []],
         drift=result.get("drift") or [],
         drift_len=settings.get("drift_num_assistant_tokens"),
         remarks=remarks,
@@ -76,23 +76,23 @@ def method_styles(result: Mapping[str, Any]) -> dict[str, int]:
     styles = {name: index for index, name in enumerate(dict.fromkeys(map(name_of, methods)))}
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
     for name in dict.fromkeys(row["verifier"] for row in result.get("drift") or ()):
-        same = [name_of(one) for one in methods if name == (one.get("verifier") or one["name"])]
-        exact = [one for one in same if label is not None and one.endswith(str(label))]
+        same = [name_of(entry) for entry in methods if name == (entry.get("verifier") or entry["name"])]
+        exact = [entry for entry in same if label is not None and entry.endswith(str(label))]
         styles.setdefault(name, styles[(exact or same)[0]] if same else len(styles))
     return styles
 
 
 def _fastest(methods: list[Result]) -> Result | None:
     """The fastest lossless method that is not flagged as noise; None if there is only plain decoding."""
-    found = [
+    candidates = [
         (speedup.middle, method)
         for method in methods
         if not method.get("is_lossy") and not method.get("is_noise")
         if str(method["name"]).partition(",")[0] != _PLAIN and (speedup := spread(method.get("speedup"))) is not None
     ]
-    return max(found, key=itemgetter(0), default=(0.0, None))[1]
+    return max(candidates, key=itemgetter(0), default=(0.0, None))[1]
 
 
 def _bars(methods: list[Result], field: str, factor: float = 1.0) -> list[Bar]:
-    found = [(method, spread(method.get(field), factor)) for method in methods]
-    return [Bar(name_of(one), value, bool(one.get("is_lossy"))) for one, value in found if value is not None]
+    spreads = [(method, spread(method.get(field), factor)) for method in methods]
+    return [Bar(name_of(entry), value, bool(entry.get("is_lossy"))) for entry, value in spreads if value is not None]

@@ -23,7 +23,7 @@ class Axis(NamedTuple):
     labels: tuple[tuple[float, str], ...]  # numbers that are named, in order
     is_log: bool = False
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Where a number lies, to the hundredth; one outside lies at the nearer end."""
         low, high, value = (math.log(x) if self.is_log else x for x in (self.low, self.high, value))
         part = (value - low) / (high - low) if high > low else 0.5
@@ -31,7 +31,7 @@ class Axis(NamedTuple):
 
     def ticks(self, unit: str = "") -> list[tuple[float, str]]:
         """Places, and the labels there."""
-        return [(self.place(value), label + unit) for value, label in self.labels]
+        return [(self.position(value), label + unit) for value, label in self.labels]
 
 
 def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: int = 4) -> Axis:
@@ -62,7 +62,7 @@ def axis_of_values(values: Sequence[float], start: float, end: float) -> Axis:
     axis = Axis(ordered[0], ordered[-1], start, end, (), is_log)
     named: list[float] = []
     for value in ordered:
-        if not named or axis.place(value) - axis.place(named[-1]) >= (end - start) / 9:
+        if not named or axis.position(value) - axis.position(named[-1]) >= (end - start) / 9:
             named.append(value)
     return axis._replace(labels=tuple((value, f"{value:g}") for value in named))
 
@@ -74,8 +74,8 @@ def _step(least: float) -> float:
 
 
 _LABEL_HEIGHT = 18.0  # pixels, of a name beside a curve
-_MAX_POINTS = 160  # of a curve; more are averaged
-_LEFT, _RIGHT = 13.0, 95.0  # of a plot with numbers beside it
+_MAX_POINTS = 160  # the most points of a curve; more are averaged
+_LEFT, _RIGHT = 13.0, 95.0  # edges of a plot with numbers beside it
 _TOP, _BOTTOM = 8.0, 172.0
 _PLAIN = 1.0  # plain decoding's speed, in times itself
 _PERCENT = Axis(0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25)))
@@ -98,7 +98,7 @@ class Bar(NamedTuple):
 class Plot(NamedTuple):
     """Values of one kind of plot with their axes; `page.html` makes none without values."""
 
-    kind: str
+    shape: str
     # bars: of `Bar`; stacks: seconds of each part by name; dots: (method, value) by group; curves: (x, y) by method
     values: Any
     x: Axis
@@ -127,11 +127,11 @@ def plot_stacks(parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) ->
 def plot_dots(categories: Sequence[Result], methods: Sequence[str]) -> Plot:
     """Speed-ups by category of prompts; none if no category has any."""
     groups: dict[str, list[tuple[str, float]]] = {}
-    for one in categories:
-        num, value = one.get("num_prompts"), spread(one.get("speedup"))
+    for entry in categories:
+        num, value = entry.get("num_prompts"), spread(entry.get("speedup"))
         of_them = "" if num is None else f" ({num} {'prompt' if num == 1 else 'prompts'})"
         if value is not None:
-            groups.setdefault(text(one.get("category")) + of_them, []).append((one["method"], value.middle))
+            groups.setdefault(text(entry.get("category")) + of_them, []).append((entry["method"], value.middle))
     dots = [dot for group in groups.values() for dot in group]
     used = {method for method, _ in dots}
     axis = rounded_axis([_PLAIN, *(value for _, value in dots)], 6.0, 94.0)
@@ -150,12 +150,12 @@ def plot_thresholds(entries: Sequence[Result], field: str) -> Plot:
     """Values over the threshold of each verifier, with lines across for those without one."""
     curves: dict[str, list[tuple[float, float]]] = {}
     references: dict[str, float] = {}
-    for one in entries:
-        threshold, value = one.get("posterior_threshold"), spread(one.get(field))
+    for entry in entries:
+        threshold, value = entry.get("posterior_threshold"), spread(entry.get(field))
         if value is not None and threshold is not None:
-            curves.setdefault(one["verifier"], []).append((threshold, value.middle))
+            curves.setdefault(entry["verifier"], []).append((threshold, value.middle))
         elif value is not None:
-            references[one["verifier"]] = value.middle
+            references[entry["verifier"]] = value.middle
     points = {name: sorted(pairs) for name, pairs in curves.items()}
     known = [pair for pairs in points.values() for pair in pairs] or [(0.0, 0.0)]
     x = axis_of_values([x for x, _ in known], _LEFT, _RIGHT)
@@ -164,8 +164,8 @@ def plot_thresholds(entries: Sequence[Result], field: str) -> Plot:
 
 
 def _curves(points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float]) -> Plot:
-    keys = [Key(name, top=y.place(pairs[-1][1])) for name, pairs in points.items()]
-    keys += [Key(name, is_dashed=True, top=y.place(value)) for name, value in references.items()]
+    keys = [Key(name, top=y.position(pairs[-1][1])) for name, pairs in points.items()]
+    keys += [Key(name, is_dashed=True, top=y.position(value)) for name, value in references.items()]
     return Plot("curves", points, x, y, keys=_apart(keys), x_label=x_label, references=references)
 
 

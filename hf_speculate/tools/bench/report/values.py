@@ -89,10 +89,10 @@ _speedup = field("speedup", 2)
 METHODS: Columns = {
     "method": name_of,
     "verifier": field("verifier"),
-    "output": lambda one: "lossy" if one.get("is_lossy") else "exact",
+    "output": lambda entry: "lossy" if entry.get("is_lossy") else "exact",
     "K": field("num_assistant_tokens"),
     "tokens/s": tokens_per_s,
-    "speed-up": lambda one: _speedup(one) + (" (noise)" if one.get("is_noise") else ""),
+    "speed-up": lambda entry: _speedup(entry) + (" (noise)" if entry.get("is_noise") else ""),
     "acceptance length": field("mean_acceptance_length", 2),
     "acceptance rate": share("acceptance_rate"),
     "compared with plain": field("checked"),

@@ -42,13 +42,16 @@ def make_result() -> dict[str, Any]:
         method("typical, K = 5", 2.61, **lossy),
     ]
     categories = [
-        {"category": category, "method": entry["name"], "speedup": 0.8 + 0.25 * place + 0.15 * order}
-        | {"acceptance_rate": 0.4 + 0.05 * place, "num_prompts": 10}
-        for place, category in enumerate(("writing", "coding", "translation", "math_reasoning"))
+        {"category": category, "method": entry["name"], "speedup": 0.8 + 0.25 * number + 0.15 * order}
+        | {"acceptance_rate": 0.4 + 0.05 * number, "num_prompts": 10}
+        for number, category in enumerate(("writing", "coding", "translation", "math_reasoning"))
         for order, entry in enumerate(methods[2:])
     ]
     drift = [("plain, greedy", None, 1.0, -0.92, 1.0), ("plain, sampling", None, 0.97, -1.38, 0.71)]
-    drift += [("typical", one, 2.9 - one, -1.61 + 0.8 * one, 0.62 + 0.4 * one) for one in (0.01, 0.03, 0.09, 0.2, 0.5)]
+    drift += [
+        ("typical", threshold, 2.9 - threshold, -1.61 + 0.8 * threshold, 0.62 + 0.4 * threshold)
+        for threshold in (0.01, 0.03, 0.09, 0.2, 0.5)
+    ]
     fields = ("verifier", "posterior_threshold", "speedup", "log_likelihood_per_token", "agreement_with_greedy")
     return {
         "environment": {"device": "AMD EPYC", "versions": {"torch": "2.13.0"}, "target": "examples/pair/target"},

@@ -84,7 +84,7 @@ def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
     result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "speedup": None}]
     page = Page(tmp_path, result)
     titles = "Acceptance rate by position|Draft length over time|Time by stage"
-    assert [len({*re.findall(titles, one.text)}) for one in (Page(tmp_path, make_result()), page)] == [3, 0]
+    assert [len({*re.findall(titles, shown.text)}) for shown in (Page(tmp_path, make_result()), page)] == [3, 0]
     assert not re.search(r"\b(nan|inf|none)\b", page.source.partition("</style>")[2].lower())
     assert page.row("hf_speculate, ours")[4:6] == ["-", "-"]
     assert page.row("a") == ["hf_speculate, ours", "-", "-", "-"]
@@ -117,8 +117,8 @@ def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6))
 def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
     axis = rounded_axis(values, 0.0, 100.0)
-    places, ticks = [axis.place(value) for value in sorted(values)], axis.ticks()
-    assert [0.0, *places, 100.0] == sorted([ticks[0][0], *places, ticks[-1][0]])
+    xs, ticks = [axis.position(value) for value in sorted(values)], axis.ticks()
+    assert [0.0, *xs, 100.0] == sorted([ticks[0][0], *xs, ticks[-1][0]])
     assert 2 <= len({label for _, label in ticks}) == len(ticks) <= 7
 
 
@@ -132,8 +132,8 @@ def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> No
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
     plot = plot_bars([Bar("a", Spread(1.0, 2.0, 4.0), False), Bar("b", Spread(0.5, 0.5, 0.5), True)])
-    assert [plot.x.place(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
-    assert [label for _, label in plot.x.ticks(plot.unit)] == [f"{one}\u00d7" for one in range(5)]
+    assert [plot.x.position(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
+    assert [label for _, label in plot.x.ticks(plot.unit)] == [f"{number}\u00d7" for number in range(5)]
 
 
 PHONE, DESKTOP = 360, 1280

@@ -1,0 +1,95 @@
+"""Row layout of preallocated buffers: in which columns each row begins and ends."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_speculate.cache.row_lens import ArangeCache, RowLens
+from hf_speculate.per_row import PerRow
+from hf_speculate.transfers import upload
+
+_PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tokens
+
+
+class RowLayout(PerRow):
+    """The padding and the length of each row in the buffers of all layers, in columns."""
+
+    BY_ROW = ("pads",)
+    PARTS = ("row_lens",)
+
+    def __init__(
+        self,
+        pads: Sequence[int],  # [B] columns of padding before each row's first token
+        max_columns: int | None = None,
+        capacity: int | None = None,  # columns that every buffer has from the start; None if buffers grow
+        device: torch.device | str = "cpu",
+    ):
+        self.pads = list(pads)
+        self.row_lens = RowLens([0] * len(self.pads), ArangeCache(device))
+        self.max_columns = max_columns
+        self.capacity = capacity
+        self._pads: Tensor | None = None  # see `pads_on_device`
+        self._positions: Tensor | None = None  # [B, C] int64, of each row's columns
+
+    @property
+    def lens(self) -> list[int]:
+        """[B] columns of each row, padding included."""
+        return self.row_lens.on_host
+
+    @property
+    def device(self) -> torch.device:
+        return self.row_lens.aranges.device
+
+    @property
+    def is_even(self) -> bool:
+        return self.row_lens.is_even
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that some row uses."""
+        return max(self.lens, default=0)
+
+    def drop_padding(self) -> int:
+        """Drop the first columns that are padding in all rows; how many these were."""
+        surplus = self.skip_padding() if self.num_columns else 0
+        self.row_lens.add(-surplus)
+        return surplus
+
+    def skip_padding(self) -> int:
+        """Forget the padding before all rows; how many columns it has."""
+        surplus = min(self.pads, default=0)
+        self.pads = [pad - surplus for pad in self.pads]
+        if self.max_columns is not None:
+            self.max_columns -= surplus
+        self.forget()
+        return surplus
+
+    def join(self, other: "RowLayout") -> None:
+        bounds = self.max_columns, other.max_columns
+        self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)
+        super().join(other)
+
+    def forget(self) -> None:
+        self._pads = self._positions = None
+
+    def pads_on_device(self) -> Tensor | None:
+        """[B, 1] int64; None if nothing is padded."""
+        if self._pads is None and any(self.pads):
+            self._pads = upload(self.pads, self.device)[:, None]
+        return self._pads
+
+    def padding_mask(self, num_columns: int) -> Tensor | None:
+        """[B, num_columns] int64: 1 for real tokens; None if nothing is padded."""
+        pads = self.pads_on_device()
+        return None if pads is None else (self.row_lens.aranges.span(0, num_columns) >= pads).to(torch.int64)
+
+    def positions(self, first: int, width: int) -> Tensor:
+        """[B or 1, W] int64: positions of the tokens in a range of columns; those of padding come after all tokens."""
+        aranges, end, pads = self.row_lens.aranges, first + width, self.pads_on_device()
+        if pads is None:
+            return aranges.span(first, width)[None]
+        if self._positions is None or self._positions.shape[1] < end:
+            positions = aranges.span(0, 2 * end) - pads
+            self._positions = positions.masked_fill_(positions < 0, _PADDING)
+        return self._positions[:, first:end]
