@@ -38,10 +38,9 @@ FLOORS = {
     "hf_speculate.triton_kernels": -1,
 }
 KERNELS = "hf_speculate.triton_kernels"
-# Names that say nothing of what they hold, and comments that have no subject; the packages are yet to be renamed.
+# Names that say nothing of what they hold, and comments that have no subject.
 VAGUE = frozenset(("one", "found", "given", "made", "held", "place", "places", "placed", "kinds"))
 NO_SUBJECT = re.compile(r"(?:^|\s)# [oO]f\b")
-UNNAMED = ("hf_speculate.options.heads.", "hf_speculate.tools.server.")
 
 
 def library_files() -> dict[str, Path]:
@@ -118,8 +117,7 @@ def problems_of(source: str, module: str) -> Iterator[str]:
         yield f"{module} has no layer: add it to FLOORS"
     if num_lines > MAX_LINES:
         yield f"{module}: {num_lines} lines: at most {MAX_LINES}"
-    if not module.startswith(UNNAMED):
-        yield from (f"{module}:{problem}" for problem in vague_words(source, tree))
+    yield from (f"{module}:{problem}" for problem in vague_words(source, tree))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
     for node in ast.walk(tree):

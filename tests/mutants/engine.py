@@ -101,6 +101,9 @@ MUTANTS = mutants_of(
                 "ids = ids.masked_fill(columns >= lens.on_device()[:, None] - 1, -1)",
                 "draft/test_custom.py",
             ),
+            "heads of joining rows have read nothing": Fault(
+                "self.drafter.read_kept(kept)", "pass", "options/refill/test_heads.py"
+            ),
             "dropped rows stay in the draft cache": Fault('("drafter", "kv_cache",', '("drafter",'),
             "rows draft past their end": Fault(
                 "most = [max(min(left - 1, limit), 0)",

@@ -31,7 +31,11 @@ from hf_speculate.options.heads.unserved import unserved
 
 _DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _LAYER_IDS = {"z-lab": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
-_PARTIAL_ROTARY = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")  # of the target, not of the head
+_PARTIAL_ROTARY = (
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
+)  # fields of the target, not of the head
 
 
 @dataclass(frozen=True, kw_only=True)

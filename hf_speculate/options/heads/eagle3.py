@@ -34,7 +34,7 @@ class Eagle3Options:
     fc_norm: bool = False  # whether they are normalised one by one before `fc`
     norm_output: bool = False  # whether the next pair gets the state after the final norm (EAGLE-3.1)
     logit_scale: float = 1.0  # factor on the logits
-    mask_token_id: int | None = None  # of P-EAGLE's slots; None for other heads
+    mask_token_id: int | None = None  # the token in P-EAGLE's slots; None for other heads
 
 
 class FirstLayer(DecoderLayer):

@@ -85,7 +85,7 @@ class HeadFolder:
                 patterns = [str(self._subfolder / pattern) for pattern in PATTERNS]
                 root = Path(snapshot_download(self._root, allow_patterns=patterns))
             return root / self._subfolder
-        except (OSError, ValueError) as error:  # of the Hub or the network
+        except (OSError, ValueError) as error:  # errors of the Hub or the network
             raise ConfigError(
                 f"the weights of {self.source!r} must be in a folder or on the Hub, got none that can be downloaded; "
                 f"check the network ({error})"

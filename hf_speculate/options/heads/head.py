@@ -21,7 +21,7 @@ from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import Kept, Stream
 
-_SHIFTS = (0, 1, -1)  # of the ids of layers that `check_layers` compares
+_SHIFTS = (0, 1, -1)  # shifts of layers' ids that `check_layers` compares
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
 _AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds that draft all tokens of a round in one step
 _MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
@@ -57,7 +57,7 @@ class HeadSpec:
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
-    name: str  # of the folder or repository
+    name: str  # name of the folder or repository
     hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
     hidden_size: int  # H, the head's own width
     target_hidden_size: int  # Ht, the width of the states that it reads
@@ -125,7 +125,7 @@ class DraftHead:
 
     def __init__(self, spec: HeadSpec, network: HeadNetwork, config: PreTrainedConfig, factory: HeadDrafterFactory):
         self.spec, self.shape = spec, shape_of(config)
-        self.config = config  # of the target, which transformers' pipelines compare
+        self.config = config  # config of the target, which transformers' pipelines compare
         self.network = network.eval().requires_grad_(False)
         self.description = f"{spec.kind} head {spec.name}"
         self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens

@@ -72,7 +72,7 @@ class HeadFit(NamedTuple):
 class _Kind(NamedTuple):
     read: Callable[[ConfigSource], tuple[HeadSpec, Any]]  # and the network's options
     load: Callable[[LoadRequest], HeadNetwork]
-    drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # of the network
+    drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # makes the drafter of the network
 
 
 _KINDS = {

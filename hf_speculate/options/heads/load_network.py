@@ -37,7 +37,7 @@ class ConfigSource(NamedTuple):
 
     config: dict[str, Any]  # content of `config.json`
     recognised: HeadKind
-    name: str  # of the folder or repository
+    name: str  # name of the folder or repository
     shape: TargetShape
     hidden_layers: tuple[int, ...] | None = None  # given by the caller; None for those of the config
 
@@ -81,7 +81,7 @@ class LoadRequest(NamedTuple):
 
     folder: HeadFolder
     spec: HeadSpec
-    options: Any  # of a network that `load_network` makes
+    options: Any  # options of a network that `load_network` makes
     target: PreTrainedModel
     dtype: torch.dtype
     device: torch.device
@@ -190,7 +190,7 @@ def naming(file: str | Path, content: str) -> Iterator[None]:
         yield
     except (SpeculateError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of any type, by what is wrong with the content
+    except Exception as error:  # an error of any type, by what is wrong with the content
         raise ConfigError(
             f"{file} must hold {content}, got a fault in it ({type(error).__name__}: {' '.join(str(error).split())}); "
             "download or save it again"

@@ -27,12 +27,12 @@ class TargetParts:
     def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
         self._embeddings: Any = target.get_input_embeddings()
         self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
-        self._scale, norm = (_found(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
+        self._scale, norm = (_member(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
         self._is_normed = norm is not None
         self._head: Any = target.get_output_embeddings()
         self._rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
         self._vocab_size = vocab_size_of(target)
-        self.vocabulary = vocabulary.resized(self._vocab_size)  # of the head, in the target's ids
+        self.vocabulary = vocabulary.resized(self._vocab_size)  # the head's, in the target's ids
         self.device, self.dtype = device, dtype
 
     def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
@@ -66,7 +66,7 @@ class TargetParts:
         return logits.to(self.device, self.dtype)
 
 
-def _found(module: nn.Module, name: str) -> Any:
+def _member(module: nn.Module, name: str) -> Any:
     """An attribute of a module or of what it wraps; None if there is none."""
     return next((getattr(part, name) for part in module.modules() if hasattr(part, name)), None)
 
@@ -96,8 +96,8 @@ class HeadNetwork(nn.Module, ABC):
 class NetworkPlan(NamedTuple):
     """What a network is built from."""
 
-    options: Any  # of the kind of head
-    shapes: Mapping[str, Sequence[int]]  # of the checkpoint's weights by name, which say what it has of its own
+    options: Any  # those of the head's type
+    shapes: Mapping[str, Sequence[int]]  # shapes of the checkpoint's weights by name, which say what it has of its own
     target_hidden_size: int  # Ht
     vocabulary: DraftVocabulary
     device: torch.device

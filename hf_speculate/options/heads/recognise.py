@@ -11,7 +11,7 @@ _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_lay
 _UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer that their configs do not name
 _HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
 _DFLASH2_FIELDS = {"selector_rank", "selector_top_k"}
-_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # of DFlash heads that have them at the top level
+_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # fields that DFlash heads have at the top level
 
 
 class HeadKind(NamedTuple):

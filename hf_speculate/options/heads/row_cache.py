@@ -39,7 +39,7 @@ class CacheView:
     columns: Tensor  # [B or 1, N] int64, the columns that they are written to
     width: int  # columns that attention reads
     layer_masks: Sequence[LayerMask]
-    dtype: torch.dtype  # of the masks
+    dtype: torch.dtype  # dtype of the masks
     is_bare: bool = False  # whether each token sees all `width` columns, so that layers without a window need no mask
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # additive masks, see `mask`
 

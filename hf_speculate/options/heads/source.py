@@ -20,7 +20,7 @@ from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from hf_speculate.stats import SpeculationStats
 
-# Of first tokens; published heads reach 0.4.
+# Rates of first tokens; published heads reach 0.4.
 FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 
 

@@ -17,7 +17,7 @@ class Unserved(NamedTuple):
 
     kind: str  # as errors name it
     word: str  # in a name that the config gives, in lower case and without marks
-    fields: tuple[str, ...] = ()  # of the config or its `dflash_config`
+    fields: tuple[str, ...] = ()  # fields of the config or its `dflash_config`
     weights: tuple[str, ...] = ()  # beginnings of names
 
 

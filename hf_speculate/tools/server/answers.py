@@ -17,7 +17,7 @@ from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
 from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.tool_calls import ToolCallReader
 
-Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # of the texts of a request, by the text's index
+Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     num_choices: int  # texts of each prompt
     is_chat: bool
     is_streamed: bool
-    has_usage: bool  # of a stream; a whole answer always has it
+    has_usage: bool  # whether a stream has it; a whole answer always does
     has_tools: bool
     tokenizer: PreTrainedTokenizerBase
 
@@ -58,11 +58,13 @@ class Asked(NamedTuple):
         reason = "tool_calls" if calls and reason == "stop" else reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, index: int, found: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
+    def logprobs(self, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
         """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
         if self.texts[index].num_top is None:
             return None
-        return chat_format(found, self.tokenizer) if self.is_chat else completion_format(found, self.tokenizer, offset)
+        return (
+            chat_format(tokens, self.tokenizer) if self.is_chat else completion_format(tokens, self.tokenizer, offset)
+        )
 
 
 def asked_of(request: ChatRequest | CompletionRequest, engine: Engine) -> Asked:
@@ -86,7 +88,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
         return None
     choices = []
     for index, parts in enumerate(texts):
-        found = [one for part in parts for one in part.logprobs]
+        tokens = [token for part in parts for token in part.logprobs]
         text = "".join(part.text for part in parts)
         calls: list[dict[str, Any]] = []
         if asked.has_tools:
@@ -95,7 +97,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
             rest, calls = reader.end()
             text = said + rest
         reason = results[index].finish_reason
-        choices.append(asked.choice(index, text, reason, asked.logprobs(index, found), calls))
+        choices.append(asked.choice(index, text, reason, asked.logprobs(index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
@@ -110,12 +112,12 @@ async def events(
     async with aclosing(pieces):
         for index in range(len(asked.texts) if asked.is_chat else 0):
             yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
-        found: tuple[int, Piece | DecodeResult] | None = first
+        newest: tuple[int, Piece | DecodeResult] | None = first
         results, offsets = [], [0] * len(asked.texts)
         readers = [ToolCallReader() for _ in asked.texts] if asked.has_tools else None
         try:
-            while found is not None:
-                index, piece = found
+            while newest is not None:
+                index, piece = newest
                 if isinstance(piece, DecodeResult):
                     results.append(piece)
                     rest, calls = readers[index].end() if readers else ("", [])
@@ -128,7 +130,7 @@ async def events(
                     if text or logprobs:
                         yield event(asked.choice(index, text, logprobs=logprobs))
                     offsets[index] += len("".join((logprobs or {}).get("tokens", ())))
-                found = await anext(pieces, None)
+                newest = await anext(pieces, None)
         except RequestError as error:  # the status is sent already
             yield f"data: {json.dumps(error_body(error))}\n\n"
             return

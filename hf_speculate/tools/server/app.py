@@ -68,7 +68,7 @@ def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def served_model(name: str) -> dict[str, Any]:
         check_model(name, engine)
         return model
 
@@ -80,8 +80,8 @@ def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
     async def completions(http: Request) -> Any:
         return await _answer(engine, await intake.read(CompletionRequest, http), http)
 
-    for kind in (RequestError, HTTPException, Exception):
-        app.add_exception_handler(kind, _error_response)
+    for error_type in (RequestError, HTTPException, Exception):
+        app.add_exception_handler(error_type, _error_response)
     return app
 
 
@@ -113,6 +113,6 @@ async def _answer(engine: Engine, asked: Asked | None, http: Request) -> Any:
 async def _error_response(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         error = RequestError(str(error.detail), status=error.status_code)
-    found = error if isinstance(error, RequestError) else request_error(error)
-    headers = {"Retry-After": "1"} if found.status == 429 else None
-    return JSONResponse(error_body(found), found.status, headers)
+    answered = error if isinstance(error, RequestError) else request_error(error)
+    headers = {"Retry-After": "1"} if answered.status == 429 else None
+    return JSONResponse(error_body(answered), answered.status, headers)

@@ -25,7 +25,7 @@ from hf_speculate.tools.server.response_format import GrammarCompiler
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
 
-_CHARS_PER_TOKEN = 16  # of the longest prompt; texts have about 4
+_CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
 _USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose context has no end
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 # Errors of a row that is decoded alone; one of another class ends all requests.
@@ -42,14 +42,14 @@ class Engine:
     options: dict[str, Any]  # arguments of `generate()` for all requests, such as the draft model
     num_rows: int = 8  # requests that are decoded at once, >= 1
     max_queued: int = 64  # requests that wait for a row at most, >= 0
-    # of the target's cache: rows that are decoded at once, times the tokens that the longest may get, prompt included
+    # tokens of the target's cache: rows that are decoded at once, times those that the longest may get, with its prompt
     max_cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
         context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
-        self.max_length = min(limits, default=None)  # of prompt and answer
-        self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # of a prompt
+        self.max_length = min(limits, default=None)  # tokens of prompt and answer
+        self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # characters of a prompt
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
@@ -181,7 +181,7 @@ class Engine:
                 answer.put(request_error(error))
 
     def _fits(self, answer: Answer) -> bool:
-        lens = [one.max_tokens for one in (*self._begun, answer)]
+        lens = [row.max_tokens for row in (*self._begun, answer)]
         return self.max_cache_tokens is None or len(lens) * max(lens) <= self.max_cache_tokens
 
     def _make_decoder(self) -> ContinuousDecoder:
@@ -239,10 +239,10 @@ class Engine:
         answer: Answer = prompt.key
         ids = [*prompt.token_ids, *token_ids]
         try:
-            found = prompt_logprobs(self.target, ids, answer.request.num_top or 0)
+            logprobs = prompt_logprobs(self.target, ids, answer.request.num_top or 0)
         except _ROW_ERRORS as error:
             return error
-        answer.logprobs = found[len(prompt.token_ids) :]
+        answer.logprobs = logprobs[len(prompt.token_ids) :]
         return None
 
     def _on_end(self, done: "Future[None]") -> None:

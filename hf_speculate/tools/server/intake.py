@@ -13,9 +13,9 @@ from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, busy_error
 from hf_speculate.tools.server.schemas import AnyRequest, parse
 
-_BYTES_PER_CHAR = 2  # of a text of the largest length, which is mostly ASCII; JSON escapes some characters
+_BYTES_PER_CHAR = 2  # bytes of a text of the largest length, which is mostly ASCII; JSON escapes some characters
 _OTHER_BYTES = 65_536  # for all but the text
-_MOST_BYTES = 2**25  # of a body, whatever the context length: parsing 32 MiB of JSON takes up to two seconds
+_MOST_BYTES = 2**25  # bytes of a body, whatever the context length: parsing 32 MiB of JSON takes up to two seconds
 _LONG_BYTES = 65_536  # tokenising a longer text takes more than about 0.1 s
 _DISCARD_S = 1.0  # for the rest of a rejected body: many clients send all of it before they read the answer
 

@@ -20,7 +20,7 @@ class TokenLogprob(NamedTuple):
 
 def token_logprobs(token_ids: Sequence[int], logits: Tensor, num_top: int) -> list[TokenLogprob]:
     """The log probabilities of N tokens under their logits [N, V], with those of the `num_top` best tokens."""
-    found: list[TokenLogprob] = []
+    tokens: list[TokenLogprob] = []
     for begin in range(0, len(token_ids), _NUM_AT_ONCE):
         some = list(token_ids[begin : begin + _NUM_AT_ONCE])
         logprobs = logits[begin : begin + len(some)].float().log_softmax(-1)
@@ -31,52 +31,52 @@ def token_logprobs(token_ids: Sequence[int], logits: Tensor, num_top: int) -> li
         tops = [
             list(zip(row_ids, row, strict=True)) for row_ids, row in zip(top_ids.tolist(), values.tolist(), strict=True)
         ]
-        found += map(TokenLogprob, some, chosen, tops)
-    return found
+        tokens += map(TokenLogprob, some, chosen, tops)
+    return tokens
 
 
 def prompt_logprobs(target: PreTrainedModel, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
     """Those of a prompt's tokens, from a forward of its own; the first one has none."""
     model: Any = target
-    found = [TokenLogprob(token_ids[0], None, [])]
+    tokens = [TokenLogprob(token_ids[0], None, [])]
     if len(token_ids) > 1:
         with torch.no_grad():
             input_ids = torch.tensor([token_ids[:-1]], device=target.device)  # [1, T - 1]
             logits = model(input_ids=input_ids, use_cache=False).logits[0]
-            found += token_logprobs(token_ids[1:], logits, num_top)
-    return found
+            tokens += token_logprobs(token_ids[1:], logits, num_top)
+    return tokens
 
 
 def completion_format(
-    found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, offset: int = 0
+    tokens: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, offset: int = 0
 ) -> dict[str, Any]:
     """As `/v1/completions` has them; `offset` is the number of characters of the tokens before.
 
     `top_logprobs` have the token itself, too, also if it is not among the best.
     """
-    tokens = [_text(one.token_id, tokenizer) for one in found]
+    texts = [_text(token.token_id, tokenizer) for token in tokens]
     tops: list[dict[str, float] | None] = []
-    for token, one in zip(tokens, found, strict=True):
+    for text, token in zip(texts, tokens, strict=True):
         top: dict[str, float] = {}
-        for token_id, logprob in one.top:
+        for token_id, logprob in token.top:
             top.setdefault(_text(token_id, tokenizer), logprob)  # the best of equal texts
-        if one.logprob is not None:
-            top.setdefault(token, one.logprob)
-        tops.append(None if one.logprob is None else top)
+        if token.logprob is not None:
+            top.setdefault(text, token.logprob)
+        tops.append(None if token.logprob is None else top)
     return {
-        "tokens": tokens,
-        "token_logprobs": [one.logprob for one in found],
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": tops,
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
     }
 
 
-def chat_format(found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def chat_format(tokens: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """As `/v1/chat/completions` has them."""
     content = [
-        _entry(one.token_id, one.logprob, tokenizer)
-        | {"top_logprobs": [_entry(token_id, logprob, tokenizer) for token_id, logprob in one.top]}
-        for one in found
+        _entry(token.token_id, token.logprob, tokenizer)
+        | {"top_logprobs": [_entry(token_id, logprob, tokenizer) for token_id, logprob in token.top]}
+        for token in tokens
     ]
     return {"content": content, "refusal": None}
 

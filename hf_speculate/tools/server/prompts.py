@@ -18,7 +18,7 @@ from hf_speculate.tools.server.response_format import GrammarProcessor
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
 from hf_speculate.tools.server.text_request import TextRequest
 
-_DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number
+_DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
 _MAX_STOPS = 4
 
 
@@ -36,14 +36,14 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine) -> l
             f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; send several requests",
             "n" if len(prompts) == 1 else "prompt",
         )
-    shared, num_top, found = _shared_options(request, engine), request.num_top, []
+    shared, num_top, texts = _shared_options(request, engine), request.num_top, []
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
         for choice in range(request.n):
             processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"))
             own = options | ({"logits_processor": processors} if processors else {})
-            found.append(TextRequest(RowPrompt(token_ids, _seed(request, engine, choice), own), echoed, num_top))
-    return found
+            texts.append(TextRequest(RowPrompt(token_ids, _seed(request, engine, choice), own), echoed, num_top))
+    return texts
 
 
 def _echoed(request: ChatRequest | CompletionRequest, prompts: list[list[int]], engine: Engine) -> list[str]:
@@ -52,8 +52,8 @@ def _echoed(request: ChatRequest | CompletionRequest, prompts: list[list[int]], 
         return [""] * len(prompts)
     if isinstance(request.prompt, str):
         return [request.prompt]
-    given: Any = request.prompt if isinstance(request.prompt[0], str) else prompts
-    return [one if isinstance(one, str) else str(engine.tokenizer.decode(one)) for one in given]
+    prompts_as_sent: Any = request.prompt if isinstance(request.prompt[0], str) else prompts
+    return [prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt)) for prompt in prompts_as_sent]
 
 
 def check_model(name: str, engine: Engine) -> None:
@@ -154,7 +154,10 @@ def _token_ids(request: ChatRequest | CompletionRequest, engine: Engine) -> list
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     if not prompts:
         raise RequestError("prompt must have at least one token, got none", "prompt")
-    return [_encoded(one, "prompt", engine) if isinstance(one, str) else _checked(one, engine) for one in prompts]
+    return [
+        _encoded(prompt, "prompt", engine) if isinstance(prompt, str) else _checked(prompt, engine)
+        for prompt in prompts
+    ]
 
 
 def _checked(token_ids: list[int], engine: Engine) -> list[int]:

@@ -12,7 +12,7 @@ from hf_speculate.errors import MissingExtraError, import_extra
 from hf_speculate.processors.registry import register_row_wise
 from hf_speculate.tools.server.errors import RequestError
 
-_CACHE_BYTES = 2**28  # of compiled grammars
+_CACHE_BYTES = 2**28  # bytes of compiled grammars
 
 
 class GrammarCompiler:

@@ -213,9 +213,11 @@ class ChatRequest(Request):
     @classmethod
     def _check_number(cls, messages: Any) -> Any:
         contents = (
-            [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+            [message.get("content") for message in messages if isinstance(message, dict)]
+            if isinstance(messages, list)
+            else []
         )
-        num = sum(len(one) if isinstance(one, list) else 1 for one in contents)
+        num = sum(len(content) if isinstance(content, list) else 1 for content in contents)
         if num > _MAX_MESSAGES:
             raise RequestError(f"messages must have at most {_MAX_MESSAGES} parts, got {num}; join some", "messages")
         return messages

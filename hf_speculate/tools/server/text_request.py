@@ -45,7 +45,7 @@ class Answer:
         self.request, self.prompt = request, replace(request.prompt, key=self, on_logits=on_logits)
         self.is_wanted = True
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.logprobs: list[TokenLogprob] = []  # of all tokens so far; stays if the row is decoded again
+        self.logprobs: list[TokenLogprob] = []  # those of all tokens so far; stays if the row is decoded again
         self._loop = asyncio.get_running_loop()
         self._newest: Sequence[int] | RowResult | RequestError = ()
         self._is_new = asyncio.Event()

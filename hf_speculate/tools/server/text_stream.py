@@ -15,7 +15,7 @@ class TextStream:
         self.is_cut = False  # whether the text ended before a stop string
         self._ids: list[int] = []
         self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
-        self._held = ""
+        self._pending = ""
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
         """The text that is final with these tokens, all so far; at the end all of the rest."""
@@ -27,21 +27,21 @@ class TextStream:
         if now.endswith(_PARTIAL_CHARACTER) and not is_end:
             return ""
         self._begin, self._read = self._read, len(self._ids)
-        self._held += now[len(before) :]
+        self._pending += now[len(before) :]
         if self.is_cut:
             return ""
-        found = [at for stop in self.stop_strings if (at := self._held.find(stop)) >= 0]
-        self.is_cut = bool(found)
-        end = min(found) if found else len(self._held) - (0 if is_end else self._num_pending())
-        ready, self._held = self._held[:end], self._held[end:]
+        ends = [at for stop in self.stop_strings if (at := self._pending.find(stop)) >= 0]
+        self.is_cut = bool(ends)
+        end = min(ends) if ends else len(self._pending) - (0 if is_end else self._num_pending())
+        ready, self._pending = self._pending[:end], self._pending[end:]
         return ready
 
     def _num_pending(self) -> int:
         """Number of last characters that a stop string may begin with."""
         longest = max(map(len, self.stop_strings), default=1) - 1
-        nums = range(min(longest, len(self._held)), 0, -1)
-        held = self._held
-        return next((num for num in nums if any(stop.startswith(held[-num:]) for stop in self.stop_strings)), 0)
+        nums = range(min(longest, len(self._pending)), 0, -1)
+        pending = self._pending
+        return next((num for num in nums if any(stop.startswith(pending[-num:]) for stop in self.stop_strings)), 0)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

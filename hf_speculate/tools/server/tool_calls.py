@@ -13,26 +13,26 @@ class ToolCallReader:
     """Splits a text that comes in pieces into what is said before the first call, and the calls."""
 
     def __init__(self) -> None:
-        self._held, self._has_begun = "", False
+        self._pending, self._has_begun = "", False
 
     def read(self, text: str) -> str:
         """What is known to lie before the first call."""
-        self._held += text
+        self._pending += text
         if self._has_begun:
             return ""
-        at = self._held.find(_BEGIN)
+        at = self._pending.find(_BEGIN)
         self._has_begun = at >= 0
         if not self._has_begun:
-            nums = range(min(len(_BEGIN) - 1, len(self._held)), 0, -1)
-            at = len(self._held) - next((num for num in nums if self._held.endswith(_BEGIN[:num])), 0)
-        ready, self._held = self._held[:at], self._held[at:]
+            nums = range(min(len(_BEGIN) - 1, len(self._pending)), 0, -1)
+            at = len(self._pending) - next((num for num in nums if self._pending.endswith(_BEGIN[:num])), 0)
+        ready, self._pending = self._pending[:at], self._pending[at:]
         return ready
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest of the text and the calls; a text whose calls are not JSON is all text."""
-        calls = [_call_of(found) for found in _CALL.findall(self._held)]
+        calls = [_call_of(text) for text in _CALL.findall(self._pending)]
         if not calls or None in calls:
-            return self._held, []
+            return self._pending, []
         return "", [call for call in calls if call is not None]
 
 

@@ -20,21 +20,23 @@ def invalid_field(
         fields: names of all fields; the other words in pydantic's paths are names of types.
         neutral: values of fields that are not supported with which they change nothing.
     """
-    found = error.errors(include_url=False)
-    of_first = {_path(each["loc"], fields): each for each in reversed(found) if each["loc"][:1] == found[0]["loc"][:1]}
-    name = max(of_first, key=_fit)  # of several types, the one that fits best
+    errors = error.errors(include_url=False)
+    of_first = {
+        _path(each["loc"], fields): each for each in reversed(errors) if each["loc"][:1] == errors[0]["loc"][:1]
+    }
+    name = max(of_first, key=_fit)  # among several types the one that fits best
     kind, message, got = of_first[name]["type"], of_first[name]["msg"], reprlib.repr(of_first[name]["input"])
     if kind == "json_invalid":
         return RequestError(f"the body must be JSON in UTF-8, got {message.removeprefix('Invalid JSON: ')}")
     if kind == "missing":
         return RequestError(f"{name} must be given, got none", name)
     if kind == "extra_forbidden":
-        name = str(found[0]["loc"][0])
+        name = str(errors[0]["loc"][0])
         values = " or ".join(map(json.dumps, neutral.get(name, ())))
         if values:
             return RequestError(f"{name} must be {values}, got {got}; other values are not supported", name)
         return RequestError(f"{name} must be left out, got {got}; this endpoint has no such field", name)
-    reasons = [each["msg"].removeprefix("Input should be ") for each in found if _path(each["loc"], fields) == name]
+    reasons = [each["msg"].removeprefix("Input should be ") for each in errors if _path(each["loc"], fields) == name]
     needed = ", or ".join(dict.fromkeys(reasons))
     return RequestError(f"{name or 'the body'} must be {needed}, got {got}", name or None)
 
