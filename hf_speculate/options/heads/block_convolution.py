@@ -9,7 +9,8 @@ sublayer's input and side 1 on its output:
 A slot j reads slots of its own row's block alone, never the context.
 """
 
-from torch import Tensor, empty, nn
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Qwen3Config
 
@@ -26,7 +27,7 @@ class BlockConvolution(nn.Module):
         super().__init__()
         num_groups = width // group_size
         self._kernel_shape, self._group_size = (_NUM_SIDES, num_taps, num_groups), group_size
-        self.base_kernel = nn.Parameter(empty(_NUM_SIDES, num_taps, width))
+        self.base_kernel = nn.Parameter(torch.empty(_NUM_SIDES, num_taps, width, device="meta"))
         self.kernel_projection = nn.Linear(width, _NUM_SIDES * num_taps * num_groups, bias=False)
 
     def kernels(self, normed: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,8 @@ class CandidateSelector(nn.Module):
         super().__init__()
         rank, num_ids = options.selector_rank, options.vocab_size
         self.hidden_projection = nn.Linear(width, rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.empty(num_ids, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(num_ids, rank))
+        self.predecessor_codebook = nn.Parameter(torch.empty(num_ids, rank, device="meta"))
+        self.successor_codebook = nn.Parameter(torch.empty(num_ids, rank, device="meta"))
 
     def forward(self, previous: Tensor, features: Tensor, candidate_ids: Tensor) -> Tensor:
         """What follows for candidates [B, k] from tokens [B] before them and projected states [B, r]: [B, k]."""

@@ -54,12 +54,12 @@ def say(target, draft, inputs, state=None, **options):
 
 def assert_holds_what_its_texts_give(state, draft):
     """The states are those that the draft has after reading each row's text alone."""
-    for row, text in enumerate(state._held.token_ids):
+    for row, text in enumerate(state._saved.token_ids):
         cache = DynamicCache()
         if text:
             with torch.no_grad():
                 draft(input_ids=torch.tensor([text]), **{CACHE_NAME: cache}, use_cache=True)
-        for layer, states in zip(cache.layers, state._held.kv_states, strict=bool(text)):
+        for layer, states in zip(cache.layers, state._saved.kv_states, strict=bool(text)):
             for saved, expected in ((layer.keys, states.keys), (layer.values, states.values)):
                 assert torch.allclose(saved[0], expected[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0)
 
