@@ -36,7 +36,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-integrations mutants check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -49,6 +49,7 @@ help:
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
 	@echo "make test-newest the same tests with the newest transformers that setup.cfg allows"
+	@echo "make test-core   tests of the core with a copy of the library that has no options"
 	@echo "make test-integrations the examples that need lm-eval and trl, in an environment that has both"
 	@echo "make check       ruff, mypy and the rules between the packages"
 	@echo "make fix         let ruff format and repair"
@@ -112,6 +113,10 @@ test-slow: $(DEV_STAMP)
 test-all: $(DEV_STAMP)
 	@echo "make test-all: test, test-kernels, test-tools and test-slow in one run, about 15 minutes on two cores"
 	$(PYTEST) $(PYTEST_ARGS) tests
+
+test-core: $(DEV_STAMP)
+	@echo "make test-core: tests of the core without hf_speculate/options, about 3 minutes on two cores"
+	$(BIN)/python -m tests.core_alone -n $(WORKERS) $(PYTEST_ARGS)
 
 mutants: $(DEV_STAMP)
 	@echo "make mutants: faults one by one, each against the tests that it names, about 7 minutes on one quiet core"

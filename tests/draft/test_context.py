@@ -14,8 +14,8 @@ from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import HistoryStore
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
+from tests.compiled_calls import compile_config
 from tests.fallbacks import PAST_CONTEXT, without_caches
-from tests.generation.test_compiled import compile_config
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.tiny import make_model, ragged_prompts, with_context

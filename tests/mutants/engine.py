@@ -58,7 +58,7 @@ MUTANTS = mutants_of(
                 "                restore()\n", "                pass\n", "reliability generation/test_caches.py"
             ),
             "buffers are not released": Fault(
-                "kv_cache.release()", "kv_cache.kind", "generation/test_compiled.py cache/test_memory.py"
+                "kv_cache.release()", "kv_cache.kind", "options/compiled/test_compiled.py cache/test_memory.py"
             ),
         },
         ("hf_speculate/engine/target_session.py", "generation/test_options.py generation/test_matrix.py"): {

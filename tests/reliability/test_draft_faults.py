@@ -18,7 +18,7 @@ from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import HistoryStore, budget
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
-from tests.generation.test_compiled import compile_config
+from tests.compiled_calls import compile_config
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.options.heads.rounds import target_of

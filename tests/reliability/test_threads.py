@@ -15,7 +15,7 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models import folded_attention
 from tests.cases import new_pair
-from tests.generation.test_compiled import compile_config
+from tests.compiled_calls import compile_config
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.tiny import cheaper_copy, ragged_prompts
 

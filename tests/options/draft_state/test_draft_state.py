@@ -11,8 +11,8 @@ from hf_speculate import DraftState, SpeculationStats
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, pair
+from tests.compiled_calls import compile_config, small_pair
 from tests.generation.test_caches import STATE_TOLERANCE
-from tests.generation.test_compiled import compile_config, small_pair
 from tests.reliability.faults import Fault, FaultyStreamer, Mistake
 from tests.tiny import PAD_TOKEN_ID, noisy_copy, ragged_prompts
 

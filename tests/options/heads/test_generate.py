@@ -21,7 +21,7 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.compatibility_rows import CHARACTERS
-from tests.generation.test_compiled import compile_config
+from tests.compiled_calls import compile_config
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.options.heads.designs import (
     DFLASH,

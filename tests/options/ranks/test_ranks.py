@@ -24,10 +24,10 @@ from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, Unsu
 from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group
 from hf_speculate.options.self_test.compare import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
+from tests.compiled_calls import compile_config
 from tests.draft.test_custom import Repeats
 from tests.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches
 from tests.generation.test_caches import FLOAT32_TOLERANCE, STATE_TOLERANCE, assert_same_contents, cache_contents
-from tests.generation.test_compiled import compile_config
 from tests.nan_drafts import drafts_of_nan, embedding_is_nan, without_nan
 from tests.options.self_test.test_compare import Own
 from tests.reliability.faults import Fault, Mistake, RowWiseProcessor, hook

@@ -1,7 +1,6 @@
 """Compiled rounds over fixed buffers give the eager text, compile nothing twice, and say where they cannot be."""
 
 import logging
-from functools import cache
 
 import pytest
 import torch
@@ -15,43 +14,12 @@ from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.options.compiled.buffer_pool import BufferPool
 from hf_speculate.options.compiled.compilation import Compilation
 from tests.cases import assert_equal_ids, new_pair, pair
+from tests.compiled_calls import K, compile_config, compiled_and_eager, small_pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_llava, picture_prompts, text_draft
 
-K = 2
 ENDS = [17, 3, 40, 9]
-
-
-LAYERS = {  # few, because compiling takes the more time the more there are
-    "llama": {"num_hidden_layers": 1},
-    "gemma2": {"num_hidden_layers": 2},  # one with a window, one without
-    "gpt2": {"n_layer": 1},
-}
-
-
-@cache
-def small_pair(family):
-    """As `tests.cases.pair`; what one test compiles for it serves the others."""
-    return new_pair(family, **LAYERS[family])
-
-
-def compile_config(backend="eager", **options):
-    """transformers compiles on a CPU only with this flag, which its own tests set too."""
-    config = CompileConfig(backend=backend, mode=options.pop("mode", "default"), **options)
-    config._compile_all_devices = True
-    return config
-
-
-def compiled_and_eager(target, draft, inputs, config, **options):
-    """Ids by compiled rounds and by eager ones, and the statistics of the first."""
-    options = {"max_new_tokens": 24, "num_assistant_tokens": K, "assistant_model": draft, **options}
-    eager = target.generate(**inputs, **options)
-    stats = hf_speculate.SpeculationStats()
-    ids = target.generate(**inputs, **options, compile_config=config, speculation_stats=stats)
-    return ids, eager, stats
-
-
 COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
 
 

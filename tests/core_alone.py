@@ -1,0 +1,66 @@
+"""The core's own tests, with a copy of the library that has no options at all.
+
+`python -m tests.core_alone` links the library without `options/` into a folder of its own and runs there the tests of
+the core's packages. A test that asks for an option fails because its module is not there; such tests are skipped and
+counted, all others must pass.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY, OPTIONS = "hf_speculate", "options"
+PACKAGES = ("cache", "draft", "engine", "generation", "models", "processors", "reliability", "schedule", "verify")
+MISSING = f"No module named '{LIBRARY}.{OPTIONS}"
+REASON = "needs an option"
+
+
+def skipped(report: Any, path: str) -> Any:
+    """The report as that of a test that was skipped."""
+    report.outcome, report.longrepr = "skipped", (path, 0, REASON)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    is_missing = report.failed and MISSING in str(report.longrepr)
+    return skipped(report, str(collector.path)) if is_missing else report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    is_missing = report.failed and MISSING in str(report.longrepr)
+    return skipped(report, str(item.path)) if is_missing else report
+
+
+def link(folder: Path) -> None:
+    """The library and its tests in `folder`, of links, without the options."""
+    (folder / LIBRARY).mkdir()
+    for entry in (ROOT / LIBRARY).iterdir():
+        if entry.name != OPTIONS:
+            (folder / LIBRARY / entry.name).symlink_to(entry)
+    for name in ("triton_kernels", "examples", "benchmarks", "docs", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    subprocess.run(["cp", "-r", str(ROOT / "tests"), str(folder / "tests")], check=True)
+
+
+def main(arguments: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        link(folder)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.core_alone", "-m", "not slow", *arguments]
+        command += [f"tests/{package}" for package in PACKAGES]
+        return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": name}).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
