@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
-from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.plan import Plan
-from hf_speculate.engine.step_weights import StepWeights, cost_ratio
+from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.schedule import (
     AdaptiveSchedule,
     ConstantSchedule,
@@ -55,15 +53,3 @@ def history_of(plan: Plan, config: SpeculationConfig) -> ScheduleHistory:
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
     return ScheduleHistory(HistoryStore.of(target.model), key.draft, call_type)
-
-
-def draft_prior(target: PreTrainedModel, source: DraftSource) -> DraftPrior:
-    """The prior of a draft source, from the weights that its steps read."""
-    weights = StepWeights.of(target)
-    is_known = not weights.is_quantised
-    if source.model is not None:
-        is_known &= not StepWeights.of(source.model).is_quantised
-        return DraftPrior(cost_ratio(target, source.model), is_verification_known=is_known)
-    num_bytes = source.step_bytes(target)
-    ratio = None if num_bytes is None else num_bytes / max(weights.num_bytes, 1)
-    return DraftPrior(ratio, source.drafts_at_once, is_known)

@@ -13,7 +13,7 @@ from hf_speculate.compat import attention_name
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
 from hf_speculate.engine.runners import Runners, draft_lens, find_runners
-from hf_speculate.engine.step_weights import cost_ratio
+from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import adapters_by_row
@@ -197,7 +197,7 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
     """The call, without a draft model if what drafts beside it gains more alone."""
     draft = call.draft
-    if draft is None or call.config.schedule != "adaptive" or cost_ratio(call.target, draft) < 1:
+    if draft is None or call.config.schedule != "adaptive" or not draft_prior(call.target, call.source).never_pays:
         return call
     rest = call.source.without_model()
     does = f"{rest.description} alone" if rest.drafts else "plain decoding"

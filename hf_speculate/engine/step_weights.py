@@ -7,9 +7,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.model_state import model_state
 from hf_speculate.models.module_walk import weight_bytes
+from hf_speculate.schedule.prior import DraftPrior
 
 
 class StepWeights(NamedTuple):
@@ -46,3 +48,15 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     unread = set(map(id, table.parameters())) - shared
     num_bytes = sum(weight_bytes(weight) for key, weight in weights.items() if key not in unread)
     return StepWeights(num_bytes // tensor_parallel_size(model), is_quantised)
+
+
+def draft_prior(target: PreTrainedModel, source: DraftSource) -> DraftPrior:
+    """The prior of a draft source, from the weights that its steps read."""
+    weights = StepWeights.of(target)
+    is_known = not weights.is_quantised
+    if source.model is not None:
+        is_known &= not StepWeights.of(source.model).is_quantised
+        return DraftPrior(cost_ratio(target, source.model), is_verification_known=is_known)
+    num_bytes = source.step_bytes(target)
+    ratio = None if num_bytes is None else num_bytes / max(weights.num_bytes, 1)
+    return DraftPrior(ratio, source.drafts_at_once, is_known)

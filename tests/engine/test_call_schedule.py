@@ -10,12 +10,12 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+import hf_speculate
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.draft.custom import CustomSource
 from hf_speculate.draft.prompt_lookup import PromptLookup
 from hf_speculate.engine import call_schedule
-from hf_speculate.engine.call_schedule import draft_prior
-from hf_speculate.engine.step_weights import cost_ratio, step_weights
+from hf_speculate.engine.step_weights import cost_ratio, draft_prior, step_weights
 from hf_speculate.options.heads.source import HeadSource
 from hf_speculate.options.sources.early_exit import EarlyExit
 from hf_speculate.schedule import DraftPrior
@@ -84,6 +84,17 @@ def test_the_prior_takes_what_the_source_and_its_weights_tell():
         prior = draft_prior(model, AssistantModel(assistant))
         assert (prior.is_verification_known, prior.never_pays) == (False, False)
     assert DraftPrior(1.0).never_pays
+
+
+@pytest.mark.fallback("as large as its target")
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_a_draft_as_large_as_its_target_is_said_to_be_useless_unless_seconds_must_tell(is_quantised):
+    target, draft = new_pair()
+    if is_quantised:
+        target.model.norm.weight = Quantised(target.model.norm.weight.data, requires_grad=False)
+    stats = hf_speculate.SpeculationStats()
+    target.generate(**ragged_prompts(1), assistant_model=draft, max_new_tokens=24, speculation_stats=stats)
+    assert bool(stats.fallbacks) is not is_quantised
 
 
 @pytest.fixture
