@@ -91,7 +91,7 @@ def test_a_model_of_70_billion_parameters_takes_no_memory_its_config_stays_and_a
 def test_models_that_generate_refuses_are_refused_in_its_words():
     rwkv = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
     minimax = MiniMaxConfig(vocab_size=64, num_attention_heads=4, num_local_experts=2, **SMALL)
-    for config, words in ((rwkv, "RwkvForCausalLM with recurrent state"), (minimax, "keep its states")):
+    for config, words in ((rwkv, "RwkvForCausalLM has recurrent state"), (minimax, "keep its states")):
         for report in (check(make_config("llama"), config), check(config, make_config("llama"))):
             assert (report.level, report.ok) == ("not supported", False)
             assert words in texts_of(report, "not supported")
