@@ -80,8 +80,13 @@ class KVCache(Protocol):
     def skip_padding(self) -> int:
         """Skip the padding before all rows of an empty cache; returns how many columns that is."""
 
+    @property
+    def join_obstacle(self) -> str:
+        """Why rows of another cache of the same kind cannot join; empty if they can."""
+        return ""
+
     def join(self, other: Any) -> None:
-        """Add the rows of another cache of the same kind behind these, or raise an `UnsupportedModelError`."""
+        """Add the rows of another cache of the same kind behind these; nobody keeps the states or uses `other`."""
 
     def begin_recording(self) -> None:
         """Called once the prompt is in, before the first `crop`."""

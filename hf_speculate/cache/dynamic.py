@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.cache.base import KVCache, checked_drops, leading
@@ -17,7 +18,6 @@ from hf_speculate.cache.layers import (
 )
 from hf_speculate.cache.left_padding import LeftPadding, shift_rows
 from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.per_row import RowIndices
 from hf_speculate.types import KVState
 
@@ -111,10 +111,24 @@ class DynamicKVCache(KVCache):
                 layer.record_past = is_recording
         self._is_recording = is_recording
 
-    def join(self, other: object) -> None:
-        raise UnsupportedModelError(
-            f"caches that are joined must be preallocated, got {self.kind}; decode static batches"
-        )
+    @property
+    def join_obstacle(self) -> str:
+        if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._text_cache.layers):
+            return "layers with a window drop the states of a dynamic cache"
+        if self._fixed_layers or self._encoder_layers:
+            return "the cache holds states of pictures or of an encoder"
+        return "" if self._mask is None else "the attention mask has holes"
+
+    def join(self, other: "DynamicKVCache") -> None:
+        num_columns, num_joining_columns = self.num_columns, other.num_columns
+        longest = max(num_columns, num_joining_columns)
+        for layer, joining in zip(self._text_layers, other._text_layers, strict=True):
+            layer.keys = _joined(layer.keys, joining.keys, longest)
+            layer.values = _joined(layer.values, joining.values, longest)
+        self._padding.join(other._padding, num_columns, num_joining_columns)
+        self._steps_back = torch.cat([self._steps_back, other._steps_back])
+        self.batch_size += other.batch_size
+        self._drop_common_padding()
 
     def mask(self, num_query: int) -> Tensor | None:
         """[B, T + num_query] int64 mask for a forward of `num_query` tokens; None where nothing is padded."""
@@ -215,3 +229,8 @@ class DynamicKVCache(KVCache):
             layer.values = layer.values[..., num_dropped:, :]
         if self._mask is not None:
             self._mask = self._mask[:, surplus:]
+
+
+def _joined(states: Tensor, joining: Tensor, num_columns: int) -> Tensor:
+    """[B + B', H, T, D]: states [B, H, N, D] and [B', H, N', D], each with zeros on the left up to T columns."""
+    return torch.cat([pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in (states, joining)])

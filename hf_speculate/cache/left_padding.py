@@ -148,6 +148,18 @@ class LeftPadding:
         self.expect(0)
         return common
 
+    def join(self, other: "LeftPadding", num_columns: int, num_joining_columns: int) -> None:
+        """Add the rows of `other`, which hold so many columns, behind these; the shorter ones gain padding.
+
+        The padding of the prompts then counts as gained, so that what all rows have of it goes.
+        """
+        longest = max(num_columns, num_joining_columns)
+        self.pads = [pad + longest - num_columns for pad in self.pads]
+        self.pads += [pad + longest - num_joining_columns for pad in other.pads]
+        self.own, self._own_there = [0] * len(self.pads), None
+        self._lens = RowLens([longest - pad for pad in self.pads], self._lens.aranges)
+        self.expect(0)
+
     def _lens_at(self, num_columns: int) -> RowLens:
         """The lengths once the states have so many columns."""
         lens = [num_columns - pad + own for pad, own in zip(self.pads, self.own, strict=True)]

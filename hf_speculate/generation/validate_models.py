@@ -140,11 +140,14 @@ def check_target(
             f"{source.hint}"
         )
     chunk_size = generation_config.prefill_chunk_size
-    cache = None if chunk_size is None else recurrent_cache(target)
-    if cache is None or attention_layers(cache.layers):
-        return
-    if not reads_prompts_in_chunks(target, cache):
+    if chunk_size is not None and not takes_chunks(target):
         raise UnsupportedModelError(
             f"prefill_chunk_size must be left out for {name}, got {chunk_size}: its path for several tokens ignores "
             f"earlier states; leave it out, or {source.hint}"
         )
+
+
+def takes_chunks(target: PreTrainedModel) -> bool:
+    """Whether a target reads a prompt in chunks: the path for several tokens of some layers ignores earlier states."""
+    cache = recurrent_cache(target)
+    return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target, cache)

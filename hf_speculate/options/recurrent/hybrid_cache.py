@@ -112,6 +112,15 @@ class HybridKVCache(DynamicKVCache):
         self._num_passed = [0] * len(indices)
         super().rows(indices)
 
+    def join(self, other: "HybridKVCache") -> None:  # type: ignore[override]
+        other.release()
+        self.states.join(other.states)
+        self._num_reread = [*self._num_reread, *other._num_reread]
+        self._num_passed = [0] * len(self._num_reread)
+        num_gained = max(other.num_columns - self.num_columns, 0)
+        super().join(other)
+        self._num_columns += num_gained
+
     def snapshot(self) -> Callable[[], None]:
         parts = super().snapshot(), self.states.snapshot()
 

@@ -117,6 +117,12 @@ class LayerHistory:
         self._base, self._tokens = mixed_rows(by_count, counts), []
         put_states(self.layer, self._base)
 
+    def join(self, other: "LayerHistory") -> None:
+        """Add the rows of `other` behind the layer's states, and forget earlier states."""
+        joining = other.current
+        put_states(self.layer, {slot: torch.cat([state, joining[slot]]) for slot, state in self.current.items()})
+        self.restart()
+
     def rows(self, indices: Tensor) -> None:
         """Keep the rows `indices` [N] int64 of the layer's states, and forget earlier states."""
         states = {slot: state.index_select(0, indices.to(state.device)) for slot, state in self.current.items()}
@@ -186,6 +192,11 @@ class RecurrentStates:
     def rows(self, indices: Tensor) -> None:
         for history in self.histories.values():
             history.rows(indices)
+        self.num_tokens = 0
+
+    def join(self, other: "RecurrentStates") -> None:
+        for index, history in self.histories.items():
+            history.join(other.histories[index])
         self.num_tokens = 0
 
     def snapshot(self) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
+from hf_speculate.generation.validate_models import takes_chunks
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.options.refill.reading import LogitsObserver, Reading
@@ -228,7 +229,8 @@ class ContinuousDecoder:
         if isinstance(arguments.get("num_assistant_tokens"), list):
             arguments["num_assistant_tokens"] = arguments["num_assistant_tokens"] * len(prompts)
         config = arguments.get("generation_config") or self.model.generation_config
-        if is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS and config.prefill_chunk_size is None:
+        is_long = is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS
+        if is_long and config.prefill_chunk_size is None and takes_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source

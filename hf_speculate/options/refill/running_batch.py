@@ -109,12 +109,12 @@ def join_obstacle(prepared: Prepared) -> str:
         return plan.lock_step
     if plan.compiled:
         return f"compiled forwards ({', '.join(plan.compiled)}) have a fixed number of rows"
-    for model_plan in (plan.target, plan.draft):
-        if model_plan is not None and model_plan.cache.kind != "preallocated":
-            return f"the states of the {model_plan.part} model need a {model_plan.cache.kind} cache"
+    for part, kv_cache in (("target", decoder.target.kv_cache), ("draft", decoder.drafts.kv_cache)):
+        if kv_cache is not None and kv_cache.join_obstacle:
+            return f"rows cannot join the {kv_cache.kind} cache of the {part} model: {kv_cache.join_obstacle}"
     if not (call.target_inputs.is_empty and call.draft_inputs.is_empty):
         return "the models read more than tokens"
-    if any(find_reads(model_plan) is Reads.HISTORY for model_plan in call.processors):
+    if any(find_reads(processor) is Reads.HISTORY for processor in call.processors):
         return "a logits processor has state"
     if not decoder.drafts.can_join:
         return "the drafter has states that cannot be joined"

@@ -126,7 +126,7 @@ def decode_dataset(
     Fields of a prompt named "max_new_tokens", "stop_strings", "seed", "temperature", "top_k", "top_p", "min_p",
     "typical_p", "repetition_penalty" or "no_repeat_ngram_size" count for its row, in place of the arguments.
 
-    If rows cannot be refilled, because the model needs the dynamic cache for example, static batches of prompts of
+    If rows cannot be refilled, because a drafter of your own drafts for example, static batches of prompts of
     similar length are decoded. If `accelerate launch` or `torchrun` started several processes, each decodes its share
     with its own model; all must call this function with the same arguments and share the folder of the output.
 

@@ -182,9 +182,8 @@ def test_a_failing_row_ends_alone(raises, message):
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("bloom", {}, "dynamic"),
+        ("mistral_window", {"speculation_cache": "dynamic"}, "window"),
         ("llama", {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "lock step"),
-        ("llama", {"speculation_cache": "dynamic"}, "dynamic"),
     ],
 )
 def test_what_cannot_join_is_refused_with_its_reason(family, options, reason):
