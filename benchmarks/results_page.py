@@ -56,6 +56,8 @@ SECTIONS = (
     Section("Top-k and top-p on a CPU", warpers.NAME, warpers.table),
     Section("Acceptance", "acceptance", acceptance.table),
     Section("Throughput of a data set", throughput.NAME, throughput.table),
+    Section("Throughput with a draft head", throughput.result_of("head"), throughput.table),
+    Section("Throughput of a hybrid model", throughput.result_of("hybrid"), throughput.table),
     Section("Long prompts beside other rows", prefill_chunks.NAME, prefill_chunks.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),

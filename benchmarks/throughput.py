@@ -1,6 +1,8 @@
 """Tokens per second over a set of prompts whose outputs have long-tailed lengths: refilled rows against static batches.
 
     python benchmarks/throughput.py
+    python benchmarks/throughput.py --models head      # the bundled target with its EAGLE-3 head
+    python benchmarks/throughput.py --models hybrid    # a random Qwen3.5 of four layers, drafted for by prompt lookup
 
 Prompts are pieces of Python's standard library in the bundled tokenizer; outputs are greedy and end at a length drawn
 for each prompt from a log-normal distribution, as a stopping criterion in static batches and as the row's limit in
@@ -23,7 +25,13 @@ import torch
 from _harness import Cells, Results, add_common_arguments, markdown, parse_common, spread, timed_run
 from _subjects import PAIR
 from suffix import library_tokens
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    Qwen3_5TextConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import hf_speculate
 from hf_speculate.options.refill.continuous import ContinuousDecoder
@@ -38,6 +46,20 @@ REFILL, STATIC, REFILL_PLAIN, STATIC_PLAIN, PEER = (
     "transformers, continuous",
 )
 TARGETS = {STATIC: 1.3, STATIC_PLAIN: 1.5}  # times faster that refilled speculative rows should be at least
+MODELS = ("pair", "head", "hybrid")
+HYBRID = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,  # three with linear attention
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 4096,
+}
 
 
 @hf_speculate.register_row_wise
@@ -58,16 +80,30 @@ class EndsAtItsLength(StoppingCriteria):
         return input_ids.shape[1] >= self.ends.to(input_ids.device)[input_ids[:, 0]]
 
 
+def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """The target of one of `MODELS`, and the arguments of `generate()` that choose what drafts for it."""
+    if models == "hybrid":
+        torch.manual_seed(0)
+        hybrid = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(device).eval()
+        return hybrid, {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)  # as in the committed results
+    target = load(PAIR / "target").to(device).eval()
+    if models == "head":
+        return target, {"assistant_model": hf_speculate.load_drafter(PAIR.parent / "heads" / "eagle3", target)}
+    return target, {"assistant_model": load(PAIR / "draft").to(device).eval()}
+
+
+def result_of(models: str) -> str:
+    """The name of the results of one of `MODELS`."""
+    return NAME if models == "pair" else f"{NAME}_{models}"
+
+
 class Methods:
     """The methods over one set of prompts."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        load = AutoModelForCausalLM.from_pretrained
-        models = (
-            load(PAIR / name, dtype=torch.bfloat16) for name in ("target", "draft")
-        )  # as in the committed results
-        self.target, self.draft = (model.to(args.device).eval() for model in models)
+        self.target, self.draft_arguments = load_models(args.models, args.device)
         random = torch.Generator().manual_seed(0)
         self.peer_target = copy.deepcopy(self.target)  # its attention changes
         spans = (args.median_len * torch.exp(args.sigma * torch.randn(args.prompts, generator=random))).tolist()
@@ -85,7 +121,7 @@ class Methods:
         common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         if not is_speculative:
             return common
-        return {**common, "assistant_model": self.draft, "num_assistant_tokens": self.args.num_draft_tokens}
+        return {**common, **self.draft_arguments, "num_assistant_tokens": self.args.num_draft_tokens}
 
     def refill(self, name: str, is_speculative: bool) -> None:
         """Decode with places that are refilled."""
@@ -215,10 +251,12 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the outputs' lengths")
     parser.add_argument("-k", "--num-draft-tokens", type=int, default=4)
     parser.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
+    parser.add_argument("--models", choices=MODELS, default="pair")
     args = parse_common(parser)
+    args.no_peer |= args.models == "hybrid"  # its continuous batching has no recurrent states
     methods = Methods(args)
     seconds: dict[str, list[float]] = {name: [] for name in methods.calls()}
-    results = Results(NAME, args)
+    results = Results(result_of(args.models), args)
     for _, name in Cells(itertools.product(range(args.repeats), seconds), args.limit_s, NAME):
         taken = methods.run(name)
         if taken is not None:
