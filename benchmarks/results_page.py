@@ -22,6 +22,7 @@ import prefill_chunks
 import real_models
 import revisions
 import round_counts
+import row_memory
 import scaling
 import suffix
 import throughput
@@ -58,6 +59,7 @@ SECTIONS = (
     Section("Throughput of a data set", throughput.NAME, throughput.table),
     Section("Throughput with a draft head", throughput.result_of("head"), throughput.table),
     Section("Throughput of a hybrid model", throughput.result_of("hybrid"), throughput.table),
+    Section("Memory of 10,000 rows", row_memory.NAME, row_memory.table),
     Section("Long prompts beside other rows", prefill_chunks.NAME, prefill_chunks.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),

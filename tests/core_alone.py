@@ -15,17 +15,31 @@ from typing import Any
 
 import pytest
 
+from tests.missing_options import Missing, hide
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, OPTIONS = "hf_speculate", "options"
 PACKAGES = ("cache", "draft", "engine", "generation", "models", "processors", "reliability", "schedule", "verify")
 MISSING = f"No module named '{LIBRARY}.{OPTIONS}"
 REASON = "needs an option"
+FINDER = pytest.StashKey[Missing]()
+COPIED = ("tests", "pyproject.toml")  # whose own folders pytest looks up
 
 
 def skipped(report: Any, path: str) -> Any:
     """The report as that of a test that was skipped."""
     report.outcome, report.longrepr = "skipped", (path, 0, REASON)
     return report
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the options, which an editable installation would find; modules of tests may name what they import."""
+    config.stash[FINDER] = hide(None)
+    config.stash[FINDER].gives_placeholders = True
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[FINDER].fail()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,9 +62,10 @@ def link(folder: Path) -> None:
     for entry in (ROOT / LIBRARY).iterdir():
         if entry.name != OPTIONS:
             (folder / LIBRARY / entry.name).symlink_to(entry)
-    for name in ("triton_kernels", "examples", "benchmarks", "docs", "pyproject.toml"):
-        (folder / name).symlink_to(ROOT / name)
-    subprocess.run(["cp", "-r", str(ROOT / "tests"), str(folder / "tests")], check=True)
+    for entry in ROOT.iterdir():
+        if entry.name not in (LIBRARY, *COPIED) and not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in COPIED), str(folder)], check=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tests.missing_options import hide
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +40,12 @@ def copy_without(options: Iterable[str], folder: Path) -> None:
                 (target / entry.name).symlink_to(entry)
 
 
-def decode(folder: Path, target: PreTrainedModel, draft: PreTrainedModel, batch_sizes: Sequence[int]) -> None:
-    """Decode every call with the copy in `folder`."""
+def decode(
+    folder: Path, left_out: Sequence[str], target: PreTrainedModel, draft: PreTrainedModel, batch_sizes: Sequence[int]
+) -> None:
+    """Decode every call with the copy in `folder`, which lacks the options `left_out`."""
     sys.path.insert(0, str(folder))
+    hide(left_out)
     import hf_speculate  # not before the copy is on the path
     from hf_speculate.types import DraftOut
 
@@ -99,7 +103,7 @@ def main() -> None:
     failed = []
     for name, left_out in copies.items():
         copy_without(left_out, folder / name)
-        if run(folder / name, target, draft, (1, 3) if name == "all" else (2,)):
+        if run(folder / name, left_out, target, draft, (1, 3) if name == "all" else (2,)):
             failed.append(name)
     print(f"{len(copies)} copies, {len(failed)} failed: {' '.join(failed)}")
     sys.exit(bool(failed))

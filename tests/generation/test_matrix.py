@@ -69,7 +69,8 @@ def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
 def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:
     """Rows that copied made the draft model lag behind by more tokens than the row without a prompt has."""
     case = Case(family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0)
-    assert run_case(case).outcome == "equal"
+    result = run_case(case)
+    assert result.outcome == "equal", result
 
 
 @pytest.mark.parametrize("pair", [pair for pair in EXCLUDED if pair not in SERVED_NOW], ids=str)

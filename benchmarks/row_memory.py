@@ -1,0 +1,88 @@
+"""Memory of a running batch over many short rows: whether rows that have left it leave anything behind.
+
+    python benchmarks/row_memory.py
+
+10,000 rows of at most 8 tokens pass through eight places, which takes up to five minutes for each kind of model. After
+every thousand rows, objects that Python's collector tracks and the memory of the process are counted.
+"""
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+from _harness import Results, add_common_arguments, markdown, parse_common
+from throughput import MODELS, load_models
+
+from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.options.refill.row_prompts import RowPrompt
+
+NAME = "row_memory"
+NUM_COUNTS = 10
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def measure(models: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Objects and bytes after every part of the rows."""
+    target, draft_arguments = load_models(models, args.device)
+    options = {"do_sample": False, "eos_token_id": None, "num_assistant_tokens": 3, **draft_arguments}
+    rows = (
+        RowPrompt([1 + number % 4000, 2, 3 + number % 7], arguments={"max_new_tokens": 2 + number % 7})
+        for number in range(args.prompts)
+    )
+    decoder = ContinuousDecoder(target, args.rows, options)
+    num_finished, objects, num_bytes, per_count = 0, [], [], args.prompts // NUM_COUNTS
+    for results in decoder.decode(lambda: next(rows, None)):
+        if any(result.error is not None for result in results):
+            raise RuntimeError(f"rows must decode, got {results[0].error}")
+        before, num_finished = num_finished, num_finished + len(results)
+        if num_finished // per_count > before // per_count:
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+            num_bytes.append(resident_bytes())
+    half = len(objects) // 2
+    return {
+        "models": models,
+        "rows": num_finished,
+        "objects": objects,
+        "bytes": num_bytes,
+        "objects_gained": max(objects[half:]) - max(objects[:half]),
+        "bytes_gained": max(num_bytes[half:]) - max(num_bytes[:half]),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The figures as a table."""
+    columns = {
+        "models": lambda row: row["models"],
+        "rows": lambda row: row["rows"],
+        "objects at the end": lambda row: row["objects"][-1],
+        "more in the second half than in the first": lambda row: row["objects_gained"],
+        "MiB at the end": lambda row: round(row["bytes"][-1] / 2**20),
+        "more in the second half": lambda row: f"{row['bytes_gained'] / 2**20:.1f}",
+    }
+    return markdown(columns, results["rows"])
+
+
+def main() -> None:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=1, limit_s=1800)
+    parser.add_argument("--prompts", type=int, default=10_000)
+    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    args = parse_common(parser)
+    results = Results(NAME, args)
+    for models in args.models:
+        results.new = [*results.new, measure(models, args)]
+        results.write()
+    print(table({"rows": results.rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Options that are not there: an editable installation would find those that a copy of the library lacks."""
+
+import sys
+from collections.abc import Collection
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+PREFIX = "hf_speculate.options."
+
+
+class Placeholder:
+    """Stands for what a test module imports from an option; its use fails as the import would."""
+
+    def __init__(self, module: str):
+        object.__setattr__(self, "_module", module)
+
+    def _fail(self, *_: Any, **__: Any) -> NoReturn:
+        module = object.__getattribute__(self, "_module")
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    __call__ = __getattr__ = __getitem__ = __iter__ = __len__ = _fail
+
+
+class Placeholders(Loader):
+    """Makes modules of placeholders."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def placeholder(name: str) -> Placeholder:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Placeholder(module.__name__)
+
+        module.__dict__["__getattr__"] = placeholder
+
+
+class Missing(MetaPathFinder):
+    """Finds no module of the named options, and lets no other finder look for one."""
+
+    def __init__(self, options: Collection[str] | None):
+        self.options = options  # None for all
+        self.gives_placeholders = False  # instead of an error
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        option = fullname.removeprefix(PREFIX).partition(".")[0]
+        is_package = self.options is None and fullname == PREFIX.rstrip(".")
+        is_missing = fullname.startswith(PREFIX) and (self.options is None or option in self.options)
+        if not (is_missing or is_package):
+            return None
+        if self.gives_placeholders:
+            return ModuleSpec(fullname, Placeholders(), is_package=True)
+        raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+    def fail(self) -> None:
+        """Give no more placeholders, and forget the modules of those that there are."""
+        self.gives_placeholders = False
+        for name in [name for name in sys.modules if f"{name}.".startswith(PREFIX)]:
+            del sys.modules[name]
+
+
+def hide(options: Collection[str] | None) -> Missing:
+    """Let the process find no module of these options, None for all; none is imported yet."""
+    loaded = [name for name in sys.modules if name.startswith(PREFIX)]
+    assert not loaded, loaded
+    finder = Missing(options)
+    sys.meta_path.insert(0, finder)
+    return finder
