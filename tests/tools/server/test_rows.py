@@ -302,10 +302,11 @@ def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_requ
 
 
 def test_what_cannot_be_refilled_is_decoded_one_by_one():
-    target = hf_speculate.enable(make_model("bloom"))
+    target = hf_speculate.enable(make_model("mistral_window"))
     tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
-    engine = Engine(target, tokenizer, "bloom", {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3})
-    assert "dynamic" in engine.obstacle
+    options = {"num_assistant_tokens": 3, "speculation_cache": "dynamic"}
+    engine = Engine(target, tokenizer, "tiny", {"assistant_model": noisy_copy(target), **options})
+    assert "window" in engine.obstacle
     request = RowPrompt([3, 4, 5], None, {"max_new_tokens": 12, "do_sample": False})
     *pieces, result = collect(engine, request)
     ids = target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False)
