@@ -2,8 +2,9 @@
 
     python benchmarks/row_memory.py
 
-10,000 rows of at most 8 tokens pass through eight places, which takes up to five minutes for each kind of model. After
-every thousand rows, objects that Python's collector tracks and the memory of the process are counted.
+10,000 rows of at most 8 tokens pass through eight places of a random model of two layers, with a draft model or with
+recurrent states, which takes a few minutes each; the bundled target with its head decodes a fifth of them. After every
+tenth of the rows, objects that Python's collector tracks and the memory of the process are counted.
 """
 
 import argparse
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from _harness import Results, add_common_arguments, markdown, parse_common
-from throughput import MODELS, load_models
+from throughput import HYBRID, MODELS, load_models
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig
 
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
@@ -27,16 +29,31 @@ def resident_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
+def small_models(models: str) -> tuple[Any, dict[str, Any]]:
+    """As `load_models`, of two layers."""
+    if models == "hybrid":
+        sizes = HYBRID | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        lookup = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+        return AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**sizes)).eval(), lookup
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096
+    )
+    target, draft = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    return target, {"assistant_model": draft}
+
+
 def measure(models: str, args: argparse.Namespace) -> dict[str, Any]:
     """Objects and bytes after every part of the rows."""
-    target, draft_arguments = load_models(models, args.device)
+    is_head = models == "head"
+    target, draft_arguments = load_models(models, args.device) if is_head else small_models(models)
+    num_rows = args.prompts // 5 if is_head else args.prompts
     options = {"do_sample": False, "eos_token_id": None, "num_assistant_tokens": 3, **draft_arguments}
     rows = (
         RowPrompt([1 + number % 4000, 2, 3 + number % 7], arguments={"max_new_tokens": 2 + number % 7})
-        for number in range(args.prompts)
+        for number in range(num_rows)
     )
     decoder = ContinuousDecoder(target, args.rows, options)
-    num_finished, objects, num_bytes, per_count = 0, [], [], args.prompts // NUM_COUNTS
+    num_finished, objects, num_bytes, per_count = 0, [], [], num_rows // NUM_COUNTS
     for results in decoder.decode(lambda: next(rows, None)):
         if any(result.error is not None for result in results):
             raise RuntimeError(f"rows must decode, got {results[0].error}")
