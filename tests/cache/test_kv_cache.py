@@ -162,7 +162,8 @@ CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dy
 
 @pytest.mark.parametrize("case", CHATS, ids=str)
 def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
-    assert run_case(case).outcome == "equal"
+    result = run_case(case)
+    assert result.outcome == "equal", result
 
 
 def test_a_row_joins_one_whose_window_has_moved():
