@@ -1,4 +1,4 @@
-"""How long a long prompt holds up the rows beside it, by the size of the chunks in which it is read.
+"""Delay that a long prompt causes in the rows beside it, by the size of the chunks in which it is read.
 
     python benchmarks/prefill_chunks.py
 

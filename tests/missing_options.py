@@ -1,4 +1,4 @@
-"""Options that are not there: an editable installation would find those that a copy of the library lacks."""
+"""Hides options of the library: an editable installation would find those that a copy lacks."""
 
 import sys
 from collections.abc import Collection

@@ -24,14 +24,11 @@ from hf_speculate.options.heads.dflash2 import DFlash2Network, DFlash2Options
 from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import NetworkPlan, TargetParts
 from training.dflash.blocks import block_logits
-from training.eagle3.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
+from training.eagle3.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows
+from training.eagle3.target_rows import EXAMPLES, add_row_arguments, load_target_rows
 from training.pair.clock import warm_then_linear
-from training.pair.corpus import list_sources, read_source, stdlib_root
 from training.pair.muon import PairOptimizer
-from training.pair.store import load_model, load_tokenizer
-from training.pair.tokens import encode_texts
 
-EXAMPLES = Path(__file__).resolve().parents[1]
 MASK_ID = 1  # the padding token
 WARMUP = 0.03
 SHORTEST_CONTEXT = 8
@@ -175,22 +172,15 @@ def save_head(kind: str, network: DFlashNetwork, target: LlamaForCausalLM, setti
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["dflash", "dflash2"])
-    parser.add_argument("--target", type=Path, default=EXAMPLES / "pair" / "target")
+    add_row_arguments(parser)
     parser.add_argument("--output", type=Path, help="a folder; heads/ with the kind as its name unless given")
-    parser.add_argument("--work-dir", type=Path, default=EXAMPLES.parent / "build" / "eagle3", help="text")
-    parser.add_argument("--batches", type=int, default=8, help="batches of 96 rows that the target writes")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_flush_denormal(True)
-    target, root = load_model(args.target, torch.float32, "cpu"), stdlib_root()
-    texts = [read_source(root, name) for name in list_sources(root).training]
-    stream = encode_texts(load_tokenizer(args.target), texts)
-    batches = write_rows(target, stream, args.batches + 1, args.seed, args.work_dir / "text")
+    target, batches = load_target_rows(args)
     settings, output = Settings(), args.output or EXAMPLES / "heads" / args.kind
     network = new_head(args.kind, target, settings, args.seed)
     training = DFlashTraining(network, target, batches, settings, args.seed)

@@ -22,14 +22,11 @@ from hf_speculate.options.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import NetworkPlan
 from training.eagle3.rollout import rollout
-from training.eagle3.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
+from training.eagle3.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows
+from training.eagle3.target_rows import EXAMPLES, add_row_arguments, load_target_rows
 from training.pair.clock import Budget, warm_then_linear
-from training.pair.corpus import list_sources, read_source, stdlib_root
 from training.pair.muon import PairOptimizer
-from training.pair.store import load_model, load_tokenizer
-from training.pair.tokens import encode_texts
 
-EXAMPLES = Path(__file__).resolve().parents[1]
 HEAD = EXAMPLES / "heads" / "eagle3"
 CHECKED_EVERY_S = 300
 NUM_CHECKED_ROWS = 64  # every other one was written greedily, and is read
@@ -224,22 +221,15 @@ def save_head(network: Eagle3Network, target: LlamaForCausalLM, settings: Settin
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, default=EXAMPLES / "pair" / "target")
+    add_row_arguments(parser)
     parser.add_argument("--output", type=Path, default=HEAD)
-    parser.add_argument("--work-dir", type=Path, default=EXAMPLES.parent / "build" / "eagle3", help="text, training")
-    parser.add_argument("--batches", type=int, default=8, help="batches of 96 rows that the target writes")
     parser.add_argument("--minutes", type=float, default=38.0, help="of training, the writing of text not counted")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_flush_denormal(True)
-    target, root = load_model(args.target, torch.float32, "cpu"), stdlib_root()
-    texts = [read_source(root, name) for name in list_sources(root).training]
-    stream = encode_texts(load_tokenizer(args.target), texts)
-    batches = write_rows(target, stream, args.batches + 1, args.seed, args.work_dir / "text")
+    target, batches = load_target_rows(args)
     settings = Settings()
     target_ids = frequent_ids(batches[:-1], target.config.vocab_size, settings.draft_vocab_size)
     network = new_head(target, target_ids, settings, args.seed)

@@ -186,7 +186,7 @@ class Drafter(Protocol):
         return
 
     def read_kept(self, kept: Kept) -> None:
-        """Read tokens with their hidden states, of which rows may have none, before the first draft."""
+        """Read tokens with their hidden states before the first draft; some rows may have none."""
         return
 
     def join(self, other: Any) -> None:

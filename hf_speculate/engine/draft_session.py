@@ -194,7 +194,7 @@ class DraftSession(PerRow):
         self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.aranges)
 
     def _read_states(self, batch: Batch, states: TargetStates, max_tokens: int | None) -> bool:
-        """Let the drafter read what the target's states tell of all tokens but the newest; see `read_ahead`."""
+        """Let the drafter read the hidden states of all tokens but the newest; see `read_ahead`."""
         counts = [min(num - 1, max_tokens or num) for num in states.counts]
         kept = self._kept(batch, self._tokens(batch), counts) if any(counts) else None
         if kept is not None:

@@ -81,14 +81,14 @@ class ContinuousDecoder:
 
     def _step(self) -> list[RowResult]:
         results: list[RowResult] = []
-        for call_type, running in list(self._running.items()):
+        for batch_key, running in list(self._running.items()):
             try:
                 with torch.no_grad(), self._clock:
                     finished = running.decode_round()
             except Exception as error:
                 if not self._ends_a_row(error):
                     raise
-                del self._running[call_type]
+                del self._running[batch_key]
                 results += self._isolate(error)
                 continue
             if self.on_tokens is not None:
@@ -97,7 +97,7 @@ class ContinuousDecoder:
                     [row_id for row_id in ids if not self.on_tokens(prompts[row_id], running.new_ids(row_id))]
                 )
             if not running.row_ids:
-                del self._running[call_type]
+                del self._running[batch_key]
             results += [self._result(row) for row in finished]
         return results
 
@@ -130,17 +130,17 @@ class ContinuousDecoder:
         return []
 
     def _read(self) -> list[RowResult]:
-        """Read prompts: a chunk or some short prompts between two rounds, all while no row waits for a round.
+        """Read prompts: one chunk or some short prompts between two rounds, all prompts while no row is decoded.
 
         Returns the rows that are finished by then.
         """
         results: list[RowResult] = []
-        num_left = PREFILL_CHUNK_TOKENS
+        num_left, has_read = PREFILL_CHUNK_TOKENS, False
         while self._readings and not results:
             num_tokens = self._readings[0].chunk_tokens
-            if self._running and num_tokens > num_left < PREFILL_CHUNK_TOKENS:
+            if self._running and has_read and num_tokens > num_left:
                 break
-            num_left -= num_tokens
+            num_left, has_read = num_left - num_tokens, True
             reading = self._readings.popleft()
             try:
                 if not reading.read_chunk():
@@ -159,7 +159,7 @@ class ContinuousDecoder:
         return results
 
     def _is_wanted(self, reading: Reading) -> bool:
-        """Whether a row is not cancelled whose prompt is being read."""
+        """Whether any row whose prompt is being read is not cancelled."""
         if self.on_tokens is None:
             return True
         return any(self.on_tokens(self._prompts[row_id], ()) for row_id in reading.row_ids)

@@ -21,7 +21,7 @@ class Reading:
     def __init__(self, prepared: Prepared, observer: Observer):
         self.prepared = prepared
         self._decoder = replace(prepared.decoder, observers=[*prepared.decoder.observers, observer])
-        self._chunks: deque[PromptChunk] | None = None  # that the target has yet to read; None before the first
+        self._chunks: deque[PromptChunk] | None = None  # those that the target has not read; None before the first
 
     @property
     def row_ids(self) -> list[int]:
