@@ -1,8 +1,5 @@
 """Drafts of a draft model or of a model's first layers: what they choose in rounds of all lengths, and their ends."""
 
-import copy
-
-import pytest
 import torch
 from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -11,12 +8,10 @@ from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.options.sources.early_exit import early_exit_model
 from hf_speculate.processors import BlockLogitsProcessorList
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
+from tests.cases import ACCEPTED_ALL, each_value, pair
 from tests.tiny import TINY_FAMILIES, make_model, ragged_prompts
 
 VOCAB_SIZE = 64
@@ -99,35 +94,3 @@ def test_the_confidence_is_that_of_the_processed_distribution():
         draft, _ = greedy_draft(4, ragged_prompts(2, seed=4), confidence_threshold=0.9, processors=[processor])
         assert draft.lens.tolist() == [num, num]
         assert draft.token_ids.shape[1] == num
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(family):
-    model = make_model(family, num_hidden_layers=4)
-    config = copy.deepcopy(model.config.to_dict())
-    small = make_model(family, num_hidden_layers=2, seed=5)
-    small.load_state_dict({name: weight for name, weight in model.state_dict().items() if name in small.state_dict()})
-    ids = ragged_prompts(1, seed=1)["input_ids"]
-    before, draft = model(ids).logits, early_exit_model(model, 2)
-    assert torch.equal(draft(ids).logits, small(ids).logits)
-    assert torch.equal(model(ids).logits, before)
-    assert model.config.to_dict() == config
-    assert draft.model.layers[0] is model.model.layers[0]  # no second copy of the weights
-    assert draft.lm_head is model.lm_head
-
-
-def test_a_model_whose_layers_share_states_is_refused():
-    with pytest.raises(UnsupportedModelError, match="got Gemma3nForCausalLM: its layers share states"):
-        early_exit_model(make_model("gemma3n"), 2)
-
-
-def test_the_generation_config_may_ask_for_it():
-    target = hf_speculate.enable(make_model("llama", num_hidden_layers=4))
-    inputs = ragged_prompts(2, seed=4)
-    plain = target.generate(**inputs, max_new_tokens=10)
-    target.generation_config.assistant_early_exit = 2
-    stats = hf_speculate.SpeculationStats()
-    ours = target.generate(**inputs, max_new_tokens=10, speculation_stats=stats, num_assistant_tokens=2)
-    assert_equal_ids(plain, ours)
-    assert stats.num_drafted > 0
-    assert target.generation_config.assistant_early_exit == 2

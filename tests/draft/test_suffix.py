@@ -1,7 +1,6 @@
-"""Prompt lookup: the suffix index, the store of earlier texts, what is drafted, and the text of whole calls."""
+"""Prompt lookup: the suffix index, what is drafted, and the text of whole calls."""
 
 import random
-import tracemalloc
 from array import array
 
 import pytest
@@ -12,10 +11,9 @@ from hf_speculate import SpeculationStats, enable
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SEPARATOR, SuffixIndex
-from hf_speculate.options.sources.suffix_store import MIN_BYTES, SuffixStore
+from hf_speculate.options.sources.suffix_store import SuffixStore
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_decodes_as_plain, each_value, pair
-from tests.reliability.faults import Fault, FaultyStreamer
 from tests.tiny import make_model, ragged_prompts
 
 GREEDY = SampleStrategy.GREEDY
@@ -48,57 +46,6 @@ def test_the_last_tokens_of_another_text_are_found_within_one_sequence():
         index = SuffixIndex()
         index.extend(text)
         assert index.find(array("i", last)) == latest_longest(text, last)
-
-
-def found(store: SuffixStore, token_ids: list[int], num: int = 5):
-    return tuple(store.find(array("i", token_ids), num))
-
-
-def test_the_store_finds_what_followed_the_longest_match_in_its_text():
-    store = SuffixStore()
-    store.add([1, 2, 3, 4, 5])
-    store.add([7, 2, 3, 8])
-    assert found(store, [9, 1, 2, 3]) == (3, [4, 5])
-    assert found(store, [9, 1, 2, 3], num=1) == (3, [4])
-    assert found(store, [9, 2, 3]) == (2, [8])  # the later text's
-    assert found(store, [9]) == found(store, [5]) == (0, [])
-    assert store.num_tokens == 9
-    store._older, store._newer = store._newer, SuffixIndex()  # as when the bound is near
-    store.add([6, 1, 2, 3])
-    assert found(store, [6, 1, 2, 3]) == (3, [4, 5])  # nothing follows the longer match
-    store.reset()
-    assert store.num_tokens == 0
-    assert found(store, [1, 2]) == (0, [])
-
-
-@pytest.mark.parametrize("vocab_size", [3, 50_000])
-def test_memory_stays_within_the_bound(vocab_size):
-    """N-grams that often come again, and n-grams that hardly ever come twice."""
-    generator = random.Random(0)
-    tracemalloc.start()
-    try:
-        store = SuffixStore(MIN_BYTES)
-        for _ in range(20):
-            store.add([generator.randrange(vocab_size) for _ in range(3000)])
-            assert tracemalloc.get_traced_memory()[0] <= store.num_bytes + (64 << 10) <= MIN_BYTES + (64 << 10)
-    finally:
-        tracemalloc.stop()
-    assert store.num_tokens < 20 * 3000
-
-
-def test_an_interrupt_while_a_text_is_added_leaves_a_store_that_works():
-    class Interrupted(SuffixIndex):
-        def extend(self, token_ids):
-            self.token_ids.append(7)
-            raise KeyboardInterrupt
-
-    store = SuffixStore()
-    store._newer = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        store.add([5, 6, 7])
-    assert store.num_tokens == 0
-    store.add([5, 6, 7])
-    assert found(store, [5, 6]) == (2, [7])
 
 
 def draft_of(texts, num=10, num_pads=None, **settings):
@@ -153,16 +100,6 @@ def test_rows_that_stay_read_what_they_gained():
     assert counted(drafter.draft(request._replace(kept=kept))) == [[], [1, 9, 1]]
 
 
-def test_the_store_is_copied_from_where_its_match_is_longer():
-    store = SuffixStore()
-    store.add([1, 2, 3, 4, 5])
-    assert draft_of([[3, 9, 2, 3]], store=store) == [[4, 5]]
-    assert draft_of([[2, 3, 9, 2, 3]], store=store) == [[9, 2, 3, 9, 2, 3]]  # as long here, and the row's own
-    assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
-    assert draft_of([[3, 8, 2, 3]], store=store, vocab_size=4) == [[8, 2, 3, 8]]  # of the longer match nothing is known
-    assert draft_of([[9, 2, 3]], store=store, eos_token_ids=frozenset([4])) == [[4]]
-
-
 LOOKUP = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
 NUM_NEW = 40
 
@@ -206,28 +143,3 @@ def test_a_shorter_ngram_copies_otherwise():
         )
         drafted.append(max(stats.rounds_by_draft_len))
     assert drafted == [4, 5]  # a match of one token is continued by four at most
-
-
-def test_a_store_carries_texts_from_call_to_call():
-    inputs, store = ragged_prompts(2, seed=5), SuffixStore()
-    options = {**LOOKUP, "suffix_store": store, "max_new_tokens": NUM_NEW}
-    first = assert_decodes_as_plain(pair("llama")[0], None, inputs, **options)
-    assert store.num_tokens == 2 * NUM_NEW
-    second = assert_decodes_as_plain(pair("llama")[0], None, inputs, **options)
-    assert second.num_batch_rounds < 0.5 * first.num_batch_rounds
-    store.reset()
-    again = assert_decodes_as_plain(pair("llama")[0], None, inputs, **options)
-    assert again.num_batch_rounds == first.num_batch_rounds
-
-
-def test_a_call_that_fails_adds_nothing_to_the_store():
-    store = SuffixStore()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        pair("llama")[0].generate(
-            **few_words(1),
-            streamer=FaultyStreamer(Fault(2, RuntimeError("on purpose")), "put"),
-            suffix_store=store,
-            max_new_tokens=8,
-            **LOOKUP,
-        )
-    assert store.num_tokens == 0

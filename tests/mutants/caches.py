@@ -96,7 +96,7 @@ MUTANTS = mutants_of(
                 "processors generation/test_rollback.py",
             ),
         },
-        ("hf_speculate/options/cpu/top_k_top_p.py", "processors/test_processors.py"): {
+        ("hf_speculate/options/cpu/top_k_top_p.py", "processors/test_processors.py options/cpu"): {
             "top-p drops one token too few": Fault(
                 "np.float32(1 - processor.top_p)", "np.float32(1 - processor.top_p - 1e-3)"
             ),

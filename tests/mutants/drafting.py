@@ -4,7 +4,7 @@ from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = mutants_of(
     {
-        ("hf_speculate/draft/suffix_index.py", "draft/test_suffix.py"): {
+        ("hf_speculate/draft/suffix_index.py", "draft/test_suffix.py options/sources/test_suffix_store.py"): {
             "the match is one token late": Fault(
                 "length, match_end = matched, end", "length, match_end = matched, end + 1"
             ),
@@ -15,7 +15,7 @@ MUTANTS = mutants_of(
                 "length < end < len(text) and text", "length < end <= len(text) and text"
             ),
         },
-        ("hf_speculate/draft/suffix.py", "draft/test_suffix.py"): {
+        ("hf_speculate/draft/suffix.py", "draft/test_suffix.py options/sources/test_suffix_store.py"): {
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
             "padding is part of the text": Fault("row.extend(ids[num:])", "row.extend(ids)"),
             "finished rows draft": Fault(".token_ids if new else [] for row", ".token_ids for row"),

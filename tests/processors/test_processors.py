@@ -14,11 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, WatermarkLogitsPr
 from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
-from hf_speculate.options.cpu.top_k_top_p import apply_cutoff
-from hf_speculate.options.cuda.fused_warpers import fuse_warpers
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
 from hf_speculate.processors.registry import NOT_ROW_WISE, READS
-from hf_speculate.triton_kernels import warp_logits
 
 VOCAB_SIZE = 41
 LONGEST_LEN = 9
@@ -189,16 +186,6 @@ def test_cutoffs_of_hostile_rows_are_those_of_transformers(cuts: list[Any], voca
     assert_same_bits(run_block(cuts, block), run_by_position(lambda: cuts, block))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_top_p_after_top_k_is_that_of_transformers_where_rounding_decides(seed: int) -> None:
-    scores = torch.randn(1, 9001, generator=torch.Generator().manual_seed(seed))
-    scores = transformers.TopKLogitsWarper(5)(None, scores)
-    for num_dropped in range(1, 5):  # their probabilities add up to what top-p may drop, exactly
-        dropped = scores.sort().values.softmax(-1).cumsum(-1)[0, num_dropped - 6].item()
-        top_p = transformers.TopPLogitsWarper(1 - dropped)
-        assert_same_bits(apply_cutoff(top_p, scores), top_p(None, scores))
-
-
 @pytest.mark.skipif(not IGNORES_BY_ROW, reason="this version takes one number for all rows")
 def test_ignored_padding_follows_its_row() -> None:
     make = lambda: [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]  # noqa: E731
@@ -278,27 +265,6 @@ def test_a_registered_class_joins_the_block_row_by_length() -> None:
 def test_what_is_no_class_of_theirs_or_known_to_mix_rows_cannot_be_registered(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"LogitsProcessor or StoppingCriteria|history of contexts"):
         register_row_wise(wrong)
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ([HEAT, TOP_K, TOP_P, MIN_P], [{"temperature": 0.7, "top_k": 7, "top_p": 0.8, "min_p": 0.05}]),
-        ([TOP_P, HEAT, TOP_K], [{"top_p": 0.8}, {"temperature": 0.7, "top_k": 7}]),  # not in the usual order
-        ([PENALTY, TOP_K, TYPICAL, TOP_P], [PENALTY, {"top_k": 7}, TYPICAL, {"top_p": 0.8}]),
-        ([SUBCLASSED, KEEPS_3, FILLS_K], [SUBCLASSED, KEEPS_3, FILLS_K]),
-    ],
-)
-def test_runs_of_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
-    assert [getattr(entry, "arguments", entry) for entry in fuse_warpers(given)] == wanted
-
-
-def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:
-    fused, scores = BlockLogitsProcessorList(fuse_warpers([HEAT, TOP_K], "torch")), torch.randn(2, 1, 64).bfloat16()
-    warped = fused(torch.zeros(2, 0, dtype=torch.int64), scores)
-    assert torch.equal(warped[:, 0], warp_logits(scores[:, 0], temperature=0.7, top_k=7, backend="torch"))
-    assert not fused.reads_token_ids
-    assert BlockLogitsProcessorList([*fused, PENALTY]).reads_token_ids
 
 
 @pytest.mark.gpu
