@@ -1,11 +1,13 @@
 """Shared by all benchmarks: alternating runs, options, and results as JSON with their environment."""
 
 import argparse
+import ast
 import hashlib
 import json
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,25 +116,57 @@ def milliseconds(seconds: dict[str, float], digits: int = 1) -> str:
     return "{} ({} to {})".format(*shown)
 
 
-def source_hash(root: Path = ROOT) -> str:
-    """12 digits of the SHA-256 of the names and contents of the library's Python files."""
+def without_docstrings(tree: ast.Module) -> ast.Module:
+    """Take the docstrings out of `tree`, which is changed."""
+    for node in ast.walk(tree):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return tree
+
+
+def digest_of(paths: Iterable[Path], root: Path = ROOT) -> str:
+    """12 digits of the SHA-256 of the names and the code of Python files; comments and docstrings do not count."""
     sha = hashlib.sha256()
-    for folder in ("hf_speculate", "triton_kernels"):
-        for path in sorted((root / folder).rglob("*.py")):  # which follows no links
-            sha.update(f"{path.relative_to(root).as_posix()}\n".encode())
-            sha.update(path.read_bytes())
+    for path in sorted(paths):
+        sha.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        sha.update(ast.unparse(without_docstrings(ast.parse(path.read_bytes()))).encode())
     return sha.hexdigest()[:12]
 
 
+def part_of(path: Path) -> str:
+    """The part of the library that `path`, relative to the root, belongs to: an option, a tool, or the core."""
+    parts = path.with_suffix("").parts
+    return "/".join(parts[1:3]) if parts[0] == "hf_speculate" and parts[1] in ("options", "tools") else "core"
+
+
+def library_files(root: Path = ROOT) -> list[Path]:
+    folders = ("hf_speculate", "triton_kernels")
+    return [path for folder in folders for path in (root / folder).rglob("*.py")]  # which follows no links
+
+
+def loaded_parts() -> list[str]:
+    """The parts of which this process has loaded a module."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    paths = {Path(file).resolve() for file in files if file}
+    return sorted({part_of(path.relative_to(ROOT)) for path in library_files() if path.resolve() in paths})
+
+
+def source_hash(parts: Collection[str], root: Path = ROOT) -> str:
+    """The digest of the library's files that belong to `parts`."""
+    return digest_of((path for path in library_files(root) if part_of(path.relative_to(root)) in parts), root)
+
+
 def provenance() -> dict[str, Any]:
-    """Versions, device, date, commit and hash of the sources."""
+    """Versions, device, date, commit, the parts of the library that were loaded, and the hash of their code."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         commit = done.stdout.strip()
     except FileNotFoundError:  # a machine without git
         commit = ""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return environment(device) | {"commit": commit or "unknown", "sources": source_hash()}
+    parts = loaded_parts()
+    return environment(device) | {"commit": commit or "unknown", "parts": parts, "sources": source_hash(parts)}
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:

@@ -22,7 +22,6 @@ source or other settings.
 
 import argparse
 import gc
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -32,7 +31,18 @@ from typing import Any
 
 import torch
 from _engines import LOOKUP_TOKENS, PLAIN_METHOD, SAMPLING, ours
-from _harness import ROOT, Results, add_common_arguments, markdown, parse_common, provenance, queued_s, result_name
+from _harness import (
+    ROOT,
+    Results,
+    add_common_arguments,
+    digest_of,
+    library_files,
+    markdown,
+    parse_common,
+    provenance,
+    queued_s,
+    result_name,
+)
 from _intervals import geometric_mean, ratio_summary
 from _real_cells import CELLS, HOLDS_AT, Cell, cell_of, estimate_s
 from _real_models import NAMES, Load, draft_arguments, encode, load, read_texts
@@ -51,20 +61,15 @@ USELESS_GOAL = 0.975
 Row = dict[str, Any]
 
 
-def source_hash() -> str:
+def measured_source() -> str:
     """A digest of the code that is measured and measures."""
-    folders = ("hf_speculate", "triton_kernels")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    paths += [*(ROOT / "benchmarks").glob("*real_*.py"), *(ROOT / "examples" / "smollm2_head").glob("*.py")]
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    helpers = [*(ROOT / "benchmarks").glob("*real_*.py"), *(ROOT / "examples" / "smollm2_head").glob("*.py")]
+    return digest_of([*library_files(), *helpers])
 
 
 def settings_of(args: argparse.Namespace) -> Row:
     """What must be the same for a measured cell to count as done."""
-    return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": source_hash()}
+    return {"max_new_tokens": args.max_new_tokens, "pairs": args.pairs, "source": measured_source()}
 
 
 def best_rival(cell: Cell, short: Decoder, batch: Batch) -> tuple[Method | None, dict[str, str]]:

@@ -368,22 +368,23 @@ def origin(content: Row) -> str:
     return f"{of['device']}{threads}; {versions}; commit {of['commit']}{sources}; {of['date']}.{note}"
 
 
-def sources_note(results: Iterable[tuple[str, Row]], tree: str) -> str:
-    """Which results, by file, were measured with other sources than those of the hash `tree`."""
+def sources_note(results: Iterable[tuple[str, Row]]) -> str:
+    """Which results, by file, were measured with other sources than those of the tree."""
     by_state: dict[str, list[str]] = {"the same": [], "other": [], "unrecorded": []}
     for file, content in results:
-        sources = content["environment"].get("sources")
-        by_state["unrecorded" if sources is None else "the same" if sources == tree else "other"].append(f"`{file}`")
+        sources, parts = (content["environment"].get(name) for name in ("sources", "parts"))
+        is_same = parts is not None and sources == source_hash(parts)
+        by_state["unrecorded" if sources is None else "the same" if is_same else "other"].append(f"`{file}`")
     lines = [f"- Measured with {state} sources: {', '.join(files)}." for state, files in by_state.items() if files]
-    begin = "Results hold a hash of `hf_speculate/` and `triton_kernels/`. When this page was written, it was"
-    return "\n".join([f"{begin} `{tree}`.", "", *lines])
+    begin = "Results hold a hash of the code that they loaded: the core, and the options and tools that they use."
+    return "\n".join([f"{begin} Comments and docstrings do not count.", "", *lines])
 
 
 def page(folder: Path) -> str:
     parts = ["# Results", ""]
     parts += ["Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.", ""]
     results = [result for section in SECTIONS for result in find(section.name, folder)]
-    parts += ["## Sources", "", sources_note(results, source_hash()), ""]
+    parts += ["## Sources", "", sources_note(results), ""]
     parts += [
         "## Targets",
         "",

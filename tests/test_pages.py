@@ -140,23 +140,31 @@ def test_tables_of_speed_and_statistics_are_those_of_the_committed_results(monke
 def test_the_page_of_results_says_which_were_measured_with_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     page = runpy.run_path(str(ROOT / "benchmarks" / "results_page.py"))
-    tree = page["source_hash"]()
-    hashes = {"a": {"sources": tree}, "b": {"sources": "0" * 12}, "c": {}}
-    note = page["sources_note"]([(name, {"environment": of}) for name, of in hashes.items()], tree)
+    of_core = {"parts": ["core"], "sources": page["source_hash"](["core"])}
+    hashes = {"a": of_core, "b": {"sources": "0" * 12}, "c": {}, "d": of_core | {"parts": ["core", "options/heads"]}}
+    note = page["sources_note"]((name, {"environment": of}) for name, of in hashes.items())
     assert [line for line in note.splitlines() if line.startswith("- ")] == [
         "- Measured with the same sources: `a`.",
-        "- Measured with other sources: `b`.",
+        "- Measured with other sources: `b`, `d`.",
         "- Measured with unrecorded sources: `c`.",
     ]
 
 
-def test_the_hash_of_the_sources_follows_names_and_contents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_hash_of_the_sources_follows_the_names_and_code_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     source_hash = runpy.run_path(str(ROOT / "benchmarks" / "_harness.py"))["source_hash"]
-    hashes = set()
-    for name, content in (("a", "x"), ("a", "y"), ("b", "y")):
+
+    def hash_of(name: str, code: str) -> str:
         shutil.rmtree(tmp_path / "hf_speculate", ignore_errors=True)
-        (tmp_path / "hf_speculate" / "tools").mkdir(parents=True)
-        (tmp_path / "hf_speculate" / "tools" / f"{name}.py").write_text(content)
-        hashes.add(source_hash(tmp_path))
-    assert len(hashes) == 3
+        (tmp_path / "hf_speculate" / "options" / "b").mkdir(parents=True)
+        (tmp_path / "hf_speculate" / "options" / "b" / f"{name}.py").write_text(code)
+        (tmp_path / "hf_speculate" / "a.py").write_text("x = 1")
+        return str(source_hash(["core", "options/b"], tmp_path))
+
+    first = hash_of("c", "x = 1")
+    core = source_hash(["core"], tmp_path)
+    assert hash_of("c", '"""Words."""\n\nx = 1  # more words\n') == first
+    assert len({first, hash_of("c", "x = 2"), hash_of("d", "x = 1"), core}) == 4
+    assert source_hash(["core"], tmp_path) == core
