@@ -7,9 +7,11 @@ from statistics import median
 from typing import Any
 
 import torch
+import transformers
 from _harness import speedups
 from _library import DEFAULT_SCHEDULE
 from _subjects import Subject
+from packaging.version import Version
 from transformers import CompileConfig
 
 from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, measure
@@ -25,6 +27,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 MODES = tuple(SAMPLING)
 LOOKUP_TOKENS = 10
+ASSISTS_COMPILED = Version(transformers.__version__) >= Version("5.24")
 COUNTS = ("num_rounds", "num_batch_rounds", "num_drafted", "num_verified", "num_accepted", "num_emitted")
 MAX_PASSES = 6  # over all batches, to compile the shapes that a method meets
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
@@ -41,10 +44,15 @@ def ours(num: int | None = None, verifier: str | None = None, is_compiled: bool 
     return compiled(method) if is_compiled else method
 
 
-def assisted(num: int | None = None) -> Method:
-    """Assisted generation of transformers, with its defaults or a constant draft length."""
+def assisted(num: int | None = None, is_compiled: bool = False) -> Method:
+    """Assisted generation of transformers, with its defaults or a constant draft length.
+
+    Compiled, its target runs over a static cache, which transformers takes for one row from 5.24 on; its draft runs
+    eagerly.
+    """
     fields = {} if num is None else {"num_assistant_tokens": num, "num_assistant_tokens_schedule": "constant"}
-    return Method(f"transformers, {'defaults' if num is None else f'K = {num}'}", TRANSFORMERS, fields)
+    method = Method(f"transformers, {'defaults' if num is None else f'K = {num}'}", TRANSFORMERS, fields)
+    return compiled(method) if is_compiled else method
 
 
 def compiled(method: Method) -> Method:
@@ -215,7 +223,7 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
         return run
 
     for method in methods:
-        if method.engine != OURS and method != PLAIN_COMPILED:
+        if method.engine != OURS and not is_compiled(method):
             continue
         result = checked(method)
         if runner.do_sample and method.verifier == "coupled":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from _costs import MAX_K, measure_costs, tokens_per_round
 from _engines import (
+    ASSISTS_COMPILED,
     DEFAULT,
     LOOKUP,
     PLAIN_COMPILED,
@@ -67,6 +68,8 @@ def methods_of(batch_size: int, mode: str, args: argparse.Namespace, has_lookup:
     methods += [ours(VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
     if args.compiled and mode == "greedy" and batch_size in COMPILED_BATCH_SIZES:
         methods += [PLAIN_COMPILED, *(ours(num, is_compiled=True) for num in COMPILED_NUMS)]
+        if batch_size == 1 and ASSISTS_COMPILED:
+            methods += [assisted(num, is_compiled=True) for num in COMPILED_NUMS]
     methods += [assisted(), *(assisted(num) for num in slow_nums)]
     return methods + ([LOOKUP] if has_lookup and batch_size == 1 else [])
 
@@ -168,7 +171,8 @@ plain `generate()`. The expected speed-up is the mean acceptance length / (K c +
 the prompt over the expected one; the bound is the largest expected one over constant K, for a loop without any work of
 its own and the default verifier. "transformers" is its assisted generation,
 a batch row by row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers are
-measured at one K. Compiled methods run over a static cache (`cache_implementation="static"`, `compile_config`);
+measured at one K. Compiled methods run over a static cache (`cache_implementation="static"`, `compile_config`), of
+transformers' assisted generation the target alone, for one row;
 "compiled" says how long compiling took, before anything was timed. c, v and the bound are of eager forwards.
 """
 

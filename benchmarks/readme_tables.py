@@ -1,4 +1,4 @@
-"""Writes the tables of speed in README and docs from the JSON of `end_to_end.py`; nothing is measured.
+"""Writes the tables of speed in README and docs from the JSON of `end_to_end.py` and `real_models.py`.
 
 python benchmarks/readme_tables.py
 """
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from _harness import ROOT, markdown, read_results, write_between
-
-from hf_speculate.stats import SpeculationStats
+from _real_cells import HOLDS_AT
+from _real_models import NAMES
+from real_models import is_slower, useless_mean
 
 COLUMNS = {
     "1 row, greedy": (1, "greedy"),
@@ -17,13 +18,14 @@ COLUMNS = {
     "1 row, sampling": (1, "sampling"),
     "8 rows, sampling": (8, "sampling"),
 }
-BEST = "= "  # ends what stands for the best constant K that was measured
+BEST = "best K"  # stands for the constant K that was fastest
 # Name on the page -> method of the JSON.
 COMPARED = {
     "transformers, default": "transformers, defaults",
-    "transformers, best constant K": f"transformers, K {BEST}",
+    "transformers, best constant K": f"transformers, {BEST}",
     "hf_speculate, default": "ours, adaptive",
-    "hf_speculate, best constant K": f"ours, K {BEST}",
+    "hf_speculate, best constant K": f"ours, {BEST}",
+    "transformers, best constant K, compiled": f"transformers, {BEST}, compiled",
     "hf_speculate, default, compiled": "ours, adaptive, compiled",
     "plain, compiled": "plain, compiled",
 }
@@ -45,12 +47,13 @@ def comparison_table(cells: Cells) -> str:
     """Median over plain decoding: defaults, the best constant K of each column, and compiled methods."""
 
     def shown(method: str, column: tuple[int, str]) -> str | None:
-        names = [f"{method}{num}" for num in LENGTHS] if method.endswith(BEST) else [method]
+        names = {method.replace(BEST, f"K = {num}") for num in LENGTHS}
         speedups = [cells[(name, *column)]["over_plain"]["median"] for name in names if (name, *column) in cells]
         return f"{max(speedups):.2f}x" if speedups else None
 
     rows = [{"method": name} | {head: shown(of, COLUMNS[head]) for head in COLUMNS} for name, of in COMPARED.items()]
-    return markdown({head: lambda row, head=head: row[head] for head in ("method", *COLUMNS)}, rows)
+    measured = [row for row in rows if any(row[head] for head in COLUMNS)]
+    return markdown({head: lambda row, head=head: row[head] for head in ("method", *COLUMNS)}, measured)
 
 
 def origin(results: dict[str, Any]) -> str:
@@ -61,30 +64,63 @@ def origin(results: dict[str, Any]) -> str:
     return f"Measured on {machine} with {versions}, commit {environment['commit']}."
 
 
-def statistics(cells: Cells) -> str:
-    """The lines of the statistics of the default method, one row, greedy."""
-    text = str(SpeculationStats(**cells["ours, adaptive", 1, "greedy"]["counts"]))
-    return "\n".join(
-        ["```text", *(line for line in text.splitlines() if "acceptance" in line and "per" not in line), "```"]
-    )
+def real_models_table(results: dict[str, Any]) -> str:
+    """Our default over plain decoding by target and draft, beside the better setting of transformers' prompt lookup."""
+    by_source: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        by_source.setdefault((row["target"], row["source"]), []).append(row)
+
+    def shown(rows: list[dict[str, Any]], name: str, *, is_alone: bool) -> str | None:
+        means: dict[str, list[float]] = {}
+        for row in rows:
+            if (row["batch_size"] == 1) == is_alone and name in row:
+                means.setdefault(row["prompts"], []).append(row[name]["mean"])
+        ends = {prompts: (f"{min(of_it):.2f}x", f"{max(of_it):.2f}x") for prompts, of_it in sorted(means.items())}
+        return ", ".join(f"{prompts} {' to '.join(dict.fromkeys(both))}" for prompts, both in ends.items()) or None
+
+    rows = [
+        {
+            "target": NAMES[target],
+            "draft": source,
+            "1 row": shown(measured, "over_plain", is_alone=True),
+            "8 rows": shown(measured, "over_plain", is_alone=False),
+            "transformers' lookup, 1 row": shown(measured, "rival_over_plain", is_alone=True),
+        }
+        for (target, source), measured in by_source.items()
+    ]
+    return markdown({head: lambda row, head=head: row[head] for head in rows[0]}, rows)
 
 
-def parts(results: dict[str, Any]) -> dict[str, str]:
-    """Name of a place in a page -> its content."""
-    cells = cells_of(results)
+def bound_sentence(results: dict[str, Any]) -> str:
+    """What the real models say of calls whose drafts cannot help."""
+    rows = results["rows"]
+    num_useless, slower = sum(row["is_useless"] for row in rows), [row for row in rows if is_slower(row)]
+    length = max(row["settings"]["max_new_tokens"] for row in rows)
+    where = f"Measured with {' and '.join(NAMES.values())} in {len(rows)} cells, calls of {length} tokens on two cores"
+    useless = f"the {num_useless} cells whose drafts cannot help reach {useless_mean(rows):.3f} times plain decoding"
+    below = f"{len(slower)} of the {len(rows)} 95 % intervals" if slower else "no 95 % interval"
+    verb = "lie" if len(slower) > 1 else "lies"
+    return f"{where}: {useless} (geometric mean), and {below} {verb} wholly below {HOLDS_AT}."
+
+
+def parts(results: dict[str, Any], real: dict[str, Any]) -> dict[str, str]:
+    """Name of a place in a page -> its content, from the results of `end_to_end.py` and of `real_models.py`."""
     return {
-        "comparison": comparison_table(cells),
-        "origin": origin(results),
-        "statistics": statistics(cells),
+        "comparison": f"{comparison_table(cells_of(results))}\n\n{origin(results)}",
+        "real models": real_models_table(real),
+        "bound": bound_sentence(real),
     }
 
 
-PAGES = {"README.md": ("comparison", "origin", "statistics"), "docs/index.md": ("comparison", "origin")}
+PAGES = {
+    "README.md": ("comparison", "real models", "bound"),
+    "docs/index.md": ("comparison",),
+}
 
 
 def write_pages(root: Path, names: Iterable[str] = PAGES) -> None:
     """Fill the places of the pages below `root`."""
-    written = parts(read_results("end_to_end"))
+    written = parts(read_results("end_to_end"), read_results("real_models"))
     for page in names:
         for name in PAGES[page]:
             write_between(root / page, name, written[name])

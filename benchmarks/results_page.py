@@ -147,9 +147,10 @@ def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
 
 
 def over_assisted(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of one of our methods over the best of transformers' assisted generation."""
-    theirs = [row["tokens_per_s"] for row in cell if row["method"].startswith("transformers")]
-    return ours["tokens_per_s"] / max(theirs) if ours and theirs else None
+    """Tokens per second of one of ours over transformers' best assisted generation, compiled only if ours is."""
+    rivals = [row for row in cell if row["method"].startswith("transformers")]
+    theirs = [row["tokens_per_s"] for row in rivals if ours and row["is_compiled"] <= ours["is_compiled"]]
+    return ours["tokens_per_s"] / max(theirs) if theirs else None
 
 
 def over_compiled_plain(cell: list[Row], ours: Row) -> float | None:

@@ -40,6 +40,7 @@ METHODS = (
     Method("hf_speculate, default", "ours", None, False, "#56B4E9"),
     Method("hf_speculate, K = 5", "ours", 5, False, "#0072B2"),
     Method("plain, compiled", "plain", None, True, "#8a8f98"),
+    Method("transformers', K = 5, compiled", "transformers", 5, True, "#D55E00"),
     Method("hf_speculate, K = 5, compiled", "ours", 5, True, "#009E73"),
 )
 THEMES = {
@@ -51,7 +52,7 @@ THEMES = {
 def picture(results: dict[str, Any], theme: Theme) -> str:
     """The SVG of greedy decoding with the bundled pair in float32."""
     spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
-    most = max(spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads)
+    most = max(spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads if spread)
     height = TOP + LINE * len(METHODS) + 44
     environment = results["environment"]
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
@@ -74,7 +75,7 @@ def picture(results: dict[str, Any], theme: Theme) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def panel(start: float, title: str, spreads: list[dict[str, float]], most: float, theme: Theme) -> list[str]:
+def panel(start: float, title: str, spreads: list[dict[str, float] | None], most: float, theme: Theme) -> list[str]:
     """The bars of one number of rows; all panels have the scale of the largest value."""
     scale = (PANEL - 24) / most  # room for the last label
     bottom = TOP + LINE * len(METHODS) - (LINE - BAR) + 6
@@ -86,6 +87,9 @@ def panel(start: float, title: str, spreads: list[dict[str, float]], most: float
     ]
     for number, (method, spread) in enumerate(zip(METHODS, spreads, strict=True)):
         top = TOP + LINE * number
+        if spread is None:
+            parts.append(text(start, top + BAR / 2 + 4.5, "not measured", theme.faint, 'font-size="13"'))
+            continue
         width, middle = spread["median"] * scale, top + BAR / 2
         parts.append(f'<rect x="{start}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" fill="{method.colour}"/>')
         end = start + width
@@ -99,12 +103,12 @@ def panel(start: float, title: str, spreads: list[dict[str, float]], most: float
     return parts
 
 
-def spreads_of(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, float]]:
-    """Speed-ups over plain decoding of each of `METHODS`: min, median, max."""
+def spreads_of(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, float] | None]:
+    """Speed-ups over plain decoding of each of `METHODS`: min, median, max; None where it was not measured."""
     cell = ("pair", "float32", "greedy", batch_size)
     cells = [row for row in rows if (row["subject"], row["dtype"], row["mode"], row["batch_size"]) == cell]
     by_method = {key_of(row): row["over_plain"] for row in cells if row["verifier"] is None}
-    return [by_method[method.engine, method.num_assistant_tokens, method.is_compiled] for method in METHODS]
+    return [by_method.get((method.engine, method.num_assistant_tokens, method.is_compiled)) for method in METHODS]
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, int | None, bool]:
