@@ -7,7 +7,10 @@ The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted g
 drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with its smaller model; one more line
 drafts with the EAGLE-3 head in `examples/heads`.
 
-A pass decodes the next prompt alone and several prompts together with every method, in alternating order. Passes go on
+SmolLM2 gets the ten tasks of `tasks.jsonl`. Seven of them copy text with changes, as editing does: there prompt lookup
+drafts well. Three are plain questions. Both are reported apart.
+
+A pass decodes a prompt alone, or several of one kind together, with every method, in alternating order. Passes go on
 until they or the time are used up; a slow machine decodes fewer prompts together. The table holds medians over passes.
 The speed-up is over plain `generate()` of the same kind (greedy or sampled) on the same prompts in the same pass.
 transformers decodes a batch row by row. Ctrl-C prints what was measured so far; the exit status is then 130.
@@ -20,6 +23,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,14 +50,16 @@ from demo_decoding import (
     methods,
 )
 from demo_report import Method, Tally, print_summary, print_table, print_text
-from models import PAIR, load_models, read_questions
+from models import PAIR, Question, load_models, read_by_category
 
 EXAMPLES = Path(__file__).resolve().parent
 BATCH_SIZES = (8, 4, 2)  # rows decoded together: the most that the time allows
+MAX_ROWS_OF_MODEL = 4  # that SmolLM2 decodes together
 MIN_PASSES = 3
 WARM_UP_SHARE = 0.1  # of the time: at most
 MEASURING_SHARE = 0.8  # of the time; the other dtype gets the rest
 NUM_WARM_UP_TOKENS = 16  # of each prompt
+PROBE_EVERY, PROBE_TOKENS = 3, 8  # passes between two short plain runs that say how busy the machine is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAILED, INTERRUPTED = 1, 130
 BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt} of at most {total_fmt} s{postfix}"
@@ -64,8 +71,18 @@ class Loaded(NamedTuple):
     title: str  # which models decode
     pairs: dict[str, Pair]  # by dtype
     tokenizer: PreTrainedTokenizerBase
-    questions: list[str]
+    questions: list[Question]
     prompts: list[str]  # the questions as the model reads them
+    max_rows: int  # that are decoded together
+    is_sampled_too: bool  # whether sampling is measured as well
+
+
+class Pass(NamedTuple):
+    """What every method decodes in turn."""
+
+    kind: str
+    batch_size: int
+    inputs: dict[str, Tensor]
 
 
 Loader = Callable[[argparse.Namespace], Loaded]
@@ -78,7 +95,7 @@ def run_method(
     pair.num_target_calls = 0
     begin = time.perf_counter()
     reports: list[hf_speculate.RoundReport] = []
-    callback = reports.append if method == OURS_GREEDY else None
+    callback = reports.append if replace(method, kind="") == OURS_GREEDY else None
     token_ids, stats = decode(method, pair, inputs, max_new_tokens, seed, callback)
     seconds = time.perf_counter() - begin
     num_tokens = count_tokens(token_ids, pair.target.generation_config.eos_token_id)
@@ -105,9 +122,32 @@ def time_plain(pair: Pair, inputs: dict[str, Tensor]) -> Timing:
     return Timing(max(seconds[1] - 2 * token_s, 0.0), token_s)
 
 
-def choose_methods(timing: Timing, num_prompts: int, num_tokens: int, budget_s: float, has_head: bool) -> list[Method]:
-    """The methods with the most rows of which `MIN_PASSES` passes fit into the time."""
-    choices = [methods(min(num_rows, num_prompts), has_head) for num_rows in BATCH_SIZES]
+def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int) -> list[Pass]:
+    """Each prompt alone, and between them batches of `num_rows` prompts of one kind, some of them again to fill one."""
+    singles = [
+        Pass(question.kind, 1, inputs)
+        for question, inputs in zip(loaded.questions, encode(tokenizer, loaded.prompts, 1), strict=True)
+    ]
+    batches = []
+    for kind in dict.fromkeys(question.kind for question in loaded.questions):
+        prompts = [
+            prompt for question, prompt in zip(loaded.questions, loaded.prompts, strict=True) if question.kind == kind
+        ]
+        num_batches = -(-len(prompts) // num_rows)
+        filled = list(islice(cycle(prompts), num_batches * num_rows))
+        batches += [Pass(kind, num_rows, inputs) for inputs in encode(tokenizer, filled, num_rows)]
+    passes, num_between = [], len(singles) // len(batches)
+    for number, single in enumerate(singles, 1):
+        passes.append(single)
+        if batches and number % num_between == 0:
+            passes.append(batches.pop(0))
+    return passes + batches
+
+
+def choose_methods(timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool) -> list[Method]:
+    """The methods with the most rows of which `MIN_PASSES` passes of each number of rows fit into the time."""
+    sizes = [min(size, len(loaded.prompts)) for size in BATCH_SIZES if size <= loaded.max_rows]
+    choices = [methods(size, has_head, loaded.is_sampled_too) for size in sizes]
     fitting = [
         lines
         for lines in choices
@@ -119,40 +159,53 @@ def choose_methods(timing: Timing, num_prompts: int, num_tokens: int, budget_s: 
 def measure(
     tallies: dict[Method, Tally],
     pair: Pair,
-    batches: dict[int, list[dict[str, Tensor]]],
+    passes: list[Pass],
+    probes_s: list[float],
     args: argparse.Namespace,
     begin: float,
 ) -> None:
-    """Passes over all methods, each on the next batch of its size, until they or the time since `begin` is used up."""
+    """The passes, over and over, until `args.passes` of them or the time since `begin` are used up."""
     for method in tqdm(tallies, desc="warming up", leave=False):
-        short = {name: tensor[:, -NUM_WARM_UP_TOKENS:] for name, tensor in batches[method.batch_size][0].items()}
+        inputs = next(one.inputs for one in passes if one.batch_size == method.batch_size)
+        short = {name: tensor[:, -NUM_WARM_UP_TOKENS:] for name, tensor in inputs.items()}
         decode(method, pair, short, 4, seed=0)
         if time.perf_counter() - begin > WARM_UP_SHARE * args.budget_s:
             break
-    begin_passes = time.perf_counter()
     budget_s = args.budget_s * MEASURING_SHARE
     with tqdm(total=round(budget_s), desc="decoding", bar_format=BAR) as bar:
-        for index in range(args.passes):
-            for method in tallies if index % 2 == 0 else reversed(tallies):
+        for index, one in enumerate(islice(cycle(passes), args.passes)):
+            if index % PROBE_EVERY == 0:
+                probes_s.append(time_probe(pair, passes[0].inputs))
+            lines = [method for method in tallies if (method.kind, method.batch_size) == (one.kind, one.batch_size)]
+            for method in lines if index % 2 == 0 else reversed(lines):
                 bar.set_postfix_str(f"{method.batch_size} x {method.name}", refresh=False)
                 elapsed_s = time.perf_counter() - begin
                 bar.update(min(round(elapsed_s), bar.total) - bar.n)
                 if elapsed_s > budget_s:
                     return
-                inputs = batches[method.batch_size][index % len(batches[method.batch_size])]
-                run_method(method, pair, inputs, args.max_new_tokens, index, tallies[method])
-            now = time.perf_counter()
-            if now - begin + (now - begin_passes) / (index + 1) > budget_s:
-                return
+                run_method(method, pair, one.inputs, args.max_new_tokens, index, tallies[method])
 
 
-def print_texts(tallies: dict[Method, Tally], tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> None:
-    """The texts of the first two passes."""
-    tally = tallies[OURS_GREEDY]
-    if tally.rounds:
-        print("\nGenerated text, with the drafted tokens that were accepted in green:")
-    for question, (_, token_ids), rounds in list(zip(questions, tally.outputs, tally.rounds, strict=False))[:2]:
-        print_text(tokenizer, question, token_ids[0].tolist(), rounds)
+def time_probe(pair: Pair, inputs: dict[str, Tensor]) -> float:
+    """Seconds of a short plain run."""
+    begin = time.perf_counter()
+    decode(PLAIN_GREEDY, pair, inputs, PROBE_TOKENS, seed=0)
+    return time.perf_counter() - begin
+
+
+def print_texts(tallies: dict[Method, Tally], tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> None:
+    """The first texts of each kind, two in all."""
+    kinds = list(dict.fromkeys(question.kind for question in questions))
+    for kind in kinds:
+        tally = tallies[replace(OURS_GREEDY, kind=kind)]
+        if tally.rounds and kind == kinds[0]:
+            print("\nGenerated text, with the drafted tokens that were accepted in green:")
+        same = [question for question in questions if question.kind == kind]
+        for question, (_, token_ids), rounds in list(zip(same, tally.outputs, tally.rounds, strict=False))[
+            : 2 // len(kinds)
+        ]:
+            print(f"\n[{question.category}]" * bool(kind))
+            print_text(tokenizer, question.text, token_ids[0].tolist(), rounds)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -162,18 +215,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts-file",
         type=Path,
-        help="default: prompts.jsonl for a pair, else questions.jsonl; tasks.jsonl has tasks that copy",
+        help="default: prompts.jsonl for a pair, else tasks.jsonl; questions.jsonl has plain questions",
     )
-    parser.add_argument("--prompts", type=int, default=8, help="how many prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=10, help="how many prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument(
+        "--sampled", action=argparse.BooleanOptionalAction, help="measure sampling too; default: for a pair"
+    )
     parser.add_argument(
         "--num-assistant-tokens",
         type=int,
         help=f"K, fixed for every engine; default: the default schedule, and {ASSISTED_K} for transformers",
     )
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: faster for plain decoding")
-    parser.add_argument("--passes", type=int, default=24)
-    parser.add_argument("--budget-s", type=float, default=120.0, help="for all that is decoded")
+    parser.add_argument("--passes", type=int, default=60)
+    parser.add_argument("--budget-s", type=float, default=150.0, help="for all that is decoded")
     return parser.parse_args(arguments)
 
 
@@ -185,26 +241,29 @@ def load(args: argparse.Namespace) -> Loaded:
         if not models.is_tiny:
             halved = load_models(dtype=torch.bfloat16)
             pairs = {"float32": as_pair(models, num), "bfloat16": as_pair(halved, num)}
-            questions = read_questions(args.prompts_file or EXAMPLES / "questions.jsonl", args.prompts)
+            questions = read_by_category(args.prompts_file or EXAMPLES / "tasks.jsonl", args.prompts)
             drafting = "its draft head" if "drafter" in models.options else "prompt lookup"
             title = f"{models.name} with {drafting} (transformers: prompt lookup)"
-            return Loaded(title, pairs, models.tokenizer, questions, models.prompts(questions))
+            prompts = models.prompts([question.text for question in questions])
+            return Loaded(title, pairs, models.tokenizer, questions, prompts, MAX_ROWS_OF_MODEL, bool(args.sampled))
     if not (folder / "target").is_dir():
         raise SystemExit(
             f"{folder / 'target'} is missing; make it with examples/training/train_pair.py, or name another --pair"
         )
     pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
-    prompts = read_questions(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
+    questions = read_by_category(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
     title = "the bundled 7 M pair" if folder == PAIR else f"the pair in {folder}"
-    return Loaded(title, pairs, AutoTokenizer.from_pretrained(folder / "target"), prompts, prompts)
+    tokenizer, prompts = AutoTokenizer.from_pretrained(folder / "target"), [question.text for question in questions]
+    return Loaded(title, pairs, tokenizer, questions, prompts, BATCH_SIZES[0], args.sampled is not False)
 
 
 def run(args: argparse.Namespace, load: Loader) -> int:
     """Decode, print, and return the exit status."""
-    title, pairs, tokenizer, questions, prompts = load(args)
-    print(title, flush=True)
+    loaded = load(args)
+    pairs, tokenizer = loaded.pairs, loaded.tokenizer
+    print(loaded.title, flush=True)
     begin = time.perf_counter()
-    singles = encode(tokenizer, prompts, 1)
+    singles = encode(tokenizer, loaded.prompts, 1)
     timings: dict[str, Timing] = {}
     for name in DTYPES:
         has_time = time.perf_counter() - begin < WARM_UP_SHARE * args.budget_s
@@ -213,21 +272,22 @@ def run(args: argparse.Namespace, load: Loader) -> int:
     dtype = min(timings, key=lambda name: timings[name].token_s)
     pair = pairs[dtype]
     budget_s = args.budget_s * MEASURING_SHARE - (time.perf_counter() - begin)
-    lines = choose_methods(timings[dtype], len(prompts), args.max_new_tokens, budget_s, pair.head is not None)
+    lines = choose_methods(timings[dtype], loaded, args.max_new_tokens, budget_s, pair.head is not None)
     num_rows = lines[-1].batch_size
     length = args.num_assistant_tokens or f"adaptive (transformers: {ASSISTED_K})"
-    print(f"{len(prompts)} prompts, 1 and {num_rows} at a time, {args.max_new_tokens} new tokens, K = {length},")
+    print(f"{len(singles)} prompts, 1 and {num_rows} at a time, {args.max_new_tokens} new tokens, K = {length},")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{dtype}, {torch.get_num_threads()} threads, {versions}")
-    tallies = {method: Tally() for method in lines}
-    batches = {1: singles, num_rows: encode(tokenizer, prompts, num_rows)}
+    kinds = dict.fromkeys(question.kind for question in loaded.questions)
+    tallies = {replace(method, kind=kind): Tally() for kind in kinds for method in lines}
+    probes_s: list[float] = []
     try:
-        measure(tallies, pair, batches, args, begin)
+        measure(tallies, pair, passes_of(tokenizer, loaded, num_rows), probes_s, args, begin)
     except KeyboardInterrupt:
-        print_table(tallies)
+        print_table(tallies, probes_s)
         raise
-    print_texts(tallies, tokenizer, questions)
-    print_table(tallies)
+    print_texts(tallies, tokenizer, loaded.questions)
+    print_table(tallies, probes_s)
     comparisons = {other: Comparison(pairs[other]) for other in (dtype, *(pairs.keys() - {dtype}))}
     comparisons[dtype].add_measured(tallies)
     for other, comparison in comparisons.items():

@@ -37,7 +37,7 @@ class Comparison:
         """Compare the texts that were measured with plain decoding's of the same prompts."""
         for method, tally in tallies.items():
             if method.engine == "hf_speculate" and not method.is_sampled:
-                plain = tallies[replace(PLAIN_GREEDY, batch_size=method.batch_size)]
+                plain = tallies[replace(PLAIN_GREEDY, batch_size=method.batch_size, kind=method.kind)]
                 both = list(zip(tally.outputs, plain.outputs, strict=False))  # one may lack the last pass
                 for (inputs, ours), (_, expected) in both:
                     self.add(inputs, expected, ours)

@@ -47,11 +47,12 @@ class Timing(NamedTuple):
         return num_runs * (num_rows * self.prompt_s + num_tokens * step_s)
 
 
-def methods(num_rows: int, has_head: bool) -> list[Method]:
+def methods(num_rows: int, has_head: bool, is_sampled_too: bool) -> list[Method]:
     """Every line of the table; transformers' assisted generation decodes a batch row by row."""
     lines = []
+    modes = {"greedy": ["greedy"], "sampled": ["rejection", "typical"]} if is_sampled_too else {"greedy": ["greedy"]}
     for batch_size in (1, num_rows):
-        for mode, verifiers in (("greedy", ["greedy"]), ("sampled", ["rejection", "typical"])):
+        for mode, verifiers in modes.items():
             is_sampled = mode == "sampled"
             lines.append(Method("plain", mode, batch_size, is_sampled))
             if batch_size == 1 or not is_sampled:

@@ -9,7 +9,9 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-MAX_SPREAD = 1.5  # of plain decoding's speed between passes; beyond it the machine was busy
+MAX_SPREAD = 1.5  # of the same short plain run, again and again; beyond it the machine was busy
+MIN_GAIN = 1.05  # times plain decoding, from which a gain is called one
+KIND_NAMES = {"copying": "tasks that copy text", "plain": "plain questions"}
 COLOURS = {"plain": "white", "transformers": "dark_orange3", "hf_speculate": "blue"}
 
 
@@ -22,6 +24,7 @@ class Method:
     batch_size: int
     is_sampled: bool
     has_head: bool = False  # whether an EAGLE-3 head drafts in place of the draft model
+    kind: str = ""  # of the prompts: "copying", "plain", or empty where they are of one kind
 
     @property
     def name(self) -> str:
@@ -30,6 +33,17 @@ class Method:
     @property
     def head_name(self) -> str:
         return ", EAGLE-3" if self.has_head else ""
+
+    @property
+    def setting(self) -> tuple[str, int, bool]:
+        """What it shares with the plain decoding that it is compared with."""
+        return self.kind, self.batch_size, self.is_sampled
+
+    @property
+    def prompts(self) -> str:
+        """What it decodes, in words."""
+        rows = f"{self.batch_size} prompts at once" if self.batch_size > 1 else "1 prompt"
+        return f"{KIND_NAMES.get(self.kind, self.kind)}, {rows}" if self.kind else rows
 
 
 @dataclass
@@ -48,67 +62,83 @@ class Tally:
 
 
 def speedups(tallies: dict[Method, Tally], method: Method) -> list[float]:
-    """Speed over plain decoding of the same kind, for each pass that measured both."""
-    same = [one for one in tallies if (one.batch_size, one.is_sampled) == (method.batch_size, method.is_sampled)]
-    (plain,) = [one for one in same if one.engine == "plain"]
+    """Speed over plain decoding of the same setting, for each pass that measured both."""
+    (plain,) = [one for one in tallies if one.engine == "plain" and one.setting == method.setting]
     pairs = zip(tallies[method].tokens_per_s, tallies[plain].tokens_per_s, strict=False)
     return [ours / theirs for ours, theirs in pairs]
 
 
 def compared_speeds(tallies: dict[Method, Tally]) -> dict[Method, list[float]]:
-    """Speeds over plain decoding, of each kind of which more than plain decoding was measured."""
+    """Speeds over plain decoding, of each setting of which more than plain decoding was measured."""
     ratios = {method: found for method in tallies if (found := speedups(tallies, method))}
-    kinds = {(one.batch_size, one.is_sampled) for one in ratios if one.engine != "plain"}
-    return {method: found for method, found in ratios.items() if (method.batch_size, method.is_sampled) in kinds}
+    settings = {one.setting for one in ratios if one.engine != "plain"}
+    return {method: found for method, found in ratios.items() if method.setting in settings}
 
 
-def busy_factor(tallies: dict[Method, Tally]) -> float:
-    """The largest ratio between the fastest and the slowest pass of a plain method."""
-    plain = [tally.tokens_per_s for method, tally in tallies.items() if method.engine == "plain"]
-    return max(max(speeds) / min(speeds) for speeds in plain if speeds)
+def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> None:
+    """A line for each method whose speed was compared with plain decoding's.
 
-
-def print_table(tallies: dict[Method, Tally]) -> None:
-    """A line for each method whose speed was compared with plain decoding's."""
+    Args:
+        tallies: what was measured.
+        probes_s: seconds of the same short plain run at several times.
+    """
     measured = compared_speeds(tallies)
     if not measured:
         print("\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n")
         return
-    print(f"\n{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}")
-    for method, ratios in measured.items():
-        tally, length = tallies[method], "-"
-        if method.engine == "hf_speculate":
-            length = f"{tally.num_emitted / tally.num_rounds:.2f}" if tally.num_rounds else "1.00"
-        spread = f"{median(ratios):.2f}x ({min(ratios):.2f}, {max(ratios):.2f})"
-        speed = median(tally.tokens_per_s)
-        print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
-    num_passes = min(len(tallies[method].tokens_per_s) for method in measured)
+    head = f"{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}"
+    kinds = list(dict.fromkeys(method.kind for method in measured))
+    for kind in kinds:
+        print(f"\n{KIND_NAMES.get(kind, kind)}" * bool(kind) + f"\n{head}")
+        for method, ratios in measured.items():
+            if method.kind == kind:
+                print_line(method, tallies[method], ratios)
+    counts = [len(tallies[method].tokens_per_s) for method in measured]
+    least, most = min(counts), max(counts)
+    num_passes = f"{least}" if least == most else f"{least} to {most}"
     print(f"medians of alternating passes ({num_passes}); length: mean acceptance length\n")
-    factor = busy_factor(tallies)
-    if num_passes < 3 or factor > MAX_SPREAD:
-        reason = "fewer than 3 passes" if num_passes < 3 else f"plain decoding varied by a factor of {factor:.1f}"
+    factor = max(probes_s) / min(probes_s)
+    most_of_kind = min(max(len(tallies[one].tokens_per_s) for one in measured if one.kind == kind) for kind in kinds)
+    if most_of_kind < 3 or factor > MAX_SPREAD:
+        reason = "fewer than 3 passes" if most_of_kind < 3 else f"the same plain run varied by a factor of {factor:.1f}"
         print(f"NOT RELIABLE: {reason}; run it again on a quiet machine\n")
 
 
+def print_line(method: Method, tally: Tally, ratios: list[float]) -> None:
+    """A line of the table."""
+    length = "-"
+    if method.engine == "hf_speculate":
+        length = f"{tally.num_emitted / tally.num_rounds:.2f}" if tally.num_rounds else "1.00"
+    spread = f"{median(ratios):.2f}x ({min(ratios):.2f}, {max(ratios):.2f})"
+    speed = median(tally.tokens_per_s)
+    print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
+
+
 def print_summary(tallies: dict[Method, Tally]) -> None:
-    """A bar for each greedy method that was measured, and a sentence for each number of rows."""
+    """Bars of the greedy methods that were measured, a sentence for each setting, and where something was gained."""
     greedy = {method: median(ratios) for method, ratios in compared_speeds(tallies).items() if not method.is_sampled}
     if not greedy:
         return
     scale = 30 / max(greedy.values())
+    for setting in dict.fromkeys(method.setting for method in greedy):
+        members = [method for method in greedy if method.setting == setting]
+        print(f"\n{members[0].prompts}")
+        for method in members:
+            bar = Text("█" * max(round(greedy[method] * scale), 1), style=COLOURS[method.engine])
+            rich.print(Text(f"  {method.engine + method.head_name:<23}") + bar + Text(f" {greedy[method]:.2f}x"))
     print()
-    for method, speedup in greedy.items():
-        rows = f"{method.batch_size} row{'s' * (method.batch_size > 1)}"
-        bar = Text("█" * max(round(speedup * scale), 1), style=COLOURS[method.engine])
-        rich.print(Text(f"{rows:>6}  {method.engine + method.head_name:<23}") + bar + Text(f" {speedup:.2f}x"))
-    print()
-    for batch_size in dict.fromkeys(method.batch_size for method in greedy):
-        medians = {one.engine: greedy[one] for one in reversed(greedy) if one.batch_size == batch_size}
+    gains: dict[bool, list[str]] = {True: [], False: []}
+    for setting in dict.fromkeys(method.setting for method in greedy):
+        medians = {one.engine: (one, greedy[one]) for one in reversed(greedy) if one.setting == setting}
         if {"hf_speculate", "transformers"} <= medians.keys():
-            ours, theirs = (f"{medians[engine]:.2f}x" for engine in ("hf_speculate", "transformers"))
-            rows = f"{batch_size} prompts at once" if batch_size > 1 else "1 prompt"
-            theirs = f"row by row: {theirs}" if batch_size > 1 else theirs
-            print(f"{rows}: {ours} plain decoding; transformers' assisted generation, {theirs}.")
+            (method, ours), (_, theirs) = (medians[engine] for engine in ("hf_speculate", "transformers"))
+            peer = f"row by row: {theirs:.2f}x" if method.batch_size > 1 else f"{theirs:.2f}x"
+            print(f"{method.prompts}: {ours:.2f}x plain decoding; transformers' assisted generation, {peer}.")
+            gains[ours >= MIN_GAIN].append(method.prompts)
+    if gains[True]:
+        print(f"Gained: {'; '.join(gains[True])}.")
+    if gains[False]:
+        print(f"Nothing to be gained here: {'; '.join(gains[False])}.")
 
 
 def print_text(

@@ -43,7 +43,7 @@ from smollm2_head.head import WEIGHTS, DraftHead
 EXAMPLES = Path(__file__).resolve().parent
 PAIR, HEAD = EXAMPLES / "pair", EXAMPLES / "smollm2_head"
 EAGLE3 = EXAMPLES / "heads" / "eagle3"  # a head for the pair's target
-HEAD_SETTINGS = {"confidence": 0.3, "min_match_len": 3}
+HEAD_SETTINGS = {"confidence": 0.3, "min_match_len": 1}
 CONVERTERS = ("gguf", "accelerate")  # with which transformers reads a GGUF file
 CACHE_VARIABLE = "HF_SPECULATE_CACHE"
 # The bundled pair continues Python code; it has no chat template of its own.
@@ -161,14 +161,33 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def read_questions(path: Path, num_questions: int) -> list[str]:
+class Question(NamedTuple):
+    """What is asked, and what sort of question it is."""
+
+    text: str
+    category: str
+
+    @property
+    def kind(self) -> str:
+        """What stands before the colon of its category, as in "copying: edit code"; empty without a colon."""
+        kind, colon, _ = self.category.partition(": ")
+        return kind if colon else ""
+
+
+def read_by_category(path: Path, num_questions: int) -> list[Question]:
     """The first turns of `num_questions` questions in Spec-Bench's line format, one of each category in turn."""
-    by_category: dict[str, list[str]] = {}
+    by_category: dict[str, list[Question]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         question = json.loads(line)
-        by_category.setdefault(question["category"], []).append(question["turns"][0])
-    mixed = [text for texts in itertools.zip_longest(*by_category.values()) for text in texts if text is not None]
+        asked = Question(question["turns"][0], question["category"])
+        by_category.setdefault(asked.category, []).append(asked)
+    mixed = [asked for turn in itertools.zip_longest(*by_category.values()) for asked in turn if asked is not None]
     return mixed[:num_questions]
+
+
+def read_questions(path: Path, num_questions: int) -> list[str]:
+    """The texts of `read_by_category`."""
+    return [question.text for question in read_by_category(path, num_questions)]
 
 
 def cache_folder() -> Path:

@@ -19,17 +19,53 @@ def demo(import_example):
     return import_example("demo")
 
 
+def questions_of(demo, *categories):
+    questions = [demo.Question(f"{number}", category) for number, category in enumerate(categories)]
+    return demo.Loaded("", {}, None, questions, [question.text for question in questions], 8, True)
+
+
 @pytest.mark.parametrize(("token_s", "num_rows"), [(0.001, 8), (0.034, 4), (10.0, 2)])
 def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
-    timing = demo.Timing(prompt_s=9 * token_s, token_s=token_s)
-    lines = demo.choose_methods(timing, 8, 32, budget_s=96, has_head=False)
+    timing, loaded = demo.Timing(prompt_s=9 * token_s, token_s=token_s), questions_of(demo, *["code"] * 8)
+    lines = demo.choose_methods(timing, loaded, 32, budget_s=96, has_head=False)
     assert [line.batch_size for line in lines[-5:]] == [num_rows] * 5
-    assert len(lines) == len(demo.choose_methods(demo.Timing(0, 0), 8, 32, budget_s=96, has_head=False))
+    assert len(lines) == len(demo.choose_methods(demo.Timing(0, 0), loaded, 32, budget_s=96, has_head=False))
+
+
+def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, monkeypatch):
+    loaded = questions_of(demo, "copying: a", "plain: a", "copying: b", "copying: a")
+    monkeypatch.setattr(
+        demo, "encode", lambda _, texts, size: ["".join(texts[at : at + size]) for at in range(0, len(texts), size)]
+    )
+    passes = [(one.kind, one.batch_size, one.inputs) for one in demo.passes_of(None, loaded, 2)]
+    single = [("copying", 1, "0"), ("plain", 1, "1"), ("copying", 1, "2"), ("copying", 1, "3")]
+    batches = [("copying", 2, "02"), ("copying", 2, "30"), ("plain", 2, "11")]
+    assert passes == [single[0], batches[0], single[1], batches[1], single[2], batches[2], single[3]]
+
+
+def test_gains_are_reported_by_kind(demo, import_example, capsys):
+    report = import_example("demo_report")
+    tallies = {
+        report.Method(engine, "greedy", rows, False, kind=kind): report.Tally(tokens_per_s=[speed])
+        for kind, rows, ours in (("copying", 1, 30.0), ("copying", 4, 20.0), ("plain", 1, 10.0))
+        for engine, speed in (("plain", 10.0), ("transformers", 5.0), ("hf_speculate", ours))
+    }
+    report.print_summary(tallies)
+    peer = "plain decoding; transformers' assisted generation,"
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        f"tasks that copy text, 1 prompt: 3.00x {peer} 0.50x.",
+        f"tasks that copy text, 4 prompts at once: 2.00x {peer} row by row: 0.50x.",
+        f"plain questions, 1 prompt: 1.00x {peer} 0.50x.",
+        "Gained: tasks that copy text, 1 prompt; tasks that copy text, 4 prompts at once.",
+        "Nothing to be gained here: plain questions, 1 prompt.",
+    ]
 
 
 @pytest.mark.parametrize("num_forwards", [1, 110])
 def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
-    loaded = demo.load(argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5))
+    loaded = demo.load(
+        argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5, sampled=None)
+    )
     forwards = iter(range(num_forwards - 1))
 
     def press(*_):
@@ -189,4 +225,5 @@ def test_the_ten_tasks_say_whether_text_is_copied(models):
     lines = [json.loads(line) for line in (PAIR.parent / "tasks.jsonl").read_text(encoding="utf-8").splitlines()]
     categories = [line["category"].partition(": ")[0] for line in lines]
     assert (categories.count("copying"), categories.count("plain")) == (7, 3)
+    assert [one.kind for one in models.read_by_category(PAIR.parent / "tasks.jsonl", 99)].count("copying") == 7
     assert sorted(models.read_questions(PAIR.parent / "tasks.jsonl", 99)) == sorted(line["turns"][0] for line in lines)
