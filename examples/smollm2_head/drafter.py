@@ -7,12 +7,15 @@ from torch import Tensor, nn
 
 from hf_speculate import DrafterSetup, DraftRequest
 from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.draft.acceptance_rates import suffix_buckets
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
 
 GROWTH = 256  # columns that the buffers grow by at least
+USUAL_GAIN = 0.4  # accepted tokens of a draft of the head before any was measured in a row: the mean over questions
+GAIN_RATE = 0.2  # weight of a row's newest draft in the mean of its drafts
 
 
 class HeadDrafter:
@@ -28,7 +31,8 @@ class HeadDrafter:
             below this, in 0..1, also before the first. It depends on distributions only, not on what was drawn, so
             sampling stays exact.
         min_match_len: a row whose last tokens, at least so many, stand earlier in its text copies what followed them
-            there, as prompt lookup does, and the head drafts for the others; 0: no row copies.
+            there, as prompt lookup does, if that is expected to gain as much as the head has gained in the row so far.
+            The head drafts for the other rows; 0: no row copies.
     """
 
     def __init__(self, head: DraftHead, setup: DrafterSetup, confidence: float = 0.0, min_match_len: int = 0):
@@ -48,6 +52,8 @@ class HeadDrafter:
             num_pads=list(setup.num_pads),
         )
         self.lookup = SuffixDrafter(settings)
+        self.gains = [USUAL_GAIN] * setup.batch_size  # accepted tokens of the head's drafts, by row
+        self.has_drafted = [False] * setup.batch_size  # whether the head made a row's last draft
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -55,12 +61,14 @@ class HeadDrafter:
         query_token_ids, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
         is_sampled = request.sample_strategy is SampleStrategy.RANDOM
         counts = kept.num_emitted.to(torch.int64).cpu()  # [B]
+        self._learn(counts.tolist(), kept.num_rounds)
         if is_sampled:
             self._follow(query_token_ids, kept)
         self._grow(int(self.lens.max()) + kept.token_ids.shape[1] + num_draft_tokens)
         output = self._run(kept.token_ids.clamp_min(0), self.head.project(kept.hidden_states), self.lens)  # [B, N, D]
         self.lens = self.lens + counts
         copies = self._copies(query_token_ids, kept, num_draft_tokens)
+        self.has_drafted = [not ids for ids in copies]
         if all(copies):
             return point_masses(copies, query_token_ids.device)
         rows = torch.arange(len(counts))
@@ -77,6 +85,7 @@ class HeadDrafter:
         self.lens, self.states = self.lens[kept], self.states[:, kept.to(self.states.device)]
         self.processors = self.processors.rows(indices)
         self.lookup.rows(indices)
+        self.gains, self.has_drafted = ([values[row] for row in indices] for values in (self.gains, self.has_drafted))
         if self.text is not None:
             self.text.rows(indices)
 
@@ -85,8 +94,18 @@ class HeadDrafter:
         if not self.min_match_len:
             return [[]] * len(query)
         self.lookup.follow(query.cpu(), kept if self.lookup.texts else None)
-        proposals = [self.lookup.propose(row, num_draft_tokens) for row in self.lookup.texts]
-        return [one.token_ids if one.match_len >= self.min_match_len else [] for one in proposals]
+        copies = []
+        for text, gain in zip(self.lookup.texts, self.gains, strict=True):
+            match_len, ids = self.lookup.propose(text, num_draft_tokens)
+            pays = match_len >= self.min_match_len and text.rates.expected(suffix_buckets(match_len, len(ids))) >= gain
+            copies.append(ids if pays else [])
+        return copies
+
+    def _learn(self, counts: list[int], num_rounds: int) -> None:
+        """Update the means of the head's drafts by the tokens [B] that were emitted since, in so many rounds."""
+        for row, (count, has_drafted) in enumerate(zip(counts, self.has_drafted, strict=True)):
+            if has_drafted and count:
+                self.gains[row] += GAIN_RATE * (max(count - num_rounds, 0) - self.gains[row])
 
     def _chain(self, chooser: "_Chooser", states: Tensor, num_draft_tokens: int) -> DraftOut:
         ids: list[Tensor] = []

@@ -1,6 +1,8 @@
 """Acceptance-rate estimates: decayed counts of verified and accepted tokens, by row and type of drafted token."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 
 _DECAY = 0.97  # factor of the counts, per verified token: sequences change
 _PRIOR_WEIGHT = 4.0  # weight of the prior, in tokens
@@ -42,13 +44,18 @@ class AcceptanceRates(AcceptanceCounts):
         for position, bucket in enumerate(buckets):
             self.add(bucket, position < num_accepted, _DECAY)
 
+    def chances(self, buckets: Sequence[int]) -> Iterator[float]:
+        """The chance of each token of a draft that it is accepted, with all before it."""
+        rates = (self.rate(bucket, self._priors[bucket], _PRIOR_WEIGHT) for bucket in buckets)
+        return accumulate(rates, mul)
+
     def expected(self, buckets: Sequence[int]) -> float:
         """The expected number of accepted tokens in a draft."""
-        total, prefix = 0.0, 1.0
-        for bucket in buckets:
-            prefix *= self.rate(bucket, self._priors[bucket], _PRIOR_WEIGHT)
-            total += prefix
-        return total
+        return sum(self.chances(buckets))
+
+    def num_likely(self, buckets: Sequence[int], least: float) -> int:
+        """The number of first tokens of a draft whose chance to be accepted is at least `least`."""
+        return sum(chance >= least for chance in self.chances(buckets))
 
 
 def suffix_buckets(match_len: int, num: int) -> list[int]:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from hf_speculate import SpeculationStats, enable
 from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SEPARATOR, SuffixIndex
 from hf_speculate.options.sources.suffix_store import SuffixStore
 from hf_speculate.types import Kept, SampleStrategy
@@ -59,23 +59,55 @@ def counted(draft):
 
 
 def test_a_longer_match_is_copied_further_and_a_row_without_a_match_drafts_nothing():
-    assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]]) == [[5, 8, 3, 6, 7, 2]]
-    assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]], max_match_len=1) == [[6, 7, 2, 3]]
-    assert draft_of([[1, 2, 3, 4], [5, 6, 7, 5]]) == [[], [6, 7, 5, 6]]
+    assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]]) == [[5, 8, 3, 6]]
+    assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]], max_match_len=1) == [[6, 7, 2]]
+    assert draft_of([[1, 2, 3, 4], [5, 6, 7, 5]]) == [[], [6, 7, 5]]
     text = [*range(1, 30)]
     lens = [len(draft_of([text + text[20 - num : 20]], num=99, max_draft_tokens=9)[0]) for num in range(6)]
-    assert lens == [0, 4, 6, 8, 9, 9]
+    assert lens == [0, 3, 4, 4, 6, 6]
+
+
+def test_a_row_drafts_as_far_as_its_matches_were_right():
+    drafter = SuffixDrafter(SuffixSettings(10))
+    period, queries = [1, 2, 3, 4, 5], []
+
+    def drafted(*rows):
+        kept = Kept(torch.tensor(rows), torch.tensor([len(row) for row in rows], dtype=torch.int32))
+        request = DraftRequest(torch.tensor(rows), None, 10, GREEDY, kept=kept if queries else None)
+        queries.append(request)
+        return [len(ids) for ids in counted(drafter.draft(request))]
+
+    # The first row goes on with its period; in the second one what follows the token 1 is always another token.
+    assert drafted(period + period[:1], [9, 1, 8, 7, 6, 1]) == [3, 3]
+    lens = [drafted([period[(number + 1) % 5]], [20 + number // 2 if number % 2 == 0 else 1]) for number in range(40)]
+    copied, others = ([pair[row] for pair in lens] for row in range(2))
+    assert copied[-1] == 10
+    assert others[-1] == 0
+    drafter.rows([1])
+    assert drafted([1]) == [0]  # the rates are the row's own
+
+
+def test_a_row_that_drafts_nothing_still_learns_what_it_would_have_drafted():
+    row = RowText()
+    row.rates.observe([0] * 30, 0)  # 30 tokens after a match of one token, none of them right
+    drafter = SuffixDrafter(SuffixSettings(10))
+    row.extend([1, 2, 3, 1])
+    assert drafter.propose(row, 10) == (1, [])
+    for number in range(200):
+        row.extend([2, 9 + number, 1])
+        drafter.propose(row, 10)
+    assert drafter.propose(row, 10).token_ids[:1] == [2]
 
 
 def test_padding_is_not_text():
     assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num_pads=[3, 1]) == [[], []]
-    assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]]) == [[], [7, 8, 0, 7]]
+    assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]]) == [[], [7, 8, 0]]
 
 
 def test_nothing_is_copied_past_an_end_of_text():
     text = [1, 2, 3, 4, 5, 1, 2]
     assert draft_of([text], eos_token_ids=frozenset([4, 60])) == [[3, 4]]
-    assert draft_of([text], eos_token_ids=frozenset([9])) == [[3, 4, 5, 1, 2, 3]]
+    assert draft_of([text], eos_token_ids=frozenset([9])) == [[3, 4, 5, 1]]
 
 
 def test_a_row_that_gained_nothing_has_ended():
@@ -94,10 +126,10 @@ def test_rows_that_stay_read_what_they_gained():
     request = DraftRequest(torch.tensor([[1, 2, 3, 1], [0, 4, 5, 4], [0, 0, 6, 7]]), None, 3, GREEDY)
     assert counted(drafter.draft(request)) == [[2, 3, 1], [5, 4, 5], []]
     kept = Kept(torch.tensor([[2, 9, 1], [8, -1, -1], [6, -1, -1]]), torch.tensor([3, 1, 1], dtype=torch.int32))
-    assert counted(drafter.draft(request._replace(kept=kept))) == [[2, 9, 1], [], [7, 6, 7]]
+    assert counted(drafter.draft(request._replace(kept=kept))) == [[2, 9], [], [7, 6, 7]]  # 3 did not follow 2
     drafter.rows([2, 0])
     kept = Kept(torch.tensor([[7, 5], [9, -1]]), torch.tensor([2, 1], dtype=torch.int32))
-    assert counted(drafter.draft(request._replace(kept=kept))) == [[], [1, 9, 1]]
+    assert counted(drafter.draft(request._replace(kept=kept))) == [[], [1, 9]]
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
@@ -142,4 +174,4 @@ def test_a_shorter_ngram_copies_otherwise():
             **few_words(1), max_new_tokens=NUM_NEW, max_matching_ngram_size=most, speculation_stats=stats, **LOOKUP
         )
         drafted.append(max(stats.rounds_by_draft_len))
-    assert drafted == [4, 5]  # a match of one token is continued by four at most
+    assert drafted == [3, 5]  # a match of one token is continued by three at first

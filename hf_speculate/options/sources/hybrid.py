@@ -12,7 +12,6 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_rates import (
     MODEL_PRIORS,
-    SUFFIX_PRIORS,
     AcceptanceRates,
     model_buckets,
     suffix_buckets,
@@ -23,8 +22,8 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.prompt_lookup import PromptLookup
 from hf_speculate.draft.source import DraftSource, HistoryKey
 from hf_speculate.draft.source import make_source as make_part
-from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixDrafter, SuffixSettings, point_masses
-from hf_speculate.draft.suffix_index import SuffixIndex
+from hf_speculate.draft.suffix import NO_PROPOSAL, RowText, SuffixDrafter, SuffixSettings, point_masses
+from hf_speculate.draft.suffix_index import Proposal
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
@@ -34,29 +33,23 @@ MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in 
 
 
 class HybridRow:
-    """One row of the hybrid drafter: its acceptance rates for matches and for the model, and its last proposal."""
+    """One row of the hybrid drafter: the acceptance rates of the model, and what it has not read."""
 
     def __init__(self) -> None:
-        self.suffix_rates, self.model_rates = AcceptanceRates(SUFFIX_PRIORS), AcceptanceRates(MODEL_PRIORS)
-        self.proposal = NO_PROPOSAL  # the suffix match
+        self.model_rates = AcceptanceRates(MODEL_PRIORS)
         self.num_model = 0  # tokens of the model that were proposed
         self.unread: list[int] = []  # tokens emitted since the model ran
 
-    def prefers_match(self, num_model: int) -> bool:
+    def prefers_match(self, text: RowText, match: Proposal, num_model: int) -> bool:
         """Whether the suffix match is expected to gain at least as many tokens as the model with so many."""
-        if not self.proposal.token_ids or not num_model:
-            return bool(self.proposal.token_ids)
-        buckets = suffix_buckets(self.proposal.match_len, len(self.proposal.token_ids))
-        return self.suffix_rates.expected(buckets) >= self.model_rates.expected(model_buckets(num_model))
+        if not match.token_ids or not num_model:
+            return bool(match.token_ids)
+        buckets = suffix_buckets(match.match_len, len(match.token_ids))
+        return text.rates.expected(buckets) >= self.model_rates.expected(model_buckets(num_model))
 
     def learn(self, ids: Sequence[int], num_rounds: int) -> None:
-        """Learn from the last call's proposals: the tokens emitted since, in one round and then plain ones."""
+        """Learn from the model's last draft: the tokens emitted since, in one round and then plain ones."""
         self.unread += ids
-        agrees = [drafted == emitted for drafted, emitted in zip(self.proposal.token_ids, ids, strict=False)]
-        if agrees:
-            num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
-            num_accepted = num_verified - (False in agrees)
-            self.suffix_rates.observe(suffix_buckets(self.proposal.match_len, num_verified), num_accepted)
         if ids and self.num_model:
             num_accepted = min(len(ids) - num_rounds, self.num_model)
             self.model_rates.observe(model_buckets(min(num_accepted + 1, self.num_model)), num_accepted)
@@ -96,9 +89,9 @@ class HybridDrafter(PerRow, Drafter):
         most = num_draft_tokens if len(is_live) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
         chosen, uses_match, can_ask = [], [], [self._model_room(text, num_model) for text in self.matches.texts]
         for row, text, num, live in zip(self._rows, self.matches.texts, can_ask, is_live, strict=True):
-            row.proposal = self.matches.propose(text, most) if live else NO_PROPOSAL
-            uses_match.append(row.prefers_match(num))
-            chosen.append(row.proposal.token_ids if uses_match[-1] else [])
+            match = self.matches.propose(text, most) if live else NO_PROPOSAL
+            uses_match.append(row.prefers_match(text, match, num))
+            chosen.append(match.token_ids if uses_match[-1] else [])
             row.num_model = num if live and not uses_match[-1] else 0
         asks_model, num_query = any(row.num_model for row in self._rows), query.shape[1]
         must_run = not self._has_run or self._is_far_behind(num_query + num_draft_tokens)
@@ -140,7 +133,7 @@ class HybridDrafter(PerRow, Drafter):
                 row.learn(ids, kept.num_rounds)
         return [bool(ids) for ids in gained]
 
-    def _model_room(self, text: SuffixIndex, num_model: int) -> int:
+    def _model_room(self, text: RowText, num_model: int) -> int:
         """How many of so many tokens the model can draft in a row."""
         context_len = self.model.context_len
         return num_model if context_len is None else max(min(num_model, context_len - len(text.token_ids) + 1), 0)

@@ -75,11 +75,12 @@ def test_the_model_is_run_before_it_lags_too_far(llama):
 def test_rates_of_matches_follow_every_round_and_the_models_those_in_which_it_drafted(llama):
     drafter, kv_cache = make(llama, 1)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))
-    (row,) = drafter._rows
+    (row,), (text,) = drafter._rows, drafter.matches.texts
     assert row.num_model == 4  # the model's tokens: a match of one token is expected to gain less
-    assert row.proposal.token_ids == [2, 3, 1, 2]
+    assert text.proposal.token_ids == [2, 3, 1, 2]
+    text.extend([2, 3, 9])
     row.learn([2, 3, 9], num_rounds=1)
-    copied, modelled = row.suffix_rates, row.model_rates
+    copied, modelled = text.rates, row.model_rates
     assert (copied.accepted, copied.verified) == ([1.0, 0.97, 0.0, 0.0, 0.0], [1.0, 1.97, 0.0, 0.0, 0.0])
     assert (modelled.accepted, modelled.verified) == ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
     row.learn([2, 3], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
@@ -110,9 +111,12 @@ def test_rows_keep_what_belongs_to_them(llama):
 def test_each_row_takes_the_source_with_more_expected_tokens(llama):
     drafter, kv_cache = make(llama, 2)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
-    models, copies = drafter._rows
+    rows, texts = drafter._rows, drafter.matches.texts
+    models, copies = ((row.model_rates, text.rates) for row, text in zip(rows, texts, strict=True))
     for _ in range(8):
-        for good, poor in ((models.model_rates, models.suffix_rates), (copies.suffix_rates, copies.model_rates)):
+        for good, poor in (models, reversed(copies)):
             good.observe([0, 1, 2, 3], 4)
             poor.observe([0], 0)
-    assert [row.prefers_match(4) for row in drafter._rows] == [False, True]
+    matches = [text.proposal for text in texts]
+    both = zip(rows, texts, matches, strict=True)
+    assert [row.prefers_match(text, match, 4) for row, text, match in both] == [False, True]
