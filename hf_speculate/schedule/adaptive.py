@@ -16,6 +16,9 @@ from hf_speculate.schedule.states import Choice, Drafting, Plain, Resting, State
 
 # Tuned on the simulated and recorded traces of tests/schedule.
 _CREDIT_ROUNDS = 4  # after a call that gained: first rounds that are rejected at once then rarely end drafting
+_CREDIT_STEPS = 0.5  # plain steps that such a round counts as at least: a busy machine may hold one up for longer
+_FIRST_ROUNDS = 3  # drafted rounds of a type's first call that may be paid on credit
+_FIRST_CREDIT = 0.5  # plain steps that all but the first of them may cost
 _MOST_TIMES = 3.0  # the mean that a plain round counts as at most, as time that the call has taken
 _LONG_PROMPT = 8  # unread prompt tokens per token to come from which a plain step is measured before the first draft
 
@@ -80,7 +83,8 @@ class AdaptiveSchedule(Schedule):
             self._state = Resting()
         else:
             num_rounds = _CREDIT_ROUNDS if record.has_gained else 2 if record.gained_s else 1
-            round_s = max(options.extra_s(max(options.best, 1)) - options.read_s, 0.0)
+            least_s = _CREDIT_STEPS * call.costs.counted_plain_s(self._num_rows)
+            round_s = max(options.extra_s(max(options.best, 1)) - options.read_s, least_s)
             call.budget.credit_s = min(record.account_s, options.read_s + num_rounds * round_s)
             self._choose(Drafting(Waits.after(record)).next(options))
 
@@ -134,12 +138,15 @@ class AdaptiveSchedule(Schedule):
             call.budget.add_drafted(outcome, expected_s)
 
     def _grant_first_credit(self, num_rows: int) -> None:
-        """In the first call of a type, a second round if drafts are cheap: the first may be rejected by bad luck."""
+        """In the first call of a type, more rounds if drafts are cheap: the first ones may be rejected by bad luck."""
         call, budget = self._call, self._call.budget
-        is_due = self._record.is_new and budget.num_drafted == 1 and not budget.credit_s
-        if is_due and self._prior.first_draft_tokens > 1 and call.costs.plain.is_known(num_rows):
+        is_due = self._record.is_new and 0 < budget.num_drafted < _FIRST_ROUNDS and not self._prior.is_expensive
+        if is_due and call.costs.plain.is_known(num_rows):
             rounds_s = call.costs.rounds_s(num_rows, call.max_draft_tokens)
-            budget.credit_s = max(rounds_s[min(call.num_last, call.max_draft_tokens)] - rounds_s[0], 0.0)
+            round_s = max(rounds_s[min(call.num_last, call.max_draft_tokens)] - rounds_s[0], 0.0)
+            least_s = round_s if self._prior.first_draft_tokens > 1 else 0.0
+            credit_s = min(budget.num_drafted * round_s, max(_FIRST_CREDIT * rounds_s[0], least_s))
+            budget.credit_s = max(budget.credit_s, credit_s)
 
     def _choose(self, choice: Choice) -> None:
         self._state, self.num_draft_tokens = choice

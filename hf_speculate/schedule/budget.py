@@ -9,9 +9,11 @@
 - E is the seconds of the call so far, the target's prefill included.
 - w(K) is what a round of K drafts loses if all of them are rejected: its estimated seconds, those in which the drafter
   reads what it has not seen included, minus p.
-- C is a credit. In the first call of its type it is what the first drafted round takes more than p, and as much again
-  for one more round if that one drafted several tokens. In a later call it is what earlier calls have left of theirs,
-  the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one.
+- C is a credit. In the first call of its type it is what the first drafted round takes more than p, what the drafter
+  took before it if it read the prompt and proposed nothing, and as much again for up to two more rounds: half of p, or
+  one round that drafted several tokens. In a later call it is what earlier calls have left of theirs,
+  the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one; a round
+  counts as half of p at least, because a busy machine may hold any round up for longer than its drafts cost.
 
 A round of K drafts begins only if
 
@@ -95,11 +97,14 @@ class Budget:
         self._most_rows = 0  # the most rows of a plain step that was replaced
         self._firsts: list[_FirstRound] = []  # without the free round
         self._free: _FirstRound | None = None
+        self._unanswered_s = 0.0  # the most that the drafter took to propose nothing before the free round
 
     def add_plain(self, outcome: RoundOutcome, counted_s: float) -> None:
         """Add a round without drafts; E grows by `counted_s`, and what a drafter that found nothing took is lost."""
         self.elapsed_s += counted_s + outcome.draft_s
         self._drafted_s += outcome.draft_s
+        if self.has_free_round:
+            self._unanswered_s = max(self._unanswered_s, outcome.draft_s)
         self._replace(outcome, outcome.num_rows)
 
     def add_drafted(self, outcome: RoundOutcome, expected_s: float) -> None:
@@ -149,7 +154,8 @@ class Budget:
     @property
     def granted_s(self) -> float:
         """C, the free round once it was drafted included."""
-        return self.credit_s + (self._counted_s(self._free) - self._p(self._free.num_rows) if self._free else 0.0)
+        free_s = self._counted_s(self._free) - self._p(self._free.num_rows) if self._free else 0.0
+        return self.credit_s + self._unanswered_s + free_s
 
     @property
     def overshoot_s(self) -> float:

@@ -18,10 +18,10 @@ _LEAST_SHARE = 0.25  # share of the line's seconds that an estimate is at least
 _FADE = 0.99  # factor of a size's weight, for every drafted round by which another size is newer
 _LEAST_VARIANCE = 1e-9  # variance of sizes below which they are equal but for rounding
 
-_Key = tuple[int, int]  # rows, and the size that seconds grow with
+Key = tuple[int, int]  # rows, and the size that seconds grow with
 
 
-class _Cost(NamedTuple):
+class Cost(NamedTuple):
     """Seconds of the newest rounds of one number of rows and size."""
 
     num_samples: int
@@ -35,7 +35,7 @@ def _likeness(size: int, other: int) -> float:
 
 
 @lru_cache(64)
-def _likenesses(sizes: Sequence[int], keys: tuple[_Key, ...]) -> list[list[float]]:
+def _likenesses(sizes: Sequence[int], keys: tuple[Key, ...]) -> list[list[float]]:
     """[M][N] likeness of N measured sizes to each of M sizes."""
     return [
         [1.0 if size == known_size else _OTHER_WEIGHT * _likeness(size, known_size) for _, known_size in keys]
@@ -47,23 +47,23 @@ class CostLine:
     """Seconds by size: a line fitted to the measured sizes, plus the residuals of those near that size."""
 
     def __init__(self, is_proportional: bool = False) -> None:
-        self.costs: dict[_Key, _Cost] = {}
+        self.costs: dict[Key, Cost] = {}
         self._is_proportional = is_proportional  # until two sizes were measured; otherwise constant
-        self._samples: dict[_Key, tuple[float, ...]] = {}
+        self._samples: dict[Key, tuple[float, ...]] = {}
 
     def add(self, rows: int, size: int, seconds: float, num_drafted: int, most_s: float = math.inf) -> None:
         """Add a sample; the first one of its size counts as `most_s` at most, and only until there is a second."""
         key = (rows, size)
         if key not in self.costs and seconds > most_s:
-            self.costs[key] = _Cost(1, most_s, num_drafted)
+            self.costs[key] = Cost(1, most_s, num_drafted)
             return
         if self.costs:
             expected_s = self.costs[key].median_s if key in self.costs else self.estimate(rows, (size,))[0]
             seconds = min(seconds, _MOST_TIMES * expected_s)
         samples = self._samples[key] = (*self._samples.get(key, ()), seconds)[-_NUM_SAMPLES:]
-        self.costs[key] = _Cost(len(samples), median_low(samples), num_drafted)
+        self.costs[key] = Cost(len(samples), median_low(samples), num_drafted)
 
-    def cap_first(self, most_s: Callable[[_Key], float]) -> None:
+    def cap_first(self, most_s: Callable[[Key], float]) -> None:
         """Let single samples count as `most_s` of their size at most."""
         for key, cost in self.costs.items():
             if cost.num_samples == 1 and cost.median_s > most_s(key):
@@ -134,6 +134,12 @@ class CostLine:
         """Seconds of the fastest size, `size` or more, that was measured a few times; infinite without any."""
         medians = (cost.median_s for (_, at), cost in self.costs.items() if at >= size and cost.num_samples >= _FEW)
         return min(medians, default=math.inf)
+
+    def settled(self, is_settled: Callable[[Cost], bool]) -> "CostLine":
+        """The line of the sizes for which `is_settled` holds; of all sizes if it holds for none."""
+        twin = CostLine(self._is_proportional)
+        twin.costs = {key: cost for key, cost in self.costs.items() if is_settled(cost)} or self.costs
+        return twin
 
     def copy(self) -> "CostLine":
         twin = CostLine(self._is_proportional)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from operator import add
 
 from hf_speculate.schedule.base import RoundOutcome
-from hf_speculate.schedule.cost_line import TINY, CostLine
+from hf_speculate.schedule.cost_line import TINY, Cost, CostLine
 from hf_speculate.schedule.machine_speed import MachineSpeed
 from hf_speculate.schedule.plain_steps import PlainSteps
 from hf_speculate.schedule.prior import DraftPrior
@@ -14,6 +14,8 @@ from hf_speculate.schedule.read_costs import ReadCosts
 
 _ESTIMATE_EVERY = 6  # drafted rounds of sizes that were measured before; to estimate takes 1 % of a small model's round
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
+_SETTLED = 3  # samples of a size after which it is not tried again
+_TRUSTED = 16  # drafted rounds, times its samples, for which a size of fewer samples counts as measured
 _MOST_FIRST = 3.0  # plain steps that a first verification or read counts as at most; a first draft of K tokens as K
 
 
@@ -148,6 +150,18 @@ class CostModel:
         """Whether a verification of as many query rows was measured."""
         return (1, num_rows * (num_draft_tokens + 1)) in self._verify.costs
 
+    def is_settled(self, num_rows: int, num_draft_tokens: int) -> bool:
+        """Whether so many verifications of as many query rows were measured that their seconds need no trial.
+
+        The first one of a size may have loaded kernels, or met a busy machine: if it was slow, only a second one tells.
+        """
+        cost = self._verify.costs.get((1, num_rows * (num_draft_tokens + 1)))
+        return cost is not None and self._settles(cost)
+
+    def _settles(self, cost: Cost) -> bool:
+        is_new = self._num_drafted - cost.newest < _TRUSTED * cost.num_samples
+        return cost.num_samples >= _SETTLED or is_new
+
     def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
         if (num_rows, max_draft_tokens) in self._known_s:
@@ -160,14 +174,15 @@ class CostModel:
     def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] optimistic seconds of a round.
 
-        Its verification lies below the line as far as any did, but takes no less than those of the measured sizes next
-        to it, a plain step among them.
+        Its verification lies below the line of the settled sizes as far as any did, but takes no less than those of
+        the settled sizes next to it, a plain step among them.
         """
         if not self._verify.costs:
             return self.rounds_s(num_rows, max_draft_tokens)
-        intercept, slope = self._verify.line(1)
+        settled = self._verify.settled(self._settles)
+        intercept, slope = settled.line(1)
         plain_s = self.plain_s(num_rows)
-        measured = sorted([(num_rows, plain_s), *self._verify.medians()])
+        measured = sorted([(num_rows, plain_s), *settled.medians()])
         share = min(seconds / max(intercept + slope * size, TINY) for size, seconds in measured)
         best_s = [plain_s]
         for num, draft_s in enumerate(self._drafts_s(num_rows, max_draft_tokens), start=1):

@@ -1,4 +1,4 @@
-"""Exploration: trials of draft lengths whose rounds were never measured."""
+"""Exploration: trials of draft lengths whose rounds were not measured, or so rarely that chance may have decided."""
 
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.work import RemainingWork
@@ -34,7 +34,7 @@ class Exploration:
         if costs.num_sizes == self._num_sizes and self._num_rounds % _LOOK_EVERY:
             return 0
         self._num_sizes = costs.num_sizes
-        untried = [num for num in range(1, max_draft_tokens + 1) if not costs.is_tried(num_rows, num)]
+        untried = [num for num in range(1, max_draft_tokens + 1) if not costs.is_settled(num_rows, num)]
         if not untried:
             return 0
         least_s = costs.best_case_s(num_rows, max_draft_tokens)

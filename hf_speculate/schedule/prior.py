@@ -25,9 +25,14 @@ class DraftPrior:
     @property
     def first_draft_tokens(self) -> int:
         """Tokens of the first draft at most: one if its cost is high or not known."""
-        if self.step_ratio is None or self.step_ratio > _EXPENSIVE or not self.is_verification_known:
+        if self.step_ratio is None or self.is_expensive or not self.is_verification_known:
             return 1
         return FIRST_DRAFT_TOKENS
+
+    @property
+    def is_expensive(self) -> bool:
+        """Whether a draft step is known to take a large part of a plain step."""
+        return (self.step_ratio or 0.0) > _EXPENSIVE
 
     @property
     def never_pays(self) -> bool:
