@@ -26,7 +26,8 @@ STAND_INS = {
     "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
-NOT_RUN = ("head = hf_speculate.load_drafter(", "print(head.check_layers(")  # blocks that need a head of the reader's
+# Blocks that need a head or an assistant of the reader's.
+NOT_RUN = ("head = hf_speculate.load_drafter(", "print(head.check_layers(", "from hf_speculate.options.gemma4")
 
 
 def names_of_the_example() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The KV cache protocol: append states, roll back by row, select rows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,15 @@ from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import ShapeError
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
+
+
+class LayerView(NamedTuple):
+    """The states of one layer as another model attends to them: the cache's own tensors, which must not be changed."""
+
+    keys: Tensor  # [B, H, T, D]
+    values: Tensor  # [B, H, T, D]
+    # [B or 1, 1, T] bool: the columns without a token of the row, or with one before the window; None if there are none
+    hidden: Tensor | None
 
 
 class KVCache(Protocol):
@@ -52,6 +61,15 @@ class KVCache(Protocol):
 
     def get_kv_states(self) -> list[KVState]:
         """One entry per layer; empty before the first update."""
+
+    def view(self, layer: int, window: int | None = None) -> LayerView:
+        """The states of the rows' tokens in a layer, without a copy; of the last `window` tokens at most.
+
+        Layers are those that hold states of the text, in their order. A layer with a window may hold one token less.
+        """
+
+    def last_positions(self) -> Tensor:
+        """[B or 1, 1] int64: the position id of each row's last token."""
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
         """Copies of the states of each row's first `counts` [B] tokens by layer, [B, H, N, D]; None if any is gone."""

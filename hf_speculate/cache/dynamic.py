@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hf_speculate.cache.base import KVCache, checked_drops, leading
+from hf_speculate.cache.base import KVCache, LayerView, checked_drops, leading
 from hf_speculate.cache.layers import (
     ATTENTION_LAYERS,
     attention_layers,
@@ -87,6 +87,18 @@ class DynamicKVCache(KVCache):
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
         return [KVState(layer.keys, layer.values) for layer in self._text_layers] if self.num_columns else []
+
+    def view(self, layer: int, window: int | None = None) -> LayerView:
+        states, num_columns = self._text_layers[layer], self.num_columns
+        width = min(states.keys.shape[2], window or num_columns)
+        keys, values = (part[:, :, -width:] for part in (states.keys, states.values))
+        if self._mask is not None:
+            return LayerView(keys, values, self._mask[:, None, num_columns - width : num_columns] == 0)
+        positions = self._padding.positions_before(num_columns, width)  # [B or 1, T]
+        return LayerView(keys, values, None if positions is None else (positions < 0)[:, None])
+
+    def last_positions(self) -> Tensor:
+        return self.position_ids(1) - 1
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
         if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._text_layers):

@@ -110,6 +110,10 @@ class LeftPadding:
         positions = cached[:, first : first + num_query]
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
+    def positions_before(self, num_columns: int, width: int) -> Tensor | None:
+        """[B or 1, W] int64 of the last of T columns, negative in padding; None if nothing is padded."""
+        return self._make_positions(num_columns - width, num_columns, width) if any(self.pads) else None
+
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:
         """Count `drops` [B] tokens and the padding that rows gain by them; their moves to the right, or None."""
         before = self._lens_at(num_columns).copy()

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import KVCache, checked_drops, gathered, leading
+from hf_speculate.cache.base import KVCache, LayerView, checked_drops, gathered, leading
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.lookahead import Lookahead
+from hf_speculate.cache.masks import hidden
 from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_layout import RowLayout
@@ -92,6 +93,19 @@ class PreallocatedKVCache(KVCache):
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
         return [self._states(layer) for layer in self._layers] if self.num_columns else []
+
+    def view(self, layer: int, window: int | None = None) -> LayerView:
+        layout, buffered = self.layout, self._layers[layer]
+        first = buffered.base if window is None else max(min(layout.lens) - window, buffered.base)
+        columns = slice(first - buffered.base, layout.num_columns - buffered.base)
+        keys, values = (buffer[:, :, columns] for buffer in buffered.buffers)
+        if layout.is_even and not any(layout.pads):
+            return LayerView(keys, values, None)
+        positions = layout.positions(first, layout.num_columns - first)  # [B or 1, T]
+        return LayerView(keys, values, hidden(positions[:, None], self.last_positions()[:, :, None], window))
+
+    def last_positions(self) -> Tensor:
+        return self.layout.row_lens.positions(1, -1, self.layout.pads_on_device())
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
         """None once a window layer has dropped some."""

@@ -118,11 +118,18 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     if isinstance(assistant, str | Path):
         name = str(assistant)
         assistant = NamedDrafts.of(target).get(name, target)
-    variant = getattr(assistant, "draft_source", None)  # set by draft heads
+    variant = variant_of(assistant)
     if variant is not None:
         source: DraftSource = load_entry(VARIANTS[variant])(target, {**values, "assistant_model": assistant})
         return source
     return AssistantModel(assistant, name)
+
+
+def variant_of(assistant: Any) -> str | None:
+    """The entry of `VARIANTS` that an object names, or a model's type; None for other models."""
+    model_type = getattr(getattr(assistant, "config", None), "model_type", None)
+    variant: str | None = getattr(assistant, "draft_source", model_type if model_type in VARIANTS else None)
+    return variant
 
 
 def unwrapped(assistant: Any) -> Any:

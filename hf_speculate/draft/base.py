@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.view import CacheView
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.processors.of_rows import RowProcessors
@@ -79,6 +80,8 @@ class DraftRequest(NamedTuple):
     kept: Kept | None = None
     """Tokens emitted since the last call, in plain steps too; None in the first call unless the drafter has
     `hidden_layers`."""
+    target_cache: CacheView | None = None
+    """The target's states of all tokens but each row's newest one, to be read in this call alone; None in tests."""
 
     def check(self) -> None:
         """Raise an error if the request is malformed.
@@ -121,6 +124,9 @@ class Drafter(Protocol):
     """Whether it reads tokens on the host, where `query_token_ids` and `kept` are then handed over."""
     reads_kept: bool = True
     """Whether it reads `kept`; if not, it may be None in every call."""
+    reads_prompt: bool = True
+    """Whether it reads the hidden states of the whole prompt; if not, `kept` of the first call holds the newest token
+    and its state alone."""
     min_query_len: int = 1
     """Tokens of each row that it is fed at least, some of them again."""
     is_compiled: bool = False

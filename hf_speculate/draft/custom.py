@@ -30,7 +30,8 @@ _LAYERS = Check(
     "leave it out for none",
 )
 
-_FLAGS = ["reads_host_tokens", "reads_kept", "is_compiled", "counts_padding", "shares_columns", "drafts_past_context"]
+_FLAGS = ["reads_host_tokens", "reads_kept", "reads_prompt", "is_compiled", "counts_padding", "shares_columns"]
+_FLAGS += ["drafts_past_context"]
 
 
 class CustomDrafter(PerRow, Drafter):

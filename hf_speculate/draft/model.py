@@ -42,11 +42,11 @@ class ModelDrafter(PerRow, Drafter):
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
-        query, kv_cache, num_draft_tokens, sample_strategy, keys, kept = request
+        query, kv_cache, num_draft_tokens = request.query_token_ids, request.kv_cache, request.num_draft_tokens
         if kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
-        self.chooser.read(query, kept)
-        draft = self.chooser.start(num_draft_tokens, sample_strategy, keys)
+        self.chooser.read(query, request.kept)
+        draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
         self._extend(self._sent(query), kv_cache, num_draft_tokens, draft)
         return draft.finish(self._out_device(query))
 

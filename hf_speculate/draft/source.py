@@ -32,6 +32,9 @@ VARIANTS = {
     "a draft head": "hf_speculate.options.heads.source",
     "a name": "hf_speculate.options.heads.named:find_head",
     "suffix_store": "hf_speculate.options.sources.stored_lookup",
+    # `model_type` of transformers' models that draft for their own target alone
+    "gemma4_assistant": "hf_speculate.options.gemma4.source",
+    "gemma4_unified_assistant": "hf_speculate.options.gemma4.source",
 }
 _WITH_MODEL = ("assistant_model", "assistant_early_exit")  # the sources with a KV cache that a `DraftState` keeps
 

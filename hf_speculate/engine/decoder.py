@@ -58,7 +58,7 @@ class SpeculativeDecoder:
             return False
         keys = batch.begin_round()
         enter(Stage.DRAFT, batch.num_rounds)
-        draft = self.drafts.propose(batch, num_draft_tokens, keys, room)  # [B, K]
+        draft = self.drafts.propose(batch, num_draft_tokens, keys, room, self.target.kv_cache)  # [B, K]
         enter(Stage.SCORE)
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.view import CacheView
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_faults import DraftFaults
@@ -14,6 +16,7 @@ from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.target_states import TargetStates
+from hf_speculate.per_row import RowIndices
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
@@ -107,7 +110,9 @@ class DraftGuard:
         self._end_full_rows(batch)
         return room
 
-    def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int]) -> DraftOut:
+    def propose(
+        self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int], target_cache: KVCache
+    ) -> DraftOut:
         """Draft up to `num_draft_tokens` tokens of each row, and no more than `room` [B]."""
         self.num_fed, self._own = 0, None
         if num_draft_tokens and not self._is_joint:
@@ -116,7 +121,8 @@ class DraftGuard:
             return batch.no_draft()
         view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
         own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
-        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet))
+        states = CacheView(target_cache, None if view is batch else row_indices)
+        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet, states))
         if self._faults.is_pending:
             meet()
         if draft is None or self._session is None:
@@ -135,6 +141,7 @@ class DraftGuard:
         if view is not batch:
             draft = view.no_draft() if self._own is None else self._own
             trimmed = Trimmed(*([part[row.index] for row in self._served] for part in trimmed))  # type: ignore[arg-type]
+            scored = _of_rows(scored, [row.index for row in self._served])
         self._call(lambda session: session.commit(view, draft, scored, trimmed))
         if draft.token_ids.shape[1]:
             self._look_at_numbers(trimmed.num_emitted)
@@ -274,6 +281,12 @@ def _end(drafter: Drafter, num_pads: int) -> int:
     if drafter.context_len is None:
         return _NO_END
     return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
+
+
+def _of_rows(scored: Scored, row_indices: Sequence[int]) -> Scored:
+    """The hidden states of some rows of the batch; a session reads nothing else of the target's output."""
+    kept = RowIndices(row_indices)
+    return Scored(scored.logits, *(tree_map_only(Tensor, kept.select, part) for part in scored[1:]))
 
 
 def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:

@@ -10,6 +10,7 @@ import torch
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.cache.view import CacheView
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
@@ -111,7 +112,7 @@ class DraftSession(PerRow):
 
     def num_unread(self, batch: Batch) -> int:
         """Prompt tokens of each row that the drafter has yet to read; none if nothing is drafted."""
-        return max(batch.prompt_len - self._num_seen[0], 0)
+        return max(batch.prompt_len - self._num_seen[0], 0) if self.drafter.reads_prompt else 0
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         """Keep the target's hidden states of a part of the prompt, whose last `num_ahead` columns begin with it."""
@@ -121,9 +122,15 @@ class DraftSession(PerRow):
             self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
 
     def propose(
-        self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int], meet: Callable[[], None]
+        self,
+        batch: Batch,
+        num_draft_tokens: int,
+        keys: NoiseKeys,
+        room: Sequence[int],
+        meet: Callable[[], None],
+        states: CacheView | None = None,
     ) -> DraftOut:
-        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each.
+        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each; `states` are the target's.
 
         `meet` is called once the drafter is done, before what waits for other processes.
         """
@@ -133,7 +140,7 @@ class DraftSession(PerRow):
         num_known = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
         tokens = self._tokens(batch)
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
-        request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
+        request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept, states)
         draft = self.drafter.draft(request)
         meet()
         draft = self.ranks.broadcast_draft(draft, request)

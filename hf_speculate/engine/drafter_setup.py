@@ -44,7 +44,7 @@ def find_target_states(plan: Plan, drafter: Drafter) -> TargetStates | None:
     """The states that the drafter of a planned call reads; None if it reads none."""
     if plan.hidden_layers is None:
         return None
-    states: TargetStates = importlib.import_module(_STATES).make_states(plan, drafter.project_states)
+    states: TargetStates = importlib.import_module(_STATES).make_states(plan, drafter)
     return states
 
 

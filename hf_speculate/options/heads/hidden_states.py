@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture, concatenated
@@ -14,9 +15,12 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
 
 
-def make_states(plan: Plan, project: Callable[[Tensor], Tensor]) -> "HiddenStates":
+def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
     """The states that the drafter of a plan reads, which are captured unless the target's forward returns them."""
     layers = plan.hidden_layers or ()  # numbered for candidate generators as `output_hidden_states` numbers them
+    project = drafter.project_states
+    if not drafter.reads_prompt:
+        return NewestStates(layers, LayerCapture(plan.target.model, layers), project)
     is_eager = "target" not in plan.runners.parts
     is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
     return HiddenStates(layers, None if is_returned else LayerCapture(plan.target.model, layers), project)
@@ -92,6 +96,15 @@ class HiddenStates(PerRow):
                 f"{self.wanted}; use a drafter that does not read them"
             )
         return self._project(concatenated([returned[layer] for layer in self._layers]))
+
+
+class NewestStates(HiddenStates):
+    """Hidden states of a drafter that reads those of the prompt's last token and of later ones."""
+
+    def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
+        """Keep the state of the last token; the target need not have computed others in layers that share states."""
+        self._pieces, self._columns = [], []
+        self._add(self._states(output)[:, -1:], [range(1)] * len(num_tokens))
 
 
 def _aligned(states: Tensor, columns: Sequence[Sequence[int]]) -> Tensor:

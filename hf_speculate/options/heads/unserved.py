@@ -33,8 +33,6 @@ UNSERVED_KINDS = (
     Unserved("a DELS-Spec head", "delsspec"),
     Unserved("a Medusa head", "medusa", ("medusa_num_heads",)),
     Unserved("an MLP speculator", "mlpspeculator"),
-    Unserved("a Gemma 4 assistant", "gemma4assistant"),
-    Unserved("a Gemma 4 assistant", "gemma4unifiedassistant"),
     Unserved("a draft with latent attention (MLA)", "eagle3deepseek"),
 )
 _NAMING_FIELDS = ("architectures", "speculators_model_type", "model_type", "projector_type", "fusion_mode")

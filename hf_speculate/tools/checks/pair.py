@@ -10,7 +10,7 @@ from typing import Any
 from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.draft.assistant_model import AssistantModel
+from hf_speculate.draft.assistant_model import AssistantModel, variant_of
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
@@ -18,6 +18,7 @@ from hf_speculate.generation.validate_models import check_models
 from hf_speculate.models.context import context_of, encoder_context_len
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.models.recurrent_layers import recurrent_cache
+from hf_speculate.options.gemma4.assistant import Gemma4Assistant
 from hf_speculate.options.recurrent.mixers import stepped_model
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
 from hf_speculate.tools.checks.sources import Described, ModelSource, describe
@@ -156,11 +157,15 @@ def check_pair(
     of_target = describe("target", target, target_tokenizer, dtype, options)
     draft_options = {name: value for name, value in options.items() if name != "revision"}
     of_draft = describe("draft", draft, draft_tokenizer, dtype, draft_options)
+    reads_target = variant_of(of_draft.model) is not None  # its states and its tokens
+    if reads_target:
+        size = of_draft.size._replace(kv_bytes_per_token=0)
+        of_draft = of_draft._replace(tokenizer=of_target.tokenizer, eos_token_ids=of_target.eos_token_ids, size=size)
     overlap = None
     if of_target.tokenizer is not None and of_draft.tokenizer is not None:
         overlap = vocabulary_overlap(of_target.tokenizer, of_draft.tokenizer)
     all_findings = chain(
-        model_findings(of_target, of_draft),
+        (assistant_findings if reads_target else model_findings)(of_target, of_draft),
         vocabulary_findings(of_target, of_draft, overlap),
         text_findings(of_target, of_draft),
         size_findings(of_target, of_draft),
@@ -179,6 +184,17 @@ def check_pair(
         target_memory=Memory(of_target.dtype, of_target.size.num_bytes, of_target.size.kv_bytes_per_token),
         draft_memory=Memory(of_draft.dtype, of_draft.size.num_bytes, of_draft.size.kv_bytes_per_token),
     )
+
+
+def assistant_findings(target: Described, assistant: Described) -> Iterator[Finding]:
+    """Why a Gemma 4 assistant cannot draft for a target."""
+    if text := unsupported(target.model):
+        yield Finding("not supported", text)
+        return
+    try:
+        Gemma4Assistant(assistant.model).check_target(target.model)
+    except UnsupportedModelError as error:
+        yield Finding("does not fit", str(error))
 
 
 def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Overlap:

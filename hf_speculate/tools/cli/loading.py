@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from hf_speculate.draft.assistant_model import variant_of
 from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.generation.enable import enable
 from hf_speculate.options.heads.folder import HeadFolder
@@ -38,10 +39,11 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
             if names_head(models):
                 arguments["assistant_model"] = load_drafter(models.draft, target)
             else:
-                arguments["assistant_model"] = _load(models, models.draft)
-                draft_tokenizer = _read(AutoTokenizer, models, models.draft)
-                if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
-                    arguments["assistant_tokenizer"] = draft_tokenizer
+                arguments["assistant_model"] = draft = _load(models, models.draft)
+                if variant_of(draft) is None:  # others have their target's tokenizer
+                    draft_tokenizer = _read(AutoTokenizer, models, models.draft)
+                    if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
+                        arguments["assistant_tokenizer"] = draft_tokenizer
     return Pair(target, tokenizer, arguments)
 
 

@@ -64,7 +64,6 @@ def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind
         ({"dflash_config": {"projector_type": "dels_spec"}}, set(), "a DELS-Spec head (dels_spec)"),
         ({"speculators_model_type": "xpress"}, set(), "an XPress head (xpress)"),
         ({"speculators_model_type": "mlp_speculator"}, set(), "an MLP speculator"),
-        ({"model_type": "gemma4_assistant"}, set(), "a Gemma 4 assistant (gemma4_assistant)"),
         ({"architectures": ["Qwen3DSparkModel"]}, set(), "a DSpark head outside the speculators format"),
         ({"model_type": "llama"}, {"fc.weight", "layers.0.self_attn.q_proj.weight"}, "an EAGLE-1 or EAGLE-2 head"),
         ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, set(), "model_type 'deepseek_v3'"),

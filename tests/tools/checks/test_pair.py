@@ -22,6 +22,7 @@ from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
 from hf_speculate.tools.checks.target import check_target
 from hf_speculate.tools.cli.main import main
+from tests.options.gemma4.models import make_assistant, make_target
 from tests.recurrent_cases import recurrent_states
 from tests.tiny import make_config, make_model
 from tests.tiny_encoders import make_bart
@@ -195,3 +196,14 @@ def test_gains_are_the_best_of_the_cost_model():
     for gain in gains:
         rates = [expected_speedup(gain.acceptance_probability, num, 0.1) for num in range(11)]
         assert gain.speedup == pytest.approx(max(rates)) == pytest.approx(rates[gain.num_draft_tokens])
+
+
+def test_a_gemma_4_assistant_is_compared_with_the_states_that_it_reads():
+    target = make_target()
+    report = hf_speculate.check_pair(target, make_assistant(target), target_tokenizer=letters_tokenizer(LETTERS))
+    assert report.ok
+    assert "KV cache" in str(report.target_memory)
+    assert "KV cache" not in str(report.draft_memory)  # it has none
+    other = hf_speculate.check_pair(make_target(hidden_size=16), make_assistant(target))
+    assert other.level == "does not fit"
+    assert "it reads states of width 32, and the target's are 16" in texts_of(other, "does not fit")

@@ -1,0 +1,175 @@
+"""A Gemma 4 assistant: transformers' small model that drafts from the keys and values of its target.
+
+Of a row, the target has read n tokens, h is its state after the final norm at the last of them, and t the newest token:
+
+    x = pre_projection([E(t), h]),    z = norm(layers(x)),    logits = lm_head(z),    h' = post_projection(z)
+
+E is the target's scaled table of embeddings. The layers have no keys and values of their own: each attends to those of
+the n tokens in the target's last layer of the same type that stores them. For the next token, the drafted one stands
+for t and h' for h. The query stays at one position, and sees drafted tokens through h alone.
+
+With ordered embeddings, each row scores the tokens of the m centroids with the largest products with z, and no others.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.compat import attention_name
+from hf_speculate.draft.vocab_mapping import MAX_PADDING
+from hf_speculate.engine.ranks import tensor_parallel_size
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.module_walk import weight_bytes
+
+LAST_READ, NEWEST = -1, 0  # positions of the query less n: that of the last token read, or of the newest one
+_TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
+_ATTENTIONS = ("sdpa", "eager")  # which take a mask [B, 1, 1, T]
+_SLIDING = "sliding_attention"
+
+
+class Context(NamedTuple):
+    """What the queries of a round attend to."""
+
+    states: dict[str, tuple[Tensor, Tensor]]  # by type of layer, keys and values [B, H, T, D] of the target
+    masks: dict[str, Tensor | None]  # by type of layer, [B or 1, 1, 1, T] additive; None if every column is seen
+    positions: Tensor  # [B or 1, 1] int64, of the queries
+
+
+class Gemma4Assistant:
+    """A Gemma 4 assistant for its target; `assistant_model` takes it, or the model itself.
+
+    Args:
+        model: transformers' assistant, in the target's dtype and on its device.
+        position: position of the query less the number of tokens that the target has read: -1, which servers use, or
+            0, which transformers uses. `check_positions` measures both.
+
+    Raises:
+        ConfigError: the position is another number.
+        UnsupportedModelError: the attention implementation takes no mask for each row.
+    """
+
+    draft_source = "gemma4_assistant"  # the variant of draft sources that it is
+
+    def __init__(self, model: PreTrainedModel, position: int = LAST_READ):
+        if position not in (LAST_READ, NEWEST):
+            raise ConfigError(
+                f"position must be {LAST_READ} or {NEWEST}, got {position}; leave it out for {LAST_READ}, and measure "
+                "both with check_positions"
+            )
+        self.model: Any = model
+        self.position = position
+        self.config = model.config.get_text_config(decoder=True)
+        if attention_name(self.config) not in _ATTENTIONS:
+            raise UnsupportedModelError(
+                f"the attention implementation of {type(model).__name__} must be {' or '.join(_ATTENTIONS)}, got "
+                f"{attention_name(self.config)!r}, which takes no mask for each row; load it with "
+                "attn_implementation='sdpa'"
+            )
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """Tokens that a layer attends to at most, by its type; None for any number."""
+        types = dict.fromkeys(self.config.layer_types)
+        return {layer_type: self.config.sliding_window if layer_type == _SLIDING else None for layer_type in types}
+
+    @property
+    def num_step_bytes(self) -> int:
+        """Bytes of the weights that a step reads; of ordered embeddings, the share of the centroids that are read."""
+        model, embedder = self.model, self.model.masked_embedding
+        tables = {id(module.weight) for module in (model.lm_head, model.model.embed_tokens)}
+        others = sum(weight_bytes(weight) for weight in model.parameters() if id(weight) not in tables)
+        share = 1.0 if embedder is None else embedder.centroid_intermediate_top_k / embedder.num_centroids
+        return others + int(weight_bytes(model.lm_head.weight) * share)
+
+    def sources(self, target: PreTrainedModel) -> dict[str, int]:
+        """The target's last layer that stores states, by type of layer; of types that the assistant has, if present."""
+        text = target.config.get_text_config(decoder=True)
+        storing = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]
+        last = {layer_type: index for index, layer_type in enumerate(storing)}
+        return {layer_type: last[layer_type] for layer_type in self.windows if layer_type in last}
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise `UnsupportedModelError` if it cannot draft for a target."""
+        text = target.config.get_text_config(decoder=True)
+        problems = [f"it reads states of Gemma 4, and the target is of type {text.model_type}"]
+        if text.model_type in _TARGET_TYPES:
+            problems = self._problems_with(target)
+        if problems:
+            raise UnsupportedModelError(
+                f"assistant_model must be the assistant of its target {type(target).__name__}, got {self.name}: "
+                f"{'; '.join(problems)}; load the assistant of this target's checkpoint as the target is loaded"
+            )
+
+    def _problems_with(self, target: PreTrainedModel) -> list[str]:
+        """Why it cannot draft for a Gemma 4 target, each a sentence; empty if it can."""
+        decoder: Any = target.get_decoder()
+        text, problems = target.config.get_text_config(decoder=True), list[str]()
+        width, sizes = self.model.backbone_hidden_size, (int(self.config.vocab_size), vocab_size_of(target))
+        if width != text.hidden_size:
+            problems.append(f"it reads states of width {width}, and the target's are {text.hidden_size}")
+        if abs(sizes[0] - sizes[1]) > MAX_PADDING:
+            problems.append(f"its vocabulary has {sizes[0]} tokens, and the target's {sizes[1]}")
+        if self.model.dtype != target.dtype:
+            problems.append(f"it is in {self.model.dtype}, and the target in {target.dtype}")
+        if tensor_parallel_size(target) > 1:
+            problems.append("it reads whole keys, and each process has a part of the target's")
+        sources = self.sources(target)
+        attentions = {layer_type: decoder.layers[index].self_attn for layer_type, index in sources.items()}
+        for index, layer_type in enumerate(self.config.layer_types):
+            if layer_type not in sources:
+                problems.append(f"it reads a layer of type {layer_type}, and the target stores states of none")
+                continue
+            own, its = self.model.model.layers[index].self_attn, attentions[layer_type]
+            shapes = _key_shape(own, self.config), _key_shape(its, text)
+            if shapes[0] != shapes[1]:
+                problems.append(
+                    f"it reads keys of {shapes[0]} (heads, width) in {layer_type}, and the target's are {shapes[1]}"
+                )
+        devices = {weight.device for attention in attentions.values() for weight in attention.parameters()}
+        elsewhere = {device for device in devices if device.type != "meta"} - {self.model.device}
+        if elsewhere:
+            problems.append(f"it is on {self.model.device}, and keys that it reads on {', '.join(map(str, elsewhere))}")
+        return list(dict.fromkeys(problems))
+
+    def step(self, embeddings: Tensor, states: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] after a token, -inf for tokens that are not scored, and the states [B, D] for the next one.
+
+        Args:
+            embeddings: [B, D] of the token, as the target embeds it.
+            states: [B, D] of the token before it: the target's after the final norm, or what the last step returned.
+            context: of the round.
+        """
+        model = self.model
+        output = model.model(
+            inputs_embeds=model.pre_projection(torch.cat([embeddings, states], dim=-1)[:, None]),  # [B, 1, H]
+            attention_mask=context.masks,
+            position_ids=context.positions,
+            shared_kv_states=context.states,
+            use_cache=False,
+        )
+        normed = output.last_hidden_state[:, 0]  # [B, H]
+        return self._logits(normed), model.post_projection(normed)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        embedder, head = self.model.masked_embedding, self.model.lm_head
+        if embedder is None:
+            logits: Tensor = head(normed)
+            cap = self.config.final_logit_softcapping
+            return logits if cap is None else torch.tanh(logits / cap) * cap
+        best = embedder.centroids(normed).topk(embedder.centroid_intermediate_top_k).indices  # [B, m]
+        ids = embedder.token_ordering.view(embedder.num_centroids, -1)[best].flatten(1)  # [B, N]
+        scores: Tensor = (head.weight[ids] @ normed[..., None])[..., 0]  # [B, N]
+        return scores.new_full((len(ids), head.weight.shape[0]), -torch.inf).scatter_(1, ids, scores)
+
+
+def _key_shape(attention: Any, config: Any) -> Sequence[int]:
+    """Heads and width of the keys that an attention layer reads."""
+    return config.num_attention_heads // attention.num_key_value_groups, attention.head_dim

@@ -1,0 +1,195 @@
+"""Gemma 4 assistants in whole calls: every draft of every row is that of the formula for this row alone."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_speculate
+from hf_speculate.cache.preallocated import PreallocatedKVCache
+from hf_speculate.compat import CACHE_NAME
+from hf_speculate.options.gemma4.assistant import Gemma4Assistant
+from hf_speculate.options.gemma4.check_positions import check_positions
+from hf_speculate.options.gemma4.drafter import Gemma4Drafter
+from hf_speculate.types import DraftOut
+from tests.options.gemma4.models import make_assistant, make_reader, make_target, make_unified_target, num_scored
+from tests.options.gemma4.reference import Reference
+from tests.tiny import SLIDING_WINDOW, ragged_prompts
+
+TOLERANCE = 1e-5  # transformers takes norms in float32
+STALE = 1e4  # what columns without a token of the row hold; masks hide finite numbers alone
+CAP = {"final_logit_softcapping": 1.0}
+DRAFT_LENS = (3, 0, 0, 5, 1, 0, 2)  # the first right after the prompt
+ENDS = {"eos_token_id": [3, 9, 17, 30, 44]}
+
+
+class Record(NamedTuple):
+    texts: list[list[int]]  # of the rows, the newest token included
+    draft: DraftOut
+
+
+class Recording(Gemma4Drafter):
+    """Keeps every draft with the rows' texts; before it, fills what no row may read of the target's cache."""
+
+    def __init__(self, assistant, setup, records):
+        super().__init__(assistant, setup)
+        self.records, self.pads, self.texts = records, list(setup.num_pads), []
+
+    def draft(self, request):
+        if self.texts:
+            for text, ids, num in zip(
+                self.texts, request.kept.token_ids.tolist(), request.kept.num_emitted.tolist(), strict=True
+            ):
+                text += ids[:num]
+        else:
+            rows = zip(request.query_token_ids.tolist(), self.pads, strict=True)
+            self.texts = [ids[pad:] for ids, pad in rows]
+        cache = request.target_cache._kv_cache
+        fill_stale(cache)
+        before = [part.clone() for layer in cache.cache.layers for part in states_of(layer)]
+        draft = super().draft(request)
+        after = [part for layer in cache.cache.layers for part in states_of(layer)]
+        assert all(map(torch.equal, before, after)), "the target's cache was written to"
+        self.records.append(Record([list(text) for text in self.texts], draft))
+        return draft
+
+    def rows(self, indices):
+        super().rows(indices)
+        self.pads = [self.pads[row] for row in indices]
+        self.texts = [self.texts[row] for row in indices if self.texts]
+
+
+def states_of(layer):
+    return [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
+
+
+def fill_stale(cache):
+    """Fill the columns before each row's first token and behind its last one."""
+    end = cache.num_columns
+    for layer in cache.cache.layers:
+        for part in states_of(layer):
+            is_buffer = isinstance(cache, PreallocatedKVCache)
+            first = layer.base if is_buffer else end - part.shape[2]
+            ends = cache.layout.lens if is_buffer else [end] * len(part)
+            for row, (row_end, num) in enumerate(zip(ends, cache.num_real_tokens, strict=True)):
+                with torch.inference_mode(part.is_inference()):
+                    part[row, :, max(row_end - first, 0) :] = STALE
+                    part[row, :, : max(row_end - num - first, 0)] = STALE
+
+
+def recorded(assistant, target, inputs, position=-1, **options):
+    """The drafts of a call, and its statistics."""
+    records, wrapped = [], Gemma4Assistant(assistant, position)
+    stats = hf_speculate.SpeculationStats()
+    hf_speculate.generate(
+        target,
+        **inputs,
+        drafter=lambda setup: Recording(wrapped, setup, records),
+        speculation_stats=stats,
+        **{"do_sample": True, "top_k": 0, "seed": 5, "max_new_tokens": 24, **options},
+    )
+    return records, stats
+
+
+def window_of(stats):
+    """Tokens that layers with a window see: a dynamic cache keeps no more than the target needs for its next one."""
+    return SLIDING_WINDOW - (stats.cache == "dynamic")
+
+
+def assert_drafts_are_the_references(reference, records, ends=()):
+    """Of rows that have not ended."""
+    for record in records:
+        num = record.draft.token_ids.shape[1]
+        for row, (text, ids) in enumerate(zip(record.texts, record.draft.token_ids.tolist(), strict=True)):
+            if text[-1] in ends:
+                continue
+            expected = reference.logits(text, ids, num)
+            torch.testing.assert_close(record.draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+
+
+# Rows, layers of the target that share states, whether embeddings are ordered, the cache, position, and options.
+CALLS = {
+    "one row": (1, 2, False, "preallocated", -1, {}),
+    "rows that leave": (4, 0, False, "preallocated", -1, ENDS),
+    "ordered, rows that leave": (4, 2, True, "preallocated", -1, ENDS),
+    "dynamic, rows that leave": (4, 2, False, "dynamic", -1, ENDS),
+    "dynamic, ordered": (3, 0, True, "dynamic", -1, {}),
+    "the other position": (2, 2, False, "preallocated", 0, {}),
+    "chunks": (3, 2, True, "preallocated", -1, {"prefill_chunk_size": 4}),
+    "rows that stay": (4, 2, False, "preallocated", -1, {**ENDS, CACHE_NAME: None}),
+}
+
+
+@pytest.mark.parametrize("scripted", [DRAFT_LENS], indirect=True)
+@pytest.mark.parametrize("name", CALLS)
+def test_drafts_are_those_of_the_formula(name, scripted):
+    batch_size, num_shared, is_ordered, cache, position, options = CALLS[name]
+    target = make_target(num_shared)
+    assistant = make_assistant(target, is_ordered=is_ordered, scale=0.3, **({} if is_ordered else CAP))
+    inputs = ragged_prompts(batch_size, seed=2, max_len=2 * SLIDING_WINDOW)
+    if CACHE_NAME in options:  # which outlives the call, so that rows that have ended stay
+        options = {**options, CACHE_NAME: DynamicCache(config=target.config)}
+    records, stats = recorded(assistant, target, inputs, position, speculation_cache=cache, **options)
+    reference = Reference(assistant, target, position, window_of(stats))
+    assert_drafts_are_the_references(reference, records, options.get("eos_token_id", ()))
+    assert stats.cache == cache
+    assert len(records) >= 3
+    assert stats.num_accepted > 0
+    assert max(len(record.texts[0]) for record in records) > 2 * SLIDING_WINDOW
+    if name.endswith(("leave", "stay")):
+        assert (len({len(record.texts) for record in records}) == 1) == name.endswith("stay")
+    assert scripted[0].prompt[2] == 0, "the assistant reads no prompt"
+    is_finite = torch.cat([record.draft.token_logits.flatten(0, 1) for record in records]).isfinite()
+    assert set(is_finite.sum(1).tolist()) == {num_scored(64) if is_ordered else 64}
+
+
+def test_a_prefix_in_a_passed_cache_is_read_like_other_tokens():
+    target = make_target()
+    assistant, ids = make_assistant(target), ragged_prompts(1, seed=4, min_len=12)["input_ids"]
+    passed = target(ids[:, :7], use_cache=True)[CACHE_NAME]
+    options = {CACHE_NAME: passed, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    records, stats = recorded(assistant, target, {"input_ids": ids}, **options)
+    assert stats.cache == "dynamic"
+    assert_drafts_are_the_references(Reference(assistant, target, window=window_of(stats)), records)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("make", [make_unified_target, make_reader])
+def test_targets_of_other_classes_are_drafted_for_by_the_same_formula(make):
+    target = make()
+    assistant = make_assistant(target)
+    records, stats = recorded(assistant, target, ragged_prompts(3, seed=2))
+    assert_drafts_are_the_references(Reference(assistant, target, window=window_of(stats)), records)
+
+
+def test_a_row_whose_proposals_are_all_banned_is_drawn_without_the_ban():
+    target = make_target()
+    banned = [token_id for token_id in range(64) if token_id % 16]
+    options = {"suppress_tokens": banned, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    assistant = make_assistant(target, is_ordered=True)
+    records, _ = recorded(assistant, target, ragged_prompts(3, seed=1), **options)
+    drafts = [record.draft for record in records]
+    assert torch.cat([draft.logsumexp.flatten() for draft in drafts]).isfinite().all()
+    drafted = {token_id for draft in drafts for token_id in draft.token_ids.flatten().tolist()}
+    assert drafted & set(banned)
+    assert drafted - set(banned)
+
+
+def test_the_other_position_is_measured_beside_the_default():
+    target = make_target(0)
+    assistant, inputs = make_assistant(target, scale=3.0), ragged_prompts(2, seed=3, min_len=14, max_len=18)
+    check = check_positions(Gemma4Assistant(assistant), target, inputs, num_tokens=20)
+    texts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+    texts = [text[: 8 + 10] for text in texts]
+    expected = {}
+    for position in (-1, 0):
+        reference, hits = Reference(assistant, target, position), []
+        for text in texts:
+            choices = target(torch.tensor([text])).logits[0].argmax(-1)
+            for num_read in range(min(8, len(text) // 2), len(text)):
+                logits = reference.logits(text[: num_read + 1], [], 1)[0]
+                hits.append(bool(logits.argmax() == choices[num_read]))
+        expected[position] = sum(hits) / len(hits)
+    assert check.accuracies == expected
+    assert check.num_tokens == len(hits)
