@@ -17,8 +17,7 @@ from hf_speculate.schedule.states import Choice, Drafting, Plain, Resting, State
 # Tuned on the simulated and recorded traces of tests/schedule.
 _CREDIT_ROUNDS = 4  # after a call that gained: first rounds that are rejected at once then rarely end drafting
 _CREDIT_STEPS = 0.5  # plain steps that such a round counts as at least: a busy machine may hold one up for longer
-_FIRST_ROUNDS = 3  # drafted rounds of a type's first call that may be paid on credit
-_FIRST_CREDIT = 0.5  # plain steps that all but the first of them may cost
+_FIRST_CREDIT = 0.5  # plain steps that drafted rounds may cost on credit in a type's first call, after the first one
 _MOST_TIMES = 3.0  # the mean that a plain round counts as at most, as time that the call has taken
 _LONG_PROMPT = 8  # unread prompt tokens per token to come from which a plain step is measured before the first draft
 
@@ -140,13 +139,12 @@ class AdaptiveSchedule(Schedule):
     def _grant_first_credit(self, num_rows: int) -> None:
         """In the first call of a type, more rounds if drafts are cheap: the first ones may be rejected by bad luck."""
         call, budget = self._call, self._call.budget
-        is_due = self._record.is_new and 0 < budget.num_drafted < _FIRST_ROUNDS and not self._prior.is_expensive
+        is_due = self._record.is_new and budget.num_drafted and not budget.credit_s and not self._prior.is_expensive
         if is_due and call.costs.plain.is_known(num_rows):
             rounds_s = call.costs.rounds_s(num_rows, call.max_draft_tokens)
-            round_s = max(rounds_s[min(call.num_last, call.max_draft_tokens)] - rounds_s[0], 0.0)
+            round_s = rounds_s[min(call.num_last, call.max_draft_tokens)] - rounds_s[0]
             least_s = round_s if self._prior.first_draft_tokens > 1 else 0.0
-            credit_s = min(budget.num_drafted * round_s, max(_FIRST_CREDIT * rounds_s[0], least_s))
-            budget.credit_s = max(budget.credit_s, credit_s)
+            budget.credit_s = max(_FIRST_CREDIT * rounds_s[0], least_s)
 
     def _choose(self, choice: Choice) -> None:
         self._state, self.num_draft_tokens = choice

@@ -197,6 +197,45 @@ def test_one_round_in_which_the_process_paused_does_not_decide():
     assert max(model.rounds_s(1, 5)) < 4
 
 
+class SlowOnce:
+    """Forwards over five tokens, of which the first one takes three times as long."""
+
+    def __init__(self):
+        self.num_left = 1
+
+    def __call__(self, num_query):
+        is_slow = num_query == 5 and self.num_left > 0
+        self.num_left -= is_slow
+        return 3.0 if is_slow else 1 + 0.02 * num_query
+
+
+def test_a_length_whose_only_round_was_slow_by_chance_is_tried_again():
+    # the first call drafts five tokens at once, of which the row's end leaves four; then one token seems best
+    history, machine = history_of(HistoryStore()), Machine(step_s=0.01, forward_s=SlowOnce(), prompt_s=0.0)
+    rows = [trace(lambda _: 0.95, seed=3)]
+    model = CostModel(DraftPrior(0.01))
+    for num, score_s in ((0, 1.0), (0, 1.0), (4, 3.0), *[(1, 1.02)] * 20):
+        model.observe(RoundOutcome([0], [num], [num], num, 1, num_fed=1, draft_s=0.01 * num, score_s=score_s))
+    assert not model.is_settled(1, 4)
+    assert model.best_case_s(1, 5)[4] < 1.2
+    runs = [run(adaptive(history, ratio=0.01), rows, machine, 128) for _ in range(2)]
+    assert runs[-1].seconds < 0.5 * 128 * machine.plain_s(1)
+
+
+def test_a_round_that_a_busy_machine_held_up_ends_no_call_after_one_that_gained():
+    history, machine = (
+        history_of(HistoryStore()),
+        Machine(step_s=0.0, forward_s=lambda num_query: 1 + 0.002 * num_query),
+    )
+    for rows in traces("good")[:2]:
+        run(adaptive(history, ratio=0.0), rows, machine, SHORT)
+    schedule = adaptive(history, ratio=0.0)
+    schedule.begin(machine.prefill_s, machine.prompt_len, machine.prompt_len, SHORT)
+    num = schedule.num_draft_tokens
+    schedule.update(RoundOutcome([0], [num], [0], num, 1, [SHORT], 1, 0.0, 2.5))
+    assert schedule.num_draft_tokens > 0
+
+
 def test_a_slow_first_round_makes_no_estimate_negative():
     model = CostModel(DraftPrior(0.1))
     for num, score_s in ((5, 0.128), (2, 0.0072), *[(1, 0.006)] * 12):
