@@ -11,9 +11,9 @@
   reads what it has not seen included, minus p.
 - C is a credit. In the first call of its type it is what the first drafted round takes more than p, what the drafter
   took before it if it read the prompt and proposed nothing, and for more rounds half of p, or one more round of a cheap
-  draft; nothing more for a draft that is known to be expensive. In a later call it is what earlier calls have left of theirs,
-  the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one; a round
-  counts as half of p at least, because a busy machine may hold any round up for longer than its drafts cost.
+  draft; nothing more for a draft that is known to be expensive. In a later call it is what earlier calls have left of
+  theirs, the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one; a
+  round counts as half of p at least, because a busy machine may hold any round up for longer than its drafts cost.
 
 A round of K drafts begins only if
 
