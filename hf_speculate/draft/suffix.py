@@ -55,7 +55,7 @@ class RowText:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from those of the last proposal that are among them."""
         match_len, proposed = self.proposal
-        agrees = [one == emitted for one, emitted in zip(proposed, token_ids, strict=False)]
+        agrees = [drafted == emitted for drafted, emitted in zip(proposed, token_ids, strict=False)]
         if agrees:
             num_right = agrees.index(False) if False in agrees else len(agrees)
             self.rates.observe(suffix_buckets(match_len, min(num_right + 1, len(agrees))), num_right)
