@@ -135,6 +135,8 @@ class Drafter(Protocol):
     """Whether padding counts among the tokens that it can read."""
     shares_columns: bool = False
     """Whether the columns of its longest row, less the padding that all rows have, count for all rows."""
+    awaits_prompt: bool = False
+    """Whether `read` is called with the whole prompts before the first `draft`, as it reads pictures with them."""
     drafts_past_context: bool = False
     """Whether it drafts for rows past `context_len` too, in another way."""
 

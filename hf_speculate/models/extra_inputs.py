@@ -24,8 +24,9 @@ class ExtraInputs(PerRow):
         prefix: str = "",  # prefix of the names of a model's text inputs; "decoder_" if an encoder has the plain names
         # inputs of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
         columns: Mapping[str, Tensor] | None = None,
+        description: str = "",  # what the model reads of a call with more than text, for `stats.plan`
     ):
-        self.prefix = prefix
+        self.prefix, self.description = prefix, description
         self._every = dict(every or {})
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
