@@ -44,6 +44,9 @@ class DrafterSetup:
         confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
         backend: "auto", "torch" or "triton", of the sampling kernels.
         compilation: the request for compiled drafts; None if the call asks for none.
+        prompt_axes: [1 or 3, B, T] int64, the target's positions of the prompts in time, height and width, undefined at
+            padding; later tokens go on from the last one on every axis. None if positions count tokens, or if the KV
+            cache held a part of the prompt.
     """
 
     target: PreTrainedModel
@@ -60,6 +63,7 @@ class DrafterSetup:
     confidence_threshold: float = 0.0
     backend: str = "auto"
     compilation: DraftCompilation | None = None
+    prompt_axes: Tensor | None = None
 
 
 class DraftRequest(NamedTuple):

@@ -51,6 +51,12 @@ class ExtraInputs(PerRow):
     def prompt_names(self) -> list[str]:
         return sorted(self._prompt)
 
+    @property
+    def prompt_axes(self) -> Tensor | None:
+        """[1 or 3, B, Q] int64, positions of the prompt in time, height and width; None if they have one axis."""
+        positions = self._prompt.get("position_ids")
+        return positions[-3:] if positions is not None and positions.ndim == 3 else None
+
     def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
         """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}

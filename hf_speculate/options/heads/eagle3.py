@@ -75,6 +75,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         self.layers = nn.ModuleList([first, *others])
         is_parallel = options.mask_token_id is not None
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
+        self.reads_axes = self.rotary.has_axes
         self.mask_token_id, self.feeds_normed = options.mask_token_id or 0, options.norm_output
 
     @property

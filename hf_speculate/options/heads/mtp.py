@@ -43,6 +43,7 @@ class SpeculatorsMtpNetwork(ChainNetwork):
         super().__init__(plan.vocabulary, windows_of(plan.options))
         self.layers = nn.ModuleList([SpeculatorsMtpLayer(plan)])
         self.rotary = Rotary(plan.options, plan.device)
+        self.reads_axes = self.rotary.has_axes
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         embeddings = parts.embedded(pairs.token_ids)

@@ -47,6 +47,7 @@ class CheckpointMtpNetwork(ChainNetwork):
     """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
 
     is_traceable = False
+    reads_axes = True  # its rotary embedding is the target's
 
     def __init__(self, layers: nn.ModuleList, config: PreTrainedConfig, vocab_size: int):
         self.num_depths = len(layers)
@@ -62,7 +63,7 @@ class CheckpointMtpNetwork(ChainNetwork):
             pairs.states,
             position_embeddings=parts.rotation(embeddings, pairs.positions),
             attention_mask=pairs.view.mask(depth),
-            position_ids=pairs.positions,
+            position_ids=pairs.positions if pairs.positions.ndim == 2 else pairs.positions[0],
             **{CACHE_NAME: TransformersCache(pairs.view)},
         )
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
     drafts_fewer = True
     BY_ROW = ("_num_pads",)
     TENSORS = ("newest_outputs",)
-    PARTS = ("cache", "chooser")
+    PARTS: ClassVar[tuple[str, ...]] = ("cache", "chooser")
 
     def __init__(self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup):
         weight = next(network.parameters())

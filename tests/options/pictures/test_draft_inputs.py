@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids
-from tests.tiny import PAD_TOKEN_ID, make_model, noisy_copy
+from tests.tiny import make_model, noisy_copy
 from tests.tiny_encoders import (
     CLIP_AND_LLAMA,
     IMAGE_TOKEN_ID,
@@ -17,6 +17,7 @@ from tests.tiny_encoders import (
     make_llava,
     make_qwen2_vl,
     make_qwen3_5_vl,
+    mixed_prompts,
     noise,
     text_draft,
 )
@@ -24,8 +25,6 @@ from tests.tiny_readers import READINGS, encoded_images
 
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 NUM_NEW = 16
-PICTURE = [62, *[IMAGE_TOKEN_ID] * 4, 63]
-PICTURES_OF_ROWS = (0, 1, 2)
 
 
 @cache
@@ -40,18 +39,9 @@ def same_weights(family: str) -> PreTrainedModel:
     return noisy_copy(target_of(family), ACCEPTED_ALL)
 
 
-def prompts(family: str, pictures_of_rows: tuple[int, ...] = PICTURES_OF_ROWS, seed: int = 0) -> dict[str, Tensor]:
-    """Left-padded prompts with so many pictures in each row, as keywords of `generate()`."""
-    rows = [[3 + row, 4, *(PICTURE * num), 8, *range(9, 12 + 2 * row)] for row, num in enumerate(pictures_of_rows)]
-    rows[0] += [20, 21, 22, 23]  # each row has other padding
-    width, num_pictures = max(map(len, rows)), sum(pictures_of_rows)
-    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
-    inputs = {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
-    if family == "llava":
-        return {**inputs, "pixel_values": noise(num_pictures, 3, 8, 8, seed=seed)}
-    inputs["mm_token_type_ids"] = (input_ids == IMAGE_TOKEN_ID).int()
-    grid = torch.tensor([[1, 4, 4]] * num_pictures)
-    return {**inputs, "pixel_values": noise(num_pictures * 16, 3 * 2 * 4 * 4, seed=seed), "image_grid_thw": grid}
+def prompts(family: str) -> dict[str, Tensor]:
+    """Rows with no, one and two pictures."""
+    return mixed_prompts(target_of(family))
 
 
 def encoder_of(model: PreTrainedModel) -> torch.nn.Module:
