@@ -26,7 +26,7 @@ BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compile
 BUILDER, MAX_IMPORTS, MAX_CALL_FIELDS = "engine/builder.py", 15, 16
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 91, "lines run": 11_746, "modules loaded": 109, "lines loaded": 12_660}
+MOST = {"files run": 91, "lines run": 11_757, "modules loaded": 109, "lines loaded": 12_671}
 
 
 def option_of(path: str) -> str | None:

@@ -47,6 +47,8 @@ class DrafterSetup:
         prompt_axes: [1 or 3, B, T] int64, the target's positions of the prompts in time, height and width, undefined at
             padding; later tokens go on from the last one on every axis. None if positions count tokens, or if the KV
             cache held a part of the prompt.
+        has_media: whether the target reads pictures or sounds with the prompts: what it makes of them, and not the
+            embeddings of tokens, then enters its first layer at their tokens.
     """
 
     target: PreTrainedModel
@@ -64,6 +66,7 @@ class DrafterSetup:
     backend: str = "auto"
     compilation: DraftCompilation | None = None
     prompt_axes: Tensor | None = None
+    has_media: bool = False
 
 
 class DraftRequest(NamedTuple):

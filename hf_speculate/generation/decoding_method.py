@@ -37,6 +37,7 @@ from hf_speculate.generation.validate_call import (
     check_synced,
 )
 from hf_speculate.generation.validate_models import check_target
+from hf_speculate.models.extra_inputs import MEDIA
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.models.quirks import is_tested_type
@@ -46,9 +47,6 @@ from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-# arguments that hold pictures or sounds
-_MEDIA = {"audio_input_features", "image_patches", "image_pixel_values", "input_features", "input_values"}
-_MEDIA |= {"mm_encoder_outputs", "pixel_values", "pixel_values_videos"}
 _PICTURES = "hf_speculate.options.pictures.draft_inputs"  # imported if a call has them and a decoder-only draft model
 _SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for models of a type that no test has shown
 
@@ -174,7 +172,7 @@ class SpeculativeDecoding:
 
     def _with_draft_inputs(self, call: Call, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]) -> Call:
         """The call with what its draft model reads besides tokens, or without that model if it cannot read them."""
-        draft, media = call.draft, sorted(_MEDIA & self.passed.keys())
+        draft, media = call.draft, sorted(MEDIA & self.passed.keys())
         if draft is None or not (draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
             if draft is None or not media:
                 return call

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from hf_speculate.per_row import PerRow, RowIndices
 
+# names of inputs that hold pictures or sounds
+MEDIA = {"audio_input_features", "image_patches", "image_pixel_values", "input_features", "input_values"}
+MEDIA |= {"mm_encoder_outputs", "pixel_values", "pixel_values_videos"}
+
 
 class ExtraInputs(PerRow):
     """The arguments of a model's forwards besides tokens, mask and positions; empty for a text-only model.
@@ -56,6 +60,11 @@ class ExtraInputs(PerRow):
         """[1 or 3, B, Q] int64, positions of the prompt in time, height and width; None if they have one axis."""
         positions = self._prompt.get("position_ids")
         return positions[-3:] if positions is not None and positions.ndim == 3 else None
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the prompt holds pictures or sounds."""
+        return any(len(self._prompt[name]) for name in MEDIA & self._prompt.keys())
 
     def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
         """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""

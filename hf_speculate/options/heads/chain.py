@@ -21,11 +21,12 @@ from hf_speculate.models.chosen_tokens import Chosen, joined
 from hf_speculate.options.compiled.compilation import Compilation
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
 from hf_speculate.options.heads.head import HeadSpec, shape_of
+from hf_speculate.options.heads.media import FIRST_INPUT, MediaEmbeddings
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
-from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.options.heads.round import HeadDrafter, MergedEmbeddings, NewTokens, last_of
 from hf_speculate.options.heads.row_axes import RowAxes
 from hf_speculate.options.heads.row_cache import CacheView
-from hf_speculate.types import NoiseKeys
+from hf_speculate.types import Kept, NoiseKeys
 
 _MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
 
@@ -37,6 +38,11 @@ class Pairs(NamedTuple):
     states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
     positions: Tensor  # [B or 1, N] int64, or [3, B, N] in time, height and width
     view: CacheView
+    merged: MergedEmbeddings | None = None
+
+    def embedded(self, embeddings: Tensor) -> Tensor:
+        """[B, N, Ht] embeddings of the tokens, with those of pictures and sounds where the network reads them."""
+        return embeddings if self.merged is None else self.merged.merge(embeddings)
 
 
 class ChainNetwork(HeadNetwork):
@@ -106,6 +112,9 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         super().__init__(network, spec, setup)
         axes = setup.prompt_axes if network.reads_axes else None
         self._axes = None if axes is None else RowAxes(axes, setup.num_pads, self.device)
+        self._media = MediaEmbeddings.of(setup, spec, self.device)
+        if self._media is not None:
+            self.hidden_layers = (*spec.hidden_layers, FIRST_INPUT)
         self._compilation: Compilation | None = None
         self._compiled_lens: tuple[int, ...] = ()
         request = setup.compilation
@@ -160,6 +169,16 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{'' if offsets is None else ', axes'}"
         return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
 
+    def project_states(self, states: Tensor) -> Tensor:
+        if self._media is None:
+            return super().project_states(states)
+        states, inputs = self._media.split(states)
+        return self._media.join(super().project_states(states), inputs)
+
+    def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
+        new = super()._new_tokens(query, kept)
+        return new if self._media is None else self._media.read(new)
+
     def _positions(self, numbers: Tensor) -> Tensor:
         """Positions of the tokens with these numbers [B or 1, N] in each row: as they are, or in three axes."""
         return numbers if self._axes is None else self._axes.at(numbers)
@@ -170,7 +189,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             return
         for depth in range(self.network.num_depths):
             view = self.cache.view(new.width)
-            pairs = Pairs(new.token_ids, states, self._positions(view.columns), view)
+            pairs = Pairs(new.token_ids, states, self._positions(view.columns), view, new.merged)
             outputs = self.network.run(depth, pairs, self.parts)
             before = self.newest_outputs.get(depth)
             self.newest_outputs[depth] = last_of(outputs, new, before)

@@ -96,6 +96,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
             embeddings = parts.embedded(pairs.token_ids, is_scaled=False)
         else:
             embeddings = self.embed_tokens(parts.known(pairs.token_ids, self.embed_tokens.num_embeddings))
+        embeddings = pairs.embedded(embeddings)
         rotation = self.rotary(pairs.positions, embeddings.dtype)
         outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.view)
         for index, layer in enumerate(list(self.layers)[1:], start=1):

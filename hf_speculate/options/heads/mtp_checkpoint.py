@@ -57,7 +57,7 @@ class CheckpointMtpNetwork(ChainNetwork):
         self.layers = layers
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
-        embeddings = parts.embedded(pairs.token_ids)
+        embeddings = pairs.embedded(parts.embedded(pairs.token_ids))
         return self.layers[depth](  # type: ignore[no-any-return]
             embeddings,
             pairs.states,

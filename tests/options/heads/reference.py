@@ -25,6 +25,7 @@ class Reference:
         named = {name.replace("mtp_layers.", "layers."): weight for name, weight in weights.items()}
         self.weights = {name: weight.double() for name, weight in named.items() if weight.is_floating_point()}
         self.table, self.head = table.double(), head.double()
+        self.merged: dict[int, Tensor] = {}  # by number of a token, what takes the place of its embedding
         self.axes: Tensor | None = None  # [3, T], positions of the tokens in time, height and width, if they have these
 
     def logits(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
@@ -60,9 +61,14 @@ class Reference:
             own.append(fed_back[-1:])
         return torch.stack(scores)
 
+    def _following(self, ids: list[int]) -> Tensor:
+        """[T, H], embeddings of the tokens after the first."""
+        rows = [self.merged.get(number, row) for number, row in enumerate(self._embedded(ids), start=1)]
+        return torch.stack(rows)
+
     def _eagle(self, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         normed, positions = self._normed(states, "layers.0.hidden_norm"), torch.arange(len(states))
-        joined = torch.cat([self._normed(self._embedded(ids), "layers.0.input_layernorm"), normed], -1)
+        joined = torch.cat([self._normed(self._following(ids), "layers.0.input_layernorm"), normed], -1)
         residual = normed if self.options.get("norm_before_residual") else states
         hidden = self._finished(residual, joined, joined, positions, 0)
         for index in range(1, self.design.num_layers):

@@ -18,6 +18,7 @@ from hf_speculate.options.heads.layers import Rotary, read_layer_config
 from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.options.heads.row_axes import RowAxes
 from tests.cases import assert_decodes_as_plain
+from tests.compiled_calls import compile_config
 from tests.options.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.options.heads.reference import Reference
 from tests.tiny_encoders import IMAGE_TOKEN_ID, make_qwen2_vl, mixed_prompts
@@ -92,6 +93,7 @@ class Recorder:
 
     def __init__(self, drafter: Any, records: list[tuple[int, int, list[int]]]):
         self.drafter, self.records, self.hidden_layers = drafter, records, drafter.hidden_layers
+        self.is_compiled = drafter.is_compiled
         self.row_ids, self.num_known = list(range(len(drafter._num_pads))), [1] * len(drafter._num_pads)
 
     def project_states(self, states: Tensor) -> Tensor:
@@ -145,12 +147,15 @@ def states_of_row(model: PreTrainedModel, arguments: dict[str, Tensor], layers: 
     return torch.cat([given[layer][0] for layer in layers], dim=-1)
 
 
-def recorded(head: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[list[Any], Tensor, Any]:
+def recorded(
+    head: Any, inputs: dict[str, Tensor], model: PreTrainedModel | None = None, **options: Any
+) -> tuple[list[Any], Tensor, Any]:
     """What a head drafts in a call, its output, and its statistics."""
     records: list[Any] = []
     stats = hf_speculate.SpeculationStats()
     own = {"drafter": lambda setup: Recorder(head(setup), records), "num_assistant_tokens": K}
-    text = target().generate(**inputs, **own, **options, max_new_tokens=NUM_NEW, speculation_stats=stats)
+    own |= {"speculation_stats": stats, "max_new_tokens": NUM_NEW}
+    text = (target() if model is None else model).generate(**inputs, **own, **options)
     return records, text, stats
 
 
@@ -198,6 +203,15 @@ def test_rows_of_text_alone_are_drafted_as_without_axes(tmp_path):
     ]
     assert recorded(heads[0], text)[0] == recorded(heads[1], text)[0]
     assert recorded(heads[0], inputs)[0] != recorded(heads[1], inputs)[0]
+
+
+@pytest.mark.fallback("eager forwards of the target")
+def test_compiled_chains_go_on_from_the_prompt_too(tmp_path):
+    inputs = mixed_prompts(target())
+    head = load_drafter(write_speculators(tmp_path, of_rope(SPLIT), make_weights(HEAD)), target())
+    compiled = recorded(head, inputs, compile_config=compile_config())
+    assert compiled[2].compiled == ["draft"]
+    assert compiled[0] == recorded(head, inputs)[0]
 
 
 def test_a_head_with_axes_under_every_schedule(tmp_path):

@@ -109,8 +109,15 @@ def test_positions_are_those_of_the_call_and_the_draft_is_not_written_to(family)
     assert draft.model.rope_deltas is poison
 
 
-@pytest.mark.parametrize("own", [{"num_assistant_tokens_schedule": "heuristic"}, {"prompt_lookup_num_tokens": 3}])
-def test_other_schedules_and_prompt_lookup_beside_a_draft_that_sees(own):
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_assistant_tokens_schedule": "heuristic"},
+        {"prompt_lookup_num_tokens": 3},
+        {"draft_state": hf_speculate.DraftState()},
+    ],
+)
+def test_a_draft_that_sees_with_other_sources_and_schedules(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft = noisy_copy(target, DRAFT_NOISE)
     stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
