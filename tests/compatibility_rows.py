@@ -170,7 +170,9 @@ ARGUMENTS = (
     supported("encoder_outputs", "for drafts without an encoder"),
     *_each(supported, "decoder_input_ids decoder_attention_mask"),
     *_each(
-        supported, "image_grid_thw mm_token_type_ids pixel_values", f"{WITH_PROMPT}; the draft model reads text alone"
+        supported,
+        "image_grid_thw mm_token_type_ids pixel_values",
+        f"{WITH_PROMPT}, also by a [draft model that takes it](drafts.md#pictures)",
     ),
     *_each(supported, "pixel_values_videos video_grid_thw vision_feature_layer vision_feature_select_strategy"),
     *_each(supported, READ_WITH_PROMPT, WITH_PROMPT),

@@ -161,6 +161,23 @@ def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int =
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
+def mixed_prompts(
+    target: PreTrainedModel, pictures_of_rows: tuple[int, ...] = (0, 1, 2), *, seed: int = 0
+) -> dict[str, Tensor]:
+    """Left-padded prompts with so many pictures in each row, and other padding in each, as keywords of `generate()`."""
+    picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
+    rows = [[3 + row, 4, *(picture * num), 8, *range(9, 12 + 2 * row)] for row, num in enumerate(pictures_of_rows)]
+    rows[0] += [20, 21, 22, 23]
+    width, num_pictures = max(map(len, rows)), sum(pictures_of_rows)
+    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
+    inputs = {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
+    if target.config.model_type == "llava":
+        return {**inputs, "pixel_values": noise(num_pictures, 3, 8, 8, seed=seed)}
+    patches = noise(num_pictures * 16, 3 * 2 * 4 * 4, seed=seed)
+    grid, types = torch.tensor([[1, 4, 4]] * num_pictures), (input_ids == IMAGE_TOKEN_ID).int()
+    return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
+
+
 def prompts_with(batch_size: int, token_id: int, num_tokens: int, **inputs: Tensor) -> dict[str, Tensor]:
     """Left-padded prompts in which a picture takes `num_tokens` places, beside further `inputs`."""
     rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]

@@ -77,7 +77,8 @@ class AssistantModel(DraftSource):
         has_others = is_synced or plan.processors.can_join  # rows of other ranks, or later ones, may be longer
         if context is not None and context.num_tokens >= plan.max_length and not has_others:
             context = None  # out of reach
-        chunk_size = None if is_synced else draft_chunk_size(plan.target, model, plan.num_query)
+        reads_whole = is_synced or plan.inputs.awaits_prompt
+        chunk_size = None if reads_whole else draft_chunk_size(plan.target, model, plan.num_query)
         settings = DraftSettings(
             eos_token_ids=upload(sorted(plan.eos_token_ids), device) if plan.eos_token_ids else None,
             confidence_threshold=plan.confidence_threshold,

@@ -45,6 +45,11 @@ class DrafterSetup:
         confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
         backend: "auto", "torch" or "triton", of the sampling kernels.
         compilation: the request for compiled drafts; None if the call asks for none.
+        prompt_axes: [1 or 3, B, T] int64, the target's positions of the prompts in time, height and width, undefined at
+            padding; later tokens go on from the last one on every axis. None if positions count tokens, or if the KV
+            cache held a part of the prompt.
+        has_media: whether the target reads pictures or sounds with the prompts: what it makes of them, and not the
+            embeddings of tokens, then enters its first layer at their tokens.
     """
 
     target: PreTrainedModel
@@ -61,6 +66,8 @@ class DrafterSetup:
     confidence_threshold: float = 0.0
     backend: str = "auto"
     compilation: DraftCompilation | None = None
+    prompt_axes: Tensor | None = None
+    has_media: bool = False
 
 
 class DraftRequest(NamedTuple):
@@ -141,6 +148,8 @@ class Drafter(Protocol):
     """Whether padding counts among the tokens that it can read."""
     shares_columns: bool = False
     """Whether the columns of its longest row, less the padding that all rows have, count for all rows."""
+    awaits_prompt: bool = False
+    """Whether `read` is called with the whole prompts before the first `draft`, as it reads pictures with them."""
     drafts_past_context: bool = False
     """Whether it drafts for rows past `context_len` too, in another way."""
 

@@ -36,6 +36,7 @@ class ModelDrafter(PerRow, Drafter):
         vocabulary = vocabulary or DraftVocabulary()
         self.chooser = TokenChooser(processors, self.settings, self.language_model.device, vocabulary)
         self.can_join, self.reads_kept = self.chooser.can_join, self.chooser.reads_kept
+        self.awaits_prompt = self.language_model.extra_inputs.awaits_prompt
         self.draft_model: PreTrainedModel = self.language_model.model  # whose states `kv_cache` holds
         if context is not None:
             self.context_len, self.counts_padding, self.shares_columns = context

@@ -118,6 +118,7 @@ class SpeculativeDecoder:
         """Read a chunk of the prompt."""
         self.clock.enter(Stage.PREFILL)
         scored = self.target.read(chunk)
+        self.clock.enter(Stage.DRAFT)
         self.drafts.read_prompt(batch, scored, chunk.num_ahead)
         return scored
 

@@ -120,6 +120,10 @@ class DraftSession(PerRow):
             # a prompt of embeddings may have more tokens than ids
             num_tokens = [batch.prompt_len + min(num, 1) for num in batch.num_hidden]
             self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
+        if self.kv_cache is not None and self.drafter.awaits_prompt:  # before any row leaves
+            self._show_prompts(batch)
+            self.drafter.read(self._tokens(batch).token_ids[:, : batch.prompt_len], self.kv_cache)
+            self._num_seen = [batch.prompt_len] * batch.num_rows
 
     def propose(
         self,

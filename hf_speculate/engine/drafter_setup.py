@@ -70,6 +70,8 @@ def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> Drafter
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         backend=config.verifier_backend,
         compilation=compilation,
+        prompt_axes=None if call.prompts.num_ahead else call.target_inputs.prompt_axes,
+        has_media=call.target_inputs.has_media,
     )
 
 

@@ -94,6 +94,7 @@ class Plan:
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
             "target cache": str(self.target.cache),
             "draft cache": "" if self.draft is None else str(self.draft.cache),
+            "draft reads": "" if self.draft is None else self.draft.inputs.description,
             "compiled": ", ".join(self.runners.settings),
             "from graphs": ", ".join(self.runners.graphed) or self.runners.graphs_off,
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),

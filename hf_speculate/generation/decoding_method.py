@@ -37,6 +37,7 @@ from hf_speculate.generation.validate_call import (
     check_synced,
 )
 from hf_speculate.generation.validate_models import check_target
+from hf_speculate.models.extra_inputs import MEDIA
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.models.quirks import is_tested_type
@@ -46,6 +47,7 @@ from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
+_PICTURES = "hf_speculate.options.pictures.draft_inputs"  # imported if a call has them and a decoder-only draft model
 _SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for models of a type that no test has shown
 
 
@@ -170,9 +172,12 @@ class SpeculativeDecoding:
 
     def _with_draft_inputs(self, call: Call, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]) -> Call:
         """The call with what its draft model reads besides tokens, or without that model if it cannot read them."""
-        draft = call.draft
+        draft, media = call.draft, sorted(MEDIA & self.passed.keys())
         if draft is None or not (draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
-            return call
+            if draft is None or not media:
+                return call
+            read_media = importlib.import_module(_PICTURES).read_media
+            return replace(call, draft_inputs=read_media(call, draft, self.passed, media, self.stats))
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
         inputs = read_draft_inputs(call, draft, self.stats, inputs_tensor if reads_tensor else None, model_kwargs)
         if inputs is not None:

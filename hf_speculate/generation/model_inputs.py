@@ -12,11 +12,11 @@ from hf_speculate.engine.call import Prompts
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
 
-_OWN_NAMES = """
+_OWN = """
 attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
 past_key_values return_dict use_cache
 """
-_OWN = set(_OWN_NAMES.split())  # arguments that our own loop gives itself, or to nobody
+OWN_NAMES = set(_OWN.split())  # arguments that our own loop gives itself, or to nobody
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of which the prompt's last one goes on
 
@@ -31,7 +31,7 @@ def target_inputs(
         every = {name: model_kwargs[name] for name in names}
         own_positions = _decoder_positions(model, input_ids, num_query, model_kwargs)
         return ExtraInputs(every, own_positions, prefix=text_prefix(model))
-    extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
+    extra = {name for name, value in model_kwargs.items() if value is not None} - OWN_NAMES - {"position_ids"}
     positions = model_kwargs.get("position_ids")
     counts_columns = positions is None and takes_positions(model)  # plain `generate` tells it none
     model_class: Any = type(model)
@@ -44,7 +44,7 @@ def target_inputs(
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
-    prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
+    prompt = {name: value for name, value in inputs.items() if name not in OWN_NAMES and value is not None} | read
     if "position_ids" not in prompt and (positions is not None or counts_columns):
         prompt["position_ids"] = _columns(model_kwargs, num_query, input_ids.device)
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):

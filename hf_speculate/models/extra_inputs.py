@@ -7,6 +7,10 @@ from torch import Tensor
 
 from hf_speculate.per_row import PerRow, RowIndices
 
+# names of inputs that hold pictures or sounds
+MEDIA = {"audio_input_features", "image_patches", "image_pixel_values", "input_features", "input_values"}
+MEDIA |= {"mm_encoder_outputs", "pixel_values", "pixel_values_videos"}
+
 
 class ExtraInputs(PerRow):
     """The arguments of a model's forwards besides tokens, mask and positions; empty for a text-only model.
@@ -24,8 +28,9 @@ class ExtraInputs(PerRow):
         prefix: str = "",  # prefix of the names of a model's text inputs; "decoder_" if an encoder has the plain names
         # inputs of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
         columns: Mapping[str, Tensor] | None = None,
+        description: str = "",  # what the model reads of a call with more than text, for `stats.plan`
     ):
-        self.prefix = prefix
+        self.prefix, self.description = prefix, description
         self._every = dict(every or {})
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
@@ -49,6 +54,17 @@ class ExtraInputs(PerRow):
     @property
     def prompt_names(self) -> list[str]:
         return sorted(self._prompt)
+
+    @property
+    def prompt_axes(self) -> Tensor | None:
+        """[1 or 3, B, Q] int64, positions of the prompt in time, height and width; None if they have one axis."""
+        positions = self._prompt.get("position_ids")
+        return positions[-3:] if positions is not None and positions.ndim == 3 else None
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the prompt holds pictures or sounds."""
+        return any(len(self._prompt[name]) for name in MEDIA & self._prompt.keys())
 
     def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
         """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""

@@ -36,6 +36,24 @@ MUTANTS = mutants_of(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
             ),
         },
+        ("hf_speculate/options/pictures/draft_inputs.py", "options/pictures/test_draft_inputs.py"): {
+            "the draft model is written to": Fault("name: copy.copy(base)}", "name: base}"),
+            "any number of states is taken": Fault("if num_states != num_tokens:", "if False:"),
+            "other ids of pictures are taken": Fault("and ours != theirs and", "and ours is theirs is None and"),
+            "prompts of one row are all rows'": Fault(
+                "[::num_copies], call.prompts.text_mask", "[:1], call.prompts.text_mask"
+            ),
+        },
+        ("hf_speculate/options/heads/row_axes.py", "options/heads/test_axes.py"): {
+            "later tokens count all tokens of pictures": Fault(
+                "numbers[:, None] + self.offsets[:, :, None]", "numbers[:, None] + 0 * self.offsets[:, :, None]"
+            ),
+        },
+        ("hf_speculate/options/heads/media.py", "options/heads/test_merged.py"): {
+            "a pair has the embedding of the token before": Fault(
+                "torch.cat([inputs[:, 1:], inputs[:, -1:]], dim=1)", "inputs"
+            ),
+        },
         ("hf_speculate/options/heads/network.py", "options/heads/test_targets.py"): {
             "ids that a table lacks are looked up": Fault("token_ids.clamp_max(num_rows - 1)", "token_ids"),
             "an adapter's rows keep the scale": Fault("rows = rows / self._scale", "pass"),

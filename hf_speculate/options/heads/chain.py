@@ -10,7 +10,7 @@ at positions below d. Draft step k runs depth (k - 1) mod n, which first catches
 """
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from hf_speculate.models.chosen_tokens import Chosen, joined
 from hf_speculate.options.compiled.compilation import Compilation
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
 from hf_speculate.options.heads.head import HeadSpec, shape_of
+from hf_speculate.options.heads.media import FIRST_INPUT, MediaEmbeddings
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
-from hf_speculate.options.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.options.heads.round import HeadDrafter, MergedEmbeddings, NewTokens, last_of
+from hf_speculate.options.heads.row_axes import RowAxes
 from hf_speculate.options.heads.row_cache import CacheView
-from hf_speculate.types import NoiseKeys
+from hf_speculate.types import Kept, NoiseKeys
 
 _MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
 
@@ -34,8 +36,13 @@ class Pairs(NamedTuple):
 
     token_ids: Tensor  # [B, N] int64
     states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
-    positions: Tensor  # [B or 1, N] int64
+    positions: Tensor  # [B or 1, N] int64, or [3, B, N] in time, height and width
     view: CacheView
+    merged: MergedEmbeddings | None = None
+
+    def embedded(self, embeddings: Tensor) -> Tensor:
+        """[B, N, Ht] embeddings of the tokens, with those of pictures and sounds where the network reads them."""
+        return embeddings if self.merged is None else self.merged.merge(embeddings)
 
 
 class ChainNetwork(HeadNetwork):
@@ -43,6 +50,7 @@ class ChainNetwork(HeadNetwork):
 
     num_depths: int = 1  # layers that take turns; each has pairs and caches of its own
     is_traceable: bool = True  # whether its forwards can be compiled
+    reads_axes: bool = False  # whether it takes positions in time, height and width, as targets of pictures have them
 
     @abstractmethod
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
@@ -58,6 +66,7 @@ class ChainInputs(NamedTuple):
 
     outputs: Tensor  # [B, H] at each row's last true pair
     ends: Tensor  # [B] int64, each row's first position without a true pair
+    offsets: Tensor | None  # [B, 3] int64, positions in time, height and width less those; None if there is one axis
     seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
     buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, which are written to
 
@@ -86,7 +95,10 @@ def chain_steps(
         if step + 1 < num_steps:
             columns = (inputs.ends + step)[:, None]
             view = CacheView(buffers, 0, row_ids, columns, width, network.layer_masks, inputs.outputs.dtype)
-            pairs = Pairs(chosen.token_ids, states[:, None], columns, view)
+            positions = columns
+            if inputs.offsets is not None:
+                positions = columns + inputs.offsets.T[:, :, None]  # [3, B, 1]
+            pairs = Pairs(chosen.token_ids, states[:, None], positions, view)
             logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
     return joined(drafted)
 
@@ -94,8 +106,15 @@ def chain_steps(
 class ChainDrafter(HeadDrafter[ChainNetwork]):
     """Drafts one token after another with a `ChainNetwork`; the call may ask for compiled drafts."""
 
+    PARTS: ClassVar[tuple[str, ...]] = (*HeadDrafter.PARTS, "_axes")
+
     def __init__(self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup):
         super().__init__(network, spec, setup)
+        axes = setup.prompt_axes if network.reads_axes else None
+        self._axes = None if axes is None else RowAxes(axes, setup.num_pads, self.device)
+        self._media = MediaEmbeddings.of(setup, spec, self.device)
+        if self._media is not None:
+            self.hidden_layers = (*spec.hidden_layers, FIRST_INPUT)
         self._compilation: Compilation | None = None
         self._compiled_lens: tuple[int, ...] = ()
         request = setup.compilation
@@ -128,7 +147,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             else:
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
             num = token_ids.shape[1]
-            positions = self.cache.row_lens.positions(num, first)
+            positions = self._positions(self.cache.row_lens.positions(num, first))
             pairs = Pairs(token_ids, states, positions, self.cache.view(num, num_own[depth]))
             states_of_pairs = self.network.run(depth, pairs, self.parts)  # [B, N, H]
             num_own[depth] += num
@@ -144,10 +163,25 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
         seen = torch.arange(width, device=self.device)
         outputs, buffers = self.newest_outputs[0].contiguous(), tuple(self.cache.buffers.values())
-        inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), seen, buffers)
+        offsets = None if self._axes is None else self._axes.offsets
+        inputs = ChainInputs(outputs, self.cache.row_lens.on_device(), offsets, seen, buffers)
         settings = self.chooser.settings._replace(eos_token_ids=None, backend="torch")  # chains do not end rows
-        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}"
+        name = f"chain of {num_steps}, {'greedy' if keys is None else settings}{'' if offsets is None else ', axes'}"
         return self._compilation.run(name, chain_steps, inputs, self.parts, num_steps, settings, keys)
+
+    def project_states(self, states: Tensor) -> Tensor:
+        if self._media is None:
+            return super().project_states(states)
+        states, inputs = self._media.split(states)
+        return self._media.join(super().project_states(states), inputs)
+
+    def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
+        new = super()._new_tokens(query, kept)
+        return new if self._media is None else self._media.read(new)
+
+    def _positions(self, numbers: Tensor) -> Tensor:
+        """Positions of the tokens with these numbers [B or 1, N] in each row: as they are, or in three axes."""
+        return numbers if self._axes is None else self._axes.at(numbers)
 
     def read_new(self, new: NewTokens) -> None:
         states = new.states
@@ -155,7 +189,8 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             return
         for depth in range(self.network.num_depths):
             view = self.cache.view(new.width)
-            outputs = self.network.run(depth, Pairs(new.token_ids, states, view.columns, view), self.parts)
+            pairs = Pairs(new.token_ids, states, self._positions(view.columns), view, new.merged)
+            outputs = self.network.run(depth, pairs, self.parts)
             before = self.newest_outputs.get(depth)
             self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:

@@ -75,6 +75,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         self.layers = nn.ModuleList([first, *others])
         is_parallel = options.mask_token_id is not None
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
+        self.reads_axes = self.rotary.has_axes
         self.mask_token_id, self.feeds_normed = options.mask_token_id or 0, options.norm_output
 
     @property
@@ -95,6 +96,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
             embeddings = parts.embedded(pairs.token_ids, is_scaled=False)
         else:
             embeddings = self.embed_tokens(parts.known(pairs.token_ids, self.embed_tokens.num_embeddings))
+        embeddings = pairs.embedded(embeddings)
         rotation = self.rotary(pairs.positions, embeddings.dtype)
         outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, pairs.view)
         for index, layer in enumerate(list(self.layers)[1:], start=1):

@@ -69,6 +69,7 @@ class HeadSpec:
     target_name: str = ""  # last part of the name of the target that it was trained for; empty if its config has none
     num_target_layers: int | None = None  # L of that target; None if its config does not say
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
+    merges_media: bool = False  # whether it reads the target's embeddings of pictures and sounds, not of their tokens
 
     def problems_with(self, target: TargetShape) -> list[str]:
         """Why it cannot draft for a target of this shape, each a sentence; empty if it can."""

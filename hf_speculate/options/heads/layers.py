@@ -1,6 +1,8 @@
 """Decoder layers of draft heads, read from a config in any format; their modules have the checkpoints' names."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
+from hf_speculate.errors import ConfigError
 from hf_speculate.models.context import context_len
 from hf_speculate.options.heads.row_cache import CacheView
 
@@ -25,7 +28,10 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
     rope = dict(nested.get("full_attention") or next(iter(nested.values()), None) or rope)
     for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         rope.setdefault(name, config.get(name) or default)
-    return Qwen3Config(
+    if "mrope" in (rope.get("type"), rope.get("rope_type")):  # as old configs name plain frequencies with sections
+        rope = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": "default"}
+    sections, is_interleaved = rope.pop("mrope_section", None), bool(rope.pop("mrope_interleaved", False))
+    layers = Qwen3Config(
         hidden_size=hidden_size,
         intermediate_size=config["intermediate_size"],
         num_hidden_layers=num_layers,
@@ -40,6 +46,24 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
         max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
         rope_parameters=rope,
     )
+    layers.rope_sections = sections and (sections, is_interleaved)
+    return layers
+
+
+def axes_of(sections: Sequence[int], is_interleaved: bool, num_frequencies: int) -> list[int]:
+    """The axis of each frequency of a rotary embedding, 0 for time, 1 for height and 2 for width.
+
+    Raises:
+        ConfigError: the sections do not divide the frequencies into three parts.
+    """
+    if len(sections) != 3 or sum(sections) != num_frequencies:
+        raise ConfigError(
+            f"mrope_section must be three numbers whose sum is {num_frequencies}, half of the rotated width of a head, "
+            f"got {list(sections)}; correct it in the config.json of the head"
+        )
+    if not is_interleaved:
+        return [axis for axis, num in enumerate(sections) for _ in range(num)]
+    return [index % 3 if index < 3 * sections[index % 3] else 0 for index in range(num_frequencies)]
 
 
 def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -72,14 +96,34 @@ class Rotary:
         is_dynamic = (config.rope_parameters or {}).get("rope_type") == "dynamic"
         # frequencies that change past the context would change for the rows within it too
         self._last_position = (context_len(config) or 0) - 1 if is_dynamic else None
+        self._sections, self._device = getattr(config, "rope_sections", None), device
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether it turns parts of a head by time, height and width (M-RoPE); `ConfigError` if they do not fit."""
+        return self._axes is not None
+
+    @cached_property
+    def _axes(self) -> Tensor | None:
+        """[R] int64, the axis of each number that it turns; None if there is one axis."""
+        if not self._sections:
+            return None
+        sections, is_interleaved = self._sections
+        axes = axes_of(sections, is_interleaved, len(self._embedding.inv_freq))
+        return torch.tensor([*axes, *axes], device=self._device)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of tokens at positions [B, N] int64."""
+        """The rotation of tokens at positions [B, N] int64, or [3, B, N] in time, height and width if it has axes."""
         if self._last_position is not None:
             positions = positions.clamp_max(self._last_position)
         example = torch.empty(0, dtype=dtype, device=positions.device)
-        cos, sin = self._embedding(example, positions)
-        return Rotation(cos[:, None], sin[:, None])
+        if positions.ndim == 2:
+            cos, sin = self._embedding(example, positions)
+            return Rotation(cos[:, None], sin[:, None])
+        by_axis = self._embedding(example, positions.flatten(0, 1))  # each [3 * B, N, R]
+        index = cast(Tensor, self._axes).expand(1, *positions.shape[1:], -1)  # [1, B, N, R]
+        cos, sin = (values.unflatten(0, (3, -1)).gather(0, index) for values in by_axis)  # each [1, B, N, R]
+        return Rotation(cos.transpose(0, 1), sin.transpose(0, 1))
 
 
 class Attention(nn.Module):

@@ -30,6 +30,7 @@ from hf_speculate.options.heads.parallel import ParallelDrafter
 from hf_speculate.options.heads.pard import load_pard, read_pard
 from hf_speculate.options.heads.recognise import recognise
 
+_MERGING = ("eagle3", "mtp")  # kinds that may read the target's embeddings of pictures
 _LENGTH = integer("an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for")
 
 
@@ -95,6 +96,7 @@ def load_drafter(
     aux_layers: Sequence[int] | None = None,
     context_len: int | None = None,
     subfolder: str = "",
+    merged_embeddings: bool | None = None,
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
@@ -114,13 +116,16 @@ def load_drafter(
             `max_position_embeddings` of the config, beyond which the acceptance rate falls.
         subfolder: of the folder or repository, with "/" between its parts; empty for none. Of a repository, the weights
             in the subfolder alone are downloaded.
+        merged_embeddings: whether an EAGLE-3 or MTP head reads what the target's encoder makes of pictures and sounds,
+            or the embeddings of the tokens that stand for them. If None, MTP layers read the former, and EAGLE-3 heads,
+            most of which were trained so, the latter.
 
     Returns:
         The head, whose `repr` says what was loaded.
 
     Raises:
         ConfigError: a file is missing or damaged, config and weights do not belong together, fields exclude each
-            other, or `aux_layers` or `context_len` cannot be.
+            other, or `aux_layers`, `context_len` or `merged_embeddings` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     folder, shape = HeadFolder(head, subfolder), shape_of(target.config)
@@ -136,12 +141,24 @@ def load_drafter(
     if context_len is not None:
         _LENGTH("context_len", context_len)
         spec = replace(spec, max_position_embeddings=context_len)
+    if merged_embeddings is not None:
+        spec = replace(spec, merges_media=_merges_media(spec, merged_embeddings))
     dtype = target.dtype if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
     network = loader.load(LoadRequest(folder, spec, options, target, dtype, device))
     loaded = DraftHead(spec, network, target.config, partial(loader.drafter, network))
     loaded.check_target(target)
     return loaded
+
+
+def _merges_media(spec: HeadSpec, wanted: bool) -> bool:
+    """Whether a head is to read the target's embeddings of pictures and sounds; an error if it cannot."""
+    if wanted and (spec.kind not in _MERGING or spec.hidden_size != spec.target_hidden_size):
+        raise ConfigError(
+            f"merged_embeddings must be left out for a head of kind {spec.kind} of width {spec.hidden_size}, got True; "
+            f"only heads of kind {' or '.join(_MERGING)} of the target's width, {spec.target_hidden_size}, read them"
+        )
+    return wanted
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfolder: str = "") -> HeadFit:

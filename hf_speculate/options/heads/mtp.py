@@ -43,9 +43,10 @@ class SpeculatorsMtpNetwork(ChainNetwork):
         super().__init__(plan.vocabulary, windows_of(plan.options))
         self.layers = nn.ModuleList([SpeculatorsMtpLayer(plan)])
         self.rotary = Rotary(plan.options, plan.device)
+        self.reads_axes = self.rotary.has_axes
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
-        embeddings = parts.embedded(pairs.token_ids)
+        embeddings = pairs.embedded(parts.embedded(pairs.token_ids))
         rotation = self.rotary(pairs.positions, embeddings.dtype)
         return self.layers[0](embeddings, pairs.states, rotation, pairs.view)  # type: ignore[no-any-return]
 
@@ -57,12 +58,14 @@ def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
     if source.recognised.format == "speculators":
         if fields.get("model_type") not in _DENSE_LAYERS:
             raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
-        return source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1})
+        spec = source.spec(fields, (FINAL_STATE,), merges_media=True)
+        return spec, read_layer_config({**fields, "num_hidden_layers": 1})
     model_type, text = fields.get("model_type"), text_fields(fields)
     if model_type not in SERVED_TARGETS:
         raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
     num_layers = int(text["num_hidden_layers"])
-    return source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None), None
+    others = {"num_target_layers": num_layers, "max_position_embeddings": None, "merges_media": True}
+    return source.spec(text, (FINAL_STATE,), **others), None
 
 
 def load_mtp(request: LoadRequest) -> HeadNetwork:

@@ -47,6 +47,7 @@ class CheckpointMtpNetwork(ChainNetwork):
     """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
 
     is_traceable = False
+    reads_axes = True  # its rotary embedding is the target's
 
     def __init__(self, layers: nn.ModuleList, config: PreTrainedConfig, vocab_size: int):
         self.num_depths = len(layers)
@@ -56,13 +57,13 @@ class CheckpointMtpNetwork(ChainNetwork):
         self.layers = layers
 
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
-        embeddings = parts.embedded(pairs.token_ids)
+        embeddings = pairs.embedded(parts.embedded(pairs.token_ids))
         return self.layers[depth](  # type: ignore[no-any-return]
             embeddings,
             pairs.states,
             position_embeddings=parts.rotation(embeddings, pairs.positions),
             attention_mask=pairs.view.mask(depth),
-            position_ids=pairs.positions,
+            position_ids=pairs.positions if pairs.positions.ndim == 2 else pairs.positions[0],
             **{CACHE_NAME: TransformersCache(pairs.view)},
         )
 

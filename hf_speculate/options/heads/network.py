@@ -51,10 +51,11 @@ class TargetParts:
         return rows.to(self.device, self.dtype)
 
     def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [B, N, R] at positions [B, N] in the dtype of states; None without rotary embedding."""
+        """Cosines and sines [B, N, R] at positions [B, N] or [3, B, N] in the dtype of states; None without rotary."""
         if self._rotary is None:
             return None
-        if hasattr(self._rotary, "mrope_section"):  # older versions of transformers want one for each axis
+        # older versions of transformers want a position for each axis
+        if positions.ndim == 2 and hasattr(self._rotary, "mrope_section"):
             positions = positions.expand(3, -1, -1)
         cos, sin = self._rotary(states, position_ids=positions, **options)
         return cos.to(self.device), sin.to(self.device)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ from hf_speculate.types import DraftOut, Kept
 _CHUNK_SIZE = 512  # tokens of each row per forward of a head, so that the mask of a long prompt stays small
 
 
+class MergedEmbeddings(NamedTuple):
+    """The target's embeddings of pictures and sounds."""
+
+    embeddings: Tensor  # [B, N, Ht], what entered the target's first layer at each token
+    is_media: Tensor  # [B, N, 1] bool, whether they take the place of the token's embedding
+
+    def merge(self, embeddings: Tensor) -> Tensor:
+        """[B, N, Ht], embeddings of tokens, replaced where these stand for pictures or sounds."""
+        return torch.where(self.is_media, self.embeddings, embeddings)
+
+
 class NewTokens(NamedTuple):
     """Tokens that the rows gained since the last round, left-aligned."""
 
@@ -27,6 +38,7 @@ class NewTokens(NamedTuple):
     counts: list[int]  # [B] tokens of each row
     lens: Tensor  # [B] int64, the counts on the head's device
     newest_ids: Tensor  # [B] int64, the newest token of each row
+    merged: MergedEmbeddings | None = None  # None if the network reads the embeddings of tokens alone
 
     @property
     def width(self) -> int:
@@ -39,7 +51,8 @@ class NewTokens(NamedTuple):
             states = None if self.states is None else self.states[:, columns]
             counts = [min(max(count - start, 0), _CHUNK_SIZE) for count in self.counts]
             lens = (self.lens - start).clamp(0, _CHUNK_SIZE)
-            yield NewTokens(self.token_ids[:, columns], states, counts, lens, self.newest_ids)
+            merged = None if self.merged is None else MergedEmbeddings(*(part[:, columns] for part in self.merged))
+            yield NewTokens(self.token_ids[:, columns], states, counts, lens, self.newest_ids, merged)
 
 
 NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
@@ -51,7 +64,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
     drafts_fewer = True
     BY_ROW = ("_num_pads",)
     TENSORS = ("newest_outputs",)
-    PARTS = ("cache", "chooser")
+    PARTS: ClassVar[tuple[str, ...]] = ("cache", "chooser")
 
     def __init__(self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup):
         weight = next(network.parameters())

@@ -72,7 +72,7 @@ class HybridDrafter(PerRow, Drafter):
 
     def __init__(self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device):
         self.model, self.matches = model, SuffixDrafter(settings)
-        self.min_query_len, self.can_join = model.min_query_len, model.can_join
+        self.min_query_len, self.can_join, self.awaits_prompt = model.min_query_len, model.can_join, model.awaits_prompt
         self.max_model_tokens, self.device = max_model_tokens, device
         self.context_len, self.counts_padding = model.context_len, model.counts_padding
         self.shares_columns = model.shares_columns

@@ -25,6 +25,8 @@ class Reference:
         named = {name.replace("mtp_layers.", "layers."): weight for name, weight in weights.items()}
         self.weights = {name: weight.double() for name, weight in named.items() if weight.is_floating_point()}
         self.table, self.head = table.double(), head.double()
+        self.merged: dict[int, Tensor] = {}  # by number of a token, what takes the place of its embedding
+        self.axes: Tensor | None = None  # [3, T], positions of the tokens in time, height and width, if they have these
 
     def logits(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
         """[num, Vd], what draft step k scores, given the tokens drafted before it."""
@@ -59,9 +61,14 @@ class Reference:
             own.append(fed_back[-1:])
         return torch.stack(scores)
 
+    def _following(self, ids: list[int]) -> Tensor:
+        """[T, H], embeddings of the tokens after the first."""
+        rows = [self.merged.get(number, row) for number, row in enumerate(self._embedded(ids), start=1)]
+        return torch.stack(rows)
+
     def _eagle(self, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         normed, positions = self._normed(states, "layers.0.hidden_norm"), torch.arange(len(states))
-        joined = torch.cat([self._normed(self._embedded(ids), "layers.0.input_layernorm"), normed], -1)
+        joined = torch.cat([self._normed(self._following(ids), "layers.0.input_layernorm"), normed], -1)
         residual = normed if self.options.get("norm_before_residual") else states
         hidden = self._finished(residual, joined, joined, positions, 0)
         for index in range(1, self.design.num_layers):
@@ -211,10 +218,23 @@ class Reference:
         design = self.design
         width = int(design.head_dim * design.rope.get("partial_rotary_factor", 1.0))
         frequencies = 1.0 / (design.rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-        angles = positions[:, None].float() * frequencies
+        columns = [self._on_axis(positions, index) for index in range(len(frequencies))]
+        angles = torch.stack(columns, dim=-1).float() * frequencies
         cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
         first, second = heads[..., : width // 2], heads[..., width // 2 : width]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, heads[..., width:]], -1)
+
+    def _on_axis(self, positions: Tensor, index: int) -> Tensor:
+        """The positions on the axis by which the frequency of this index turns."""
+        if self.axes is None:
+            return positions
+        rope = self.design.rope["rope_scaling"]
+        num_t, num_h, num_w = rope["mrope_section"]
+        if rope.get("mrope_interleaved"):
+            axis = 1 if index % 3 == 1 and index < 3 * num_h else 2 if index % 3 == 2 and index < 3 * num_w else 0
+        else:
+            axis = 0 if index < num_t else 1 if index < num_t + num_h else 2
+        return self.axes[axis, positions]
 
     def _normed(self, states: Tensor, name: str) -> Tensor:
         return rms_norm(states, states.shape[-1:], self.weights[f"{name}.weight"], EPS)

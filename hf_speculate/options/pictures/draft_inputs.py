@@ -1,0 +1,152 @@
+"""Pictures and sounds for a draft model, which encodes them itself and reads them with the prompt."""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+from hf_speculate.cache.layers import fixed_layers
+from hf_speculate.engine.call import Call, Prompts
+from hf_speculate.engine.draft_faults import is_of_device
+from hf_speculate.generation.model_inputs import OWN_NAMES, target_inputs
+from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.models.language_model import device_of
+from hf_speculate.stats import SpeculationStats
+
+ENCODED = "mm_encoder_outputs"  # argument that holds encoded pictures; since transformers 5.24
+_MODALITIES = ("image", "video", "audio")
+
+
+class _CannotReadError(Exception):
+    """Why a draft model cannot read the pictures of a call."""
+
+
+def read_media(
+    call: Call, draft: PreTrainedModel, passed: Mapping[str, Any], media: Sequence[str], stats: SpeculationStats
+) -> ExtraInputs:
+    """What a decoder-only draft model reads besides tokens, prepared as its own `generate` prepares it.
+
+    Args:
+        call: the call, whose rows the inputs are for.
+        draft: its draft model; it is not written to.
+        passed: the arguments of `generate()`, of which transformers has taken out the pictures by now.
+        media: the names of those that hold pictures or sounds, at least one.
+        stats: gets the reason if the draft model takes such arguments but reads the text alone.
+
+    Returns:
+        Inputs that the draft model must read with the whole prompt; empty ones if it reads the text alone. Their
+        `description` says which, and why.
+    """
+    parameters = inspect.signature(type(draft).forward).parameters
+    lacking = [name for name in media if name not in parameters]
+    if lacking:
+        return ExtraInputs(description=f"text alone, because {type(draft).__name__} takes no {lacking[0]}")
+    names = (passed.keys() & parameters.keys()) - OWN_NAMES - {"position_ids"}
+    try:
+        _check_call(call, draft, passed)
+        inputs = _prepare(call, draft, {name: passed[name] for name in names})
+    except _CannotReadError as error:
+        reason = str(error)
+    except Exception as error:  # whatever the code of a model raises for pictures of another model
+        if is_of_device(error, device_of(draft)):
+            raise
+        first_line = str(error).strip().partition("\n")[0]
+        reason = f"its preparation raised {type(error).__name__}: {first_line}"
+    else:
+        inputs.description = f"text and {', '.join(media)}"
+        return inputs
+    stats.add_fallback(f"the draft model reads the text alone, because {reason}")
+    return ExtraInputs(description=f"text alone, because {reason}")
+
+
+def _check_call(call: Call, draft: PreTrainedModel, passed: Mapping[str, Any]) -> None:
+    """Raise an error with the reason if the draft model cannot read what the target reads."""
+    if call.ranks.is_distributed:
+        raise _CannotReadError("several processes decode the call")
+    if passed.get("inputs_embeds") is not None:
+        raise _CannotReadError("the prompt is one of embeddings")
+    if passed.get(ENCODED) is not None:
+        raise _CannotReadError(f"{ENCODED} are those of the target's encoder")
+    if fixed_layers(draft.config.get_text_config(decoder=True)):
+        raise _CannotReadError("its cache would hold the states of pictures too")
+    if call.vocabulary is not None and not call.vocabulary.table.is_padded:
+        raise _CannotReadError("its vocabulary is another one")
+    for modality in _MODALITIES:
+        ours, theirs = (_token_id(model.config, modality) for model in (call.target, draft))
+        if ours is not None and ours != theirs and bool((call.prompts.input_ids == ours).any()):
+            raise _CannotReadError(f"{modality} tokens have the id {ours} in the prompt, and {theirs} in its config")
+
+
+def _prepare(call: Call, draft: PreTrainedModel, arguments: Mapping[str, Any]) -> ExtraInputs:
+    """The inputs of a draft model's forwards, of arguments for prompts that are not yet repeated."""
+    device, num_copies = device_of(draft), call.generation_config.num_return_sequences or 1
+    input_ids, mask = call.prompts.input_ids[::num_copies], call.prompts.text_mask
+    if call.vocabulary is not None:
+        input_ids = call.vocabulary.encoded(input_ids.cpu())
+    mask = torch.ones_like(input_ids) if mask is None else mask[::num_copies]
+
+    def moved(tensor: Tensor) -> Tensor:
+        is_feature = tensor.is_floating_point() and tensor.ndim > 1  # and not the seconds of videos
+        return tensor.to(device, draft.dtype if is_feature else tensor.dtype)
+
+    def decoding_method(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: object,
+        stopping_criteria: object,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> ExtraInputs:
+        _check_features(model.config, input_ids, model_kwargs.get(ENCODED) or {})
+        prompts = Prompts(input_ids, input_ids, model_kwargs.get("attention_mask"))
+        return target_inputs(model, prompts, model_kwargs, has_positions=False)
+
+    twin: Any = _shallow_copy(draft)
+    twin.generation_config = config = GenerationConfig(
+        max_new_tokens=1,
+        do_sample=num_copies > 1,
+        num_return_sequences=num_copies,
+        pad_token_id=call.pad_token_id or 0,
+    )
+    inputs: ExtraInputs = GenerationMixin.generate(
+        twin,
+        input_ids=input_ids.to(device),
+        attention_mask=mask.to(device),
+        generation_config=config,
+        custom_generate=decoding_method,
+        **tree_map_only(Tensor, moved, dict(arguments)),
+    )
+    return inputs
+
+
+def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mapping[str, Any]) -> None:
+    """Raise an error if the prompts [B, T] have not as many tokens for pictures as the encoder has given states."""
+    for modality, output in encoded.items():
+        states = output.pooler_output  # [N, D] of each picture, or [..., D] of all
+        parts = [states] if isinstance(states, Tensor) else states
+        num_states = sum(part.numel() // part.shape[-1] for part in parts)
+        token_id = _token_id(config, modality)
+        num_tokens = 0 if token_id is None else int((input_ids == token_id).sum())
+        if num_states != num_tokens:
+            raise _CannotReadError(f"its encoder gives {num_states} states for {num_tokens} {modality} tokens")
+
+
+def _token_id(config: PreTrainedConfig, modality: str) -> int | None:
+    """The id of the tokens that pictures or sounds take in the text."""
+    names = (f"{modality}_token_id", f"{modality}_token_index")
+    ids = (getattr(config, name, None) for name in names)
+    return next((token_id for token_id in ids if token_id is not None), None)
+
+
+def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the same parts, which takes what its class notes about a prompt (`rope_deltas`)."""
+    twin, name = copy.copy(model), model.base_model_prefix
+    base = model._modules.get(name)
+    if isinstance(base, nn.Module):  # assigning a part would write to the model's own table
+        vars(twin)["_modules"] = {**model._modules, name: copy.copy(base)}
+    return twin

@@ -1,0 +1,204 @@
+"""Draft models that read the pictures of the prompt themselves, in batches."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_speculate
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids
+from tests.tiny import make_model, noisy_copy
+from tests.tiny_encoders import (
+    CLIP_AND_LLAMA,
+    IMAGE_TOKEN_ID,
+    make,
+    make_llava,
+    make_qwen2_vl,
+    make_qwen3_5_vl,
+    mixed_prompts,
+    noise,
+    text_draft,
+)
+from tests.tiny_readers import READINGS, encoded_images
+
+MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
+NUM_NEW = 16
+
+
+@cache
+def target_of(family: str) -> PreTrainedModel:
+    """An enabled target. Shared between tests: do not change it."""
+    return hf_speculate.enable(MAKERS[family]())
+
+
+@cache
+def same_weights(family: str) -> PreTrainedModel:
+    """A copy of the target that drafts. Shared between tests: do not change it."""
+    return noisy_copy(target_of(family), ACCEPTED_ALL)
+
+
+def prompts(family: str) -> dict[str, Tensor]:
+    """Rows with no, one and two pictures."""
+    return mixed_prompts(target_of(family))
+
+
+def encoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    return model.model.vision_tower if model.config.model_type == "llava" else model.model.visual
+
+
+def eos_of_row(family: str, inputs: dict[str, Tensor], row: int, num_tokens: int) -> int:
+    """A token with which a row ends after at most so many tokens."""
+    text = target_of(family).generate(**inputs, max_new_tokens=NUM_NEW)
+    return int(text[row, num_tokens - 1 - NUM_NEW])
+
+
+@pytest.mark.parametrize("cache_kind", ["auto", "dynamic"])
+@pytest.mark.parametrize("family", MAKERS)
+def test_all_drafts_of_the_target_itself_are_accepted(family, cache_kind):
+    target, draft, inputs = target_of(family), same_weights(family), prompts(family)
+    read = []
+    handle = encoder_of(draft).register_forward_hook(lambda *_: read.append(1))
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
+    options["eos_token_id"] = eos_of_row(family, inputs, 1, 6)  # one row leaves, others go on
+    stats = assert_decodes_as_plain(target, draft, inputs, **options)
+    handle.remove()
+    assert len(read) == 1
+    assert "draft reads: text and pixel_values" in stats.plan
+    assert stats.num_accepted == stats.num_verified > 0
+    assert len(set(stats.rounds_per_row)) > 1
+    blind = assert_decodes_as_plain(target, text_draft(target, ACCEPTED_ALL), inputs, **options)
+    assert "draft reads: text alone, because" in blind.plan
+    assert blind.num_accepted < blind.num_verified
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_all_are_accepted_of_repeated_rows_that_are_sampled(family):
+    target, draft = target_of(family), same_weights(family)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 5, "num_return_sequences": 2}
+    stats = assert_decodes_as_plain(
+        target, draft, prompts(family), **options, max_new_tokens=NUM_NEW, num_assistant_tokens=3
+    )
+    assert stats.num_accepted == stats.num_verified > 0
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_another_picture_changes_the_drafts(family):
+    target, draft, inputs = target_of(family), noisy_copy(target_of(family), ACCEPTED_ALL), prompts(family)
+
+    def see_another(module, args, kwargs):
+        args = tuple(noise(*arg.shape, seed=9) if arg.is_floating_point() else arg for arg in args)
+        kwargs = {
+            name: noise(*value.shape, seed=9) if torch.is_tensor(value) and value.is_floating_point() else value
+            for name, value in kwargs.items()
+        }
+        return args, kwargs
+
+    encoder_of(draft).register_forward_pre_hook(see_another, with_kwargs=True)
+    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    assert stats.num_accepted < stats.num_verified
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"])
+def test_positions_are_those_of_the_call_and_the_draft_is_not_written_to(family):
+    target, draft = target_of(family), noisy_copy(target_of(family), ACCEPTED_ALL)
+    draft.model.rope_deltas = poison = torch.full((3, 1), 1000)
+    stats = assert_decodes_as_plain(target, draft, prompts(family), max_new_tokens=NUM_NEW)
+    assert stats.num_accepted == stats.num_verified > 0
+    assert draft.model.rope_deltas is poison
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_assistant_tokens_schedule": "heuristic"},
+        {"prompt_lookup_num_tokens": 3},
+        {"draft_state": hf_speculate.DraftState()},
+    ],
+)
+def test_a_draft_that_sees_with_other_sources_and_schedules(own):
+    target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
+    draft = noisy_copy(target, DRAFT_NOISE)
+    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+    assert "text and pixel_values" in stats.plan
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.usefixtures("scripted")
+def test_rows_that_leave_before_the_first_draft_take_their_pictures_along():
+    target, draft, inputs = target_of("qwen2_vl"), same_weights("qwen2_vl"), prompts("qwen2_vl")
+    eos = eos_of_row("qwen2_vl", inputs, 0, 1)  # with the token that follows the prompt
+    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, eos_token_id=eos)
+    assert stats.num_accepted == stats.num_verified > 0
+
+
+def test_videos_are_seen_too():
+    target, inputs, _ = READINGS["second_per_grid_ts"]()
+    draft = noisy_copy(hf_speculate.enable(target), ACCEPTED_ALL)
+    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    assert "text and pixel_values_videos" in stats.plan
+    assert stats.num_accepted == stats.num_verified > 0
+
+
+def test_a_vocabulary_that_is_padded_keeps_the_ids_of_pictures():
+    target = hf_speculate.enable(make_llava())
+    draft = noisy_copy(target, ACCEPTED_ALL)
+    draft.resize_token_embeddings(72)
+    inputs = prompts("llava")
+    with pytest.warns(UserWarning, match="ids are taken to be the same"):
+        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    assert "text and pixel_values" in stats.plan
+    assert stats.num_accepted == stats.num_verified > 0
+
+
+def with_other_patches() -> PreTrainedModel:
+    """A LLaVA for which a picture has sixteen tokens."""
+    fields = {**CLIP_AND_LLAMA, "vision_config": {**CLIP_AND_LLAMA["vision_config"], "patch_size": 2}}
+    return make("LlavaForConditionalGeneration", **fields, image_token_id=IMAGE_TOKEN_ID)
+
+
+def with_another_id() -> PreTrainedModel:
+    draft = make_llava()
+    draft.config.image_token_id = 59
+    return draft
+
+
+ENCODES_FIRST = "mm_encoder_outputs" in READINGS  # older versions encode pictures in the forward of the prompt
+
+
+@pytest.mark.parametrize(
+    ("make_draft", "words"),
+    [
+        pytest.param(
+            with_other_patches,
+            "its encoder gives 48 states for 12 image tokens" if ENCODES_FIRST else "",
+            marks=pytest.mark.fallback("reads the text alone" if ENCODES_FIRST else "raised ValueError"),
+        ),
+        pytest.param(
+            with_another_id,
+            "image tokens have the id 60 in the prompt, and 59 in its config",
+            marks=pytest.mark.fallback("reads the text alone"),
+        ),
+        (lambda: make_model("llama", vocab_size=64), "LlamaForCausalLM takes no pixel_values"),
+    ],
+)
+def test_a_draft_that_cannot_see_reads_the_text_alone_and_says_why(make_draft, words):
+    target, inputs = target_of("llava"), prompts("llava")
+    stats = assert_decodes_as_plain(target, make_draft(), inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    if words:
+        assert f"draft reads: text alone, because {words}" in stats.plan
+        assert stats.num_drafted > 0
+    assert len(stats.fallbacks) == (words[:5] != "Llama")
+
+
+@pytest.mark.skipif(not ENCODES_FIRST, reason="this version of transformers does not take them")
+@pytest.mark.fallback("reads the text alone")
+def test_what_the_targets_encoder_made_is_not_for_the_draft():
+    target, inputs, _ = encoded_images()
+    hf_speculate.enable(target)
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3, "speculation_stats": stats}
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+    assert "text alone, because mm_encoder_outputs are those of the target's encoder" in stats.plan
