@@ -8,7 +8,8 @@ import torch
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.draft_session import DraftSession, RowProgress
+from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.engine.row_progress import RowProgress
 from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
 from tests.schedule.simulator import ScriptedSchedule
