@@ -65,10 +65,10 @@ def origin(results: dict[str, Any]) -> str:
 
 
 def real_models_table(results: dict[str, Any]) -> str:
-    """Our default over plain decoding by target and draft, beside the better setting of transformers' prompt lookup."""
-    by_source: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Our default over plain decoding by draft, beside the better setting of transformers' prompt lookup."""
+    by_source: dict[str, list[dict[str, Any]]] = {}
     for row in results["rows"]:
-        by_source.setdefault((row["target"], row["source"]), []).append(row)
+        by_source.setdefault(row["source"], []).append(row)
 
     def shown(rows: list[dict[str, Any]], name: str, *, is_alone: bool) -> str | None:
         means: dict[str, list[float]] = {}
@@ -80,13 +80,12 @@ def real_models_table(results: dict[str, Any]) -> str:
 
     rows = [
         {
-            "target": NAMES[target],
             "draft": source,
             "1 row": shown(measured, "over_plain", is_alone=True),
             "8 rows": shown(measured, "over_plain", is_alone=False),
-            "transformers' lookup, 1 row": shown(measured, "rival_over_plain", is_alone=True),
+            "transformers' prompt lookup, 1 row": shown(measured, "rival_over_plain", is_alone=True),
         }
-        for (target, source), measured in by_source.items()
+        for source, measured in by_source.items()
     ]
     return markdown({head: lambda row, head=head: row[head] for head in rows[0]}, rows)
 
