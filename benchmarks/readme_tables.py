@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import ROOT, markdown, read_results, write_between
-from _real_cells import HOLDS_AT
+from _real_cells import CELLS, HOLDS_AT
 from _real_models import NAMES
 from real_models import is_slower, useless_mean
 
@@ -95,7 +95,8 @@ def bound_sentence(results: dict[str, Any]) -> str:
     rows = results["rows"]
     num_useless, slower = sum(row["is_useless"] for row in rows), [row for row in rows if is_slower(row)]
     length = max(row["settings"]["max_new_tokens"] for row in rows)
-    where = f"Measured with {' and '.join(NAMES.values())} in {len(rows)} cells, calls of {length} tokens on two cores"
+    models = " and ".join(dict.fromkeys(NAMES[row["target"]] for row in rows))
+    where = f"Measured with {models}, {len(rows)} of {len(CELLS)} cells, calls of {length} tokens"
     useless = f"the {num_useless} cells whose drafts cannot help reach {useless_mean(rows):.3f} times plain decoding"
     below = f"{len(slower)} of the {len(rows)} 95 % intervals" if slower else "no 95 % interval"
     verb = "lie" if len(slower) > 1 else "lies"

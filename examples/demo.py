@@ -166,24 +166,24 @@ def measure(
 ) -> None:
     """The passes, over and over, until `args.passes` of them or the time since `begin` are used up."""
     for method in tqdm(tallies, desc="warming up", leave=False):
-        inputs = next(one.inputs for one in passes if one.batch_size == method.batch_size)
+        inputs = next(part.inputs for part in passes if part.batch_size == method.batch_size)
         short = {name: tensor[:, -NUM_WARM_UP_TOKENS:] for name, tensor in inputs.items()}
         decode(method, pair, short, 4, seed=0)
         if time.perf_counter() - begin > WARM_UP_SHARE * args.budget_s:
             break
     budget_s = args.budget_s * MEASURING_SHARE
     with tqdm(total=round(budget_s), desc="decoding", bar_format=BAR) as bar:
-        for index, one in enumerate(islice(cycle(passes), args.passes)):
+        for index, (kind, batch_size, inputs) in enumerate(islice(cycle(passes), args.passes)):
             if index % PROBE_EVERY == 0:
                 probes_s.append(time_probe(pair, passes[0].inputs))
-            lines = [method for method in tallies if (method.kind, method.batch_size) == (one.kind, one.batch_size)]
+            lines = [method for method in tallies if (method.kind, method.batch_size) == (kind, batch_size)]
             for method in lines if index % 2 == 0 else reversed(lines):
                 bar.set_postfix_str(f"{method.batch_size} x {method.name}", refresh=False)
                 elapsed_s = time.perf_counter() - begin
                 bar.update(min(round(elapsed_s), bar.total) - bar.n)
                 if elapsed_s > budget_s:
                     return
-                run_method(method, pair, one.inputs, args.max_new_tokens, index, tallies[method])
+                run_method(method, pair, inputs, args.max_new_tokens, index, tallies[method])
 
 
 def time_probe(pair: Pair, inputs: dict[str, Tensor]) -> float:

@@ -26,7 +26,7 @@ BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compile
 BUILDER, MAX_IMPORTS, MAX_CALL_FIELDS = "engine/builder.py", 15, 16
 
 # What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 93, "lines run": 11_908, "modules loaded": 111, "lines loaded": 12_822}
+MOST = {"files run": 93, "lines run": 11_922, "modules loaded": 111, "lines loaded": 12_836}
 
 
 def option_of(path: str) -> str | None:

@@ -44,18 +44,18 @@ class AcceptanceRates(AcceptanceCounts):
         for position, bucket in enumerate(buckets):
             self.add(bucket, position < num_accepted, _DECAY)
 
-    def chances(self, buckets: Sequence[int]) -> Iterator[float]:
-        """The chance of each token of a draft that it is accepted, with all before it."""
+    def probabilities(self, buckets: Sequence[int]) -> Iterator[float]:
+        """The probability of each token of a draft that it is accepted, with all before it."""
         rates = (self.rate(bucket, self._priors[bucket], _PRIOR_WEIGHT) for bucket in buckets)
         return accumulate(rates, mul)
 
     def expected(self, buckets: Sequence[int]) -> float:
         """The expected number of accepted tokens in a draft."""
-        return sum(self.chances(buckets))
+        return sum(self.probabilities(buckets))
 
     def num_likely(self, buckets: Sequence[int], least: float) -> int:
-        """The number of first tokens of a draft whose chance to be accepted is at least `least`."""
-        return sum(chance >= least for chance in self.chances(buckets))
+        """The number of first tokens of a draft that are accepted with a probability of at least `least`."""
+        return sum(probability >= least for probability in self.probabilities(buckets))
 
 
 def suffix_buckets(match_len: int, num: int) -> list[int]:

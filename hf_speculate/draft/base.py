@@ -132,14 +132,15 @@ class Drafter(Protocol):
     reads_kept: bool = True
     """Whether it reads `kept`; if not, it may be None in every call."""
     reads_prompt: bool = True
-    """Whether it reads the hidden states of the whole prompt; if not, `kept` of the first call holds the newest token
-    and its state alone."""
+    """Whether it reads the hidden states of all tokens; if not, `kept` holds those of each row's newest one, [B, 1, D],
+    and in the first call that token alone if nothing was decoded before."""
     min_query_len: int = 1
     """Tokens of each row that it is fed at least, some of them again."""
     is_compiled: bool = False
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
     can_join: bool = False
-    """Whether rows of another drafter of its kind may join it; `read`, `read_kept` and `join` are called only then."""
+    """Whether rows of another drafter of its kind may join it; `read_kept` and `join` are called only then, and so is
+    `read` unless it `awaits_prompt`."""
     drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
     context_len: int | None = None
@@ -149,7 +150,8 @@ class Drafter(Protocol):
     shares_columns: bool = False
     """Whether the columns of its longest row, less the padding that all rows have, count for all rows."""
     awaits_prompt: bool = False
-    """Whether `read` is called with the whole prompts before the first `draft`, as it reads pictures with them."""
+    """Whether `read` is called with the whole prompts before the first `draft`, as a draft model reads pictures with
+    them; of draft models alone."""
     drafts_past_context: bool = False
     """Whether it drafts for rows past `context_len` too, in another way."""
 
@@ -187,9 +189,9 @@ class Drafter(Protocol):
         return states
 
     def begin(self, token_ids: Tensor) -> None:
-        """Called before the first `draft` if rows may join, or if the draft cache holds tokens of an earlier call.
+        """Called before the first `draft` if rows may join or an earlier call has filled the draft cache.
 
-        Every token after the prompts is then in a `kept`.
+        Also if it awaits the prompts. Every token after the prompts is then in a `kept`.
 
         Args:
             token_ids: [B, T] int64, with their padding.

@@ -32,6 +32,7 @@ VARIANTS = {
     "a draft head": "hf_speculate.options.heads.source",
     "a name": "hf_speculate.options.heads.named:find_head",
     "suffix_store": "hf_speculate.options.sources.stored_lookup",
+    "pictures": "hf_speculate.options.pictures.draft_inputs:read_media",
     # `model_type` of transformers' models that draft for their own target alone
     "gemma4_assistant": "hf_speculate.options.gemma4.source",
     "gemma4_unified_assistant": "hf_speculate.options.gemma4.source",

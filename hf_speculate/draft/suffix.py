@@ -33,7 +33,7 @@ class SuffixSettings:
 NO_PROPOSAL = Proposal(0, [])
 # Measured on texts of SmolLM2-135M-Instruct, K = 10, at a tenth of a plain step for each verified token: 1.57 times
 # plain decoding where text is copied, 1.19 for questions, 1.58 for code; full drafts reach 1.52, 1.10 and 1.50.
-_LEAST_CHANCE = 0.15  # that a token is accepted, with all before it, for it to be drafted
+_LEAST_PROBABILITY = 0.15  # that a token is accepted, with all before it, for it to be drafted
 
 
 class RowText:
@@ -65,7 +65,7 @@ class RowText:
     def likely(self) -> Proposal:
         """The proposal up to the first token that is not accepted often enough."""
         match_len, proposed = self.proposal
-        num = self.rates.num_likely(suffix_buckets(match_len, len(proposed)), _LEAST_CHANCE)
+        num = self.rates.num_likely(suffix_buckets(match_len, len(proposed)), _LEAST_PROBABILITY)
         return Proposal(match_len, proposed[:num])
 
 

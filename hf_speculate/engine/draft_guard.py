@@ -121,8 +121,8 @@ class DraftGuard:
             return batch.no_draft()
         view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
         own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
-        states = CacheView(target_cache, None if view is batch else row_indices)
-        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet, states))
+        seen = CacheView(target_cache, None if view is batch else row_indices)
+        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet, seen))
         if self._faults.is_pending:
             meet()
         if draft is None or self._session is None:

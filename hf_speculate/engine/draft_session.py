@@ -101,9 +101,9 @@ class DraftSession(PerRow):
         keys: NoiseKeys,
         room: Sequence[int],
         meet: Callable[[], None],
-        states: CacheView | None = None,
+        target_cache: CacheView | None = None,
     ) -> DraftOut:
-        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each; `states` are the target's.
+        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each; drafters may read `target_cache`.
 
         `meet` is called once the drafter is done, before what waits for other processes.
         """
@@ -113,7 +113,8 @@ class DraftSession(PerRow):
         num_known = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
         tokens = self._tokens(batch)
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
-        request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept, states)
+        query = tokens.last(num_fed)
+        request = DraftRequest(query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache)
         draft = self.drafter.draft(request)
         meet()
         draft = self.ranks.broadcast_draft(draft, request)

@@ -195,10 +195,15 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     return ""
 
 
+def gains_nothing(call: Call) -> bool:
+    """Whether the call's draft model is known to gain nothing before any round."""
+    is_adaptive = call.draft is not None and call.config.schedule == "adaptive"
+    return is_adaptive and draft_prior(call.target, call.source).never_pays
+
+
 def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
     """The call, without a draft model if what drafts beside it gains more alone."""
-    draft = call.draft
-    if draft is None or call.config.schedule != "adaptive" or not draft_prior(call.target, call.source).never_pays:
+    if not gains_nothing(call):
         return call
     rest = call.source.without_model()
     does = f"{rest.description} alone" if rest.drafts else "plain decoding"

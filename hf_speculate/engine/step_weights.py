@@ -33,7 +33,8 @@ def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 
 def step_weights(model: PreTrainedModel) -> StepWeights:
     """The weights of a step: no encoder's, and no table of embeddings (a step reads rows) unless it is the head."""
-    decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder else model
+    is_composite = model.config.get_text_config(decoder=True) is not model.config  # it has an encoder of its own
+    decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder or is_composite else model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     parts = [decoder] if head is None else [decoder, head]
     weights: dict[int, Tensor] = {id(weight): weight for part in parts for weight in part.parameters()}

@@ -16,12 +16,12 @@ from hf_speculate.cache.layers import num_cached
 from hf_speculate.cache.static import is_static, static_copies
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.source import DraftSource
+from hf_speculate.draft.source import VARIANTS, DraftSource, load_entry
 from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call, Prompts
 from hf_speculate.engine.drafter_setup import begin_source
 from hf_speculate.engine.outputs import GenerateOutput
-from hf_speculate.engine.plan import make_plan, with_working_kernels
+from hf_speculate.engine.plan import gains_nothing, make_plan, with_working_kernels
 from hf_speculate.engine.ranks import Ranks, find_ranks
 from hf_speculate.engine.row_lists import ONE_CALL, RowLists
 from hf_speculate.engine.runners import static_request
@@ -47,7 +47,7 @@ from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-_PICTURES = "hf_speculate.options.pictures.draft_inputs"  # imported if a call has them and a decoder-only draft model
+_FEWEST_LEFT = 2  # tokens to come, without which nothing is drafted
 _SELF_TEST = "hf_speculate.options.self_test.compare"  # imported for models of a type that no test has shown
 
 
@@ -174,9 +174,10 @@ class SpeculativeDecoding:
         """The call with what its draft model reads besides tokens, or without that model if it cannot read them."""
         draft, media = call.draft, sorted(MEDIA & self.passed.keys())
         if draft is None or not (draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
-            if draft is None or not media:
+            num_left = call.generation_config.max_length - call.prompts.input_ids.shape[1]
+            if draft is None or not media or num_left < _FEWEST_LEFT or gains_nothing(call):
                 return call
-            read_media = importlib.import_module(_PICTURES).read_media
+            read_media = load_entry(VARIANTS["pictures"])
             return replace(call, draft_inputs=read_media(call, draft, self.passed, media, self.stats))
         reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
         inputs = read_draft_inputs(call, draft, self.stats, inputs_tensor if reads_tensor else None, model_kwargs)

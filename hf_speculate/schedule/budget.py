@@ -9,11 +9,12 @@
 - E is the seconds of the call so far, the target's prefill included.
 - w(K) is what a round of K drafts loses if all of them are rejected: its estimated seconds, those in which the drafter
   reads what it has not seen included, minus p.
-- C is a credit. In the first call of its type it is what the first drafted round takes more than p, what the drafter
-  took before it if it read the prompt and proposed nothing, and for more rounds half of p, or one more round of a cheap
-  draft; nothing more for a draft that is known to be expensive. In a later call it is what earlier calls have left of
-  theirs, the sum of 0.02 E - L, at most four rounds if the last call gained, two if one before it did, and else one; a
-  round counts as half of p at least, because a busy machine may hold any round up for longer than its drafts cost.
+- C is a credit. In the first call of its type it is what the first drafted round takes more than p; the most that the
+  drafter took before it to propose nothing, because it read the prompt then; and for more rounds half of p, or one more
+  round of a draft that is known to be cheap, but nothing for one that is known to be expensive. In a later call it is
+  what earlier calls have left of theirs, the sum of 0.02 E - L, at most four rounds if the last call gained, two if one
+  before it did, and else one; a round counts as half of p at least, because a busy machine may hold any round up for
+  longer than its drafts cost.
 
 A round of K drafts begins only if
 
@@ -36,10 +37,11 @@ tokens ahead, and p(n_j) - p(k_j) >= b (n_j - k_j).
 
 **What lies outside.** Seconds count as the schedule measures them: in units of its own p, whose error it cannot know.
 If all forwards become faster by less than 1.4 times, that lasts until p is measured again; if by more, a few rounds.
-The preparation of a call, the difference between a plain round of this library and a step of transformers' own loop,
-and plain rounds of rows of different lengths (a few percent slower than p) are not in it. Nor are pauses of the process
-and forwards that run for the first time, which may load kernels or compile: a round counts as three times its estimate
-at most, and one of a size that was never measured as one and a half times a plain step with its drafts.
+The preparation of a call, what a draft model that reads pictures takes for the prompt, the difference between a plain
+round of this library and a step of transformers' own loop, and plain rounds of rows of different lengths (a few percent
+slower than p) are not in it. Nor are pauses of the process and forwards that run for the first time, which may load
+kernels or compile: a round counts as three times its estimate at most, and one of a size that was never measured as one
+and a half times a plain step with its drafts.
 """
 
 import math

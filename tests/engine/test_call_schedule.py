@@ -24,6 +24,7 @@ from tests.cases import new_pair
 from tests.options.heads.kinds import KINDS
 from tests.options.heads.rounds import Rounds, random_texts
 from tests.tiny import make_model, ragged_prompts
+from tests.tiny_encoders import make_llava, make_qwen2_vl
 
 OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, which no product reads
 NUM_NEW = 12
@@ -50,6 +51,14 @@ class Products(TorchFunctionMode):
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"vocab_size": 512, "dtype": torch.bfloat16}])
 def test_a_step_reads_the_matrices_of_its_products_and_no_table_of_embeddings(options):
     model = make_model("llama", **options)
+    with Products() as products, torch.no_grad():
+        model(torch.tensor([[1]]))
+    assert step_weights(model).num_bytes == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)
+
+
+@pytest.mark.parametrize("make_reader", [make_llava, make_qwen2_vl])
+def test_a_step_reads_no_encoder_of_pictures(make_reader):
+    model = make_reader()
     with Products() as products, torch.no_grad():
         model(torch.tensor([[1]]))
     assert step_weights(model).num_bytes == pytest.approx(products.num_bytes, rel=OTHER_WEIGHTS)

@@ -12,7 +12,7 @@ from hf_speculate.errors import ShapeError
 from hf_speculate.options.gemma4.assistant import Context, Gemma4Assistant
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
-from hf_speculate.types import DraftOut, Kept
+from hf_speculate.types import DraftOut
 
 
 class Gemma4Drafter(PerRow, Drafter):
@@ -59,7 +59,7 @@ class Gemma4Drafter(PerRow, Drafter):
             )
         self.chooser.read(request.query_token_ids, kept)
         draft = self.chooser.start(request.num_draft_tokens, request.sample_strategy, request.keys)
-        states = _newest(kept, kept.hidden_states).to(self.device, self.dtype)
+        states = kept.hidden_states[:, -1].to(self.device, self.dtype)
         context, token_ids = self._context(cache), request.query_token_ids[:, -1]
         for _ in range(request.num_draft_tokens):
             logits, states = self.assistant.step(self._embedded(token_ids), states, context)
@@ -80,13 +80,3 @@ class Gemma4Drafter(PerRow, Drafter):
         }
         positions = cache.last_positions() + (1 + self.assistant.position)
         return Context({name: (view.keys, view.values) for name, view in views.items()}, masks, positions)
-
-
-def _newest(kept: Kept, states: Tensor) -> Tensor:
-    """[B, D] of [B, N, D]: what each row's newest token was chosen from; 0 for rows that have ended and stay."""
-    counts = kept.num_emitted.tolist()
-    if min(counts) == max(counts) > 0:
-        return states[:, counts[0] - 1]
-    last = upload([max(num - 1, 0) for num in counts], states.device)[:, None, None]  # [B, 1, 1]
-    has_none = upload([num == 0 for num in counts], states.device, torch.bool)[:, None]  # [B, 1]
-    return states.gather(1, last.expand(-1, 1, states.shape[2]))[:, 0].masked_fill(has_none, 0)

@@ -99,12 +99,46 @@ class HiddenStates(PerRow):
 
 
 class NewestStates(HiddenStates):
-    """Hidden states of a drafter that reads those of the prompt's last token and of later ones."""
+    """Hidden states of a drafter that reads those of each row's newest token alone, whatever came before."""
+
+    BY_ROW = ("_num_emitted",)
+    TENSORS = ("_newest",)
+    join = PerRow.join
+
+    def __init__(self, layers: Sequence[int], capture: LayerCapture | None, project: Callable[[Tensor], Tensor]):
+        super().__init__(layers, capture, project)
+        self._num_emitted: list[int] = []  # [B] tokens since the drafter's last call
+        self._newest: Tensor | None = None  # [B, 1, D]
+
+    @property
+    def counts(self) -> list[int]:
+        return self._num_emitted
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
         """Keep the state of the last token; the target need not have computed others in layers that share states."""
-        self._pieces, self._columns = [], []
-        self._add(self._states(output)[:, -1:], [range(1)] * len(num_tokens))
+        self._newest, self._num_emitted = self._states(output)[:, -1:], [1] * len(num_tokens)
+
+    def add(self, output: Scored, counts: Sequence[int]) -> None:
+        states = self._states(output)
+        if min(counts) == max(counts) > 0:
+            newest = states[:, counts[0] - 1 : counts[0]]
+        else:
+            last = upload([max(num - 1, 0) for num in counts], states.device)[:, None, None]  # [B, 1, 1]
+            newest = states.gather(1, last.expand(-1, 1, states.shape[2]))
+            if self._newest is not None and min(counts) == 0:
+                has_new = upload([num > 0 for num in counts], states.device, torch.bool)[:, None, None]
+                newest = torch.where(has_new, newest, self._newest)
+        before = self._num_emitted or [0] * len(counts)
+        self._newest, self._num_emitted = newest, [num + new for num, new in zip(before, counts, strict=True)]
+
+    def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
+        """[B, 1, D] of each row's newest token, on a device; its tokens then count as read, or `counts` [B] of them."""
+        if self._newest is None:
+            raise RuntimeError("a state must have been added before it is taken, got none")
+        taken = self._num_emitted if counts is None else counts
+        self._num_emitted = [num - read for num, read in zip(self._num_emitted, taken, strict=True)]
+        # Always a copy: the drafter could not write into a tensor created in inference mode.
+        return self._newest.clone().to(device)
 
 
 def _aligned(states: Tensor, columns: Sequence[Sequence[int]]) -> Tensor:

@@ -120,9 +120,24 @@ def test_positions_are_those_of_the_call_and_the_draft_is_not_written_to(family)
 def test_a_draft_that_sees_with_other_sources_and_schedules(own):
     target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
     draft = noisy_copy(target, DRAFT_NOISE)
-    stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
-    assert "text and pixel_values" in stats.plan
-    assert stats.num_accepted > 0
+    for _ in range(2):  # a draft state that had kept the first call's prompt would be of other pictures
+        stats = assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW, **own)
+        assert "text and pixel_values" in stats.plan
+        assert stats.num_accepted > 0
+        inputs = {**inputs, "pixel_values": inputs["pixel_values"].flip(0)}
+
+
+@pytest.mark.fallback("plain decoding")
+@pytest.mark.parametrize("own", [{}, {"max_new_tokens": 1}], ids=["as large as its target", "one token"])
+def test_a_draft_that_will_not_draft_encodes_no_pictures(own):
+    target, inputs = target_of("qwen2_vl"), prompts("qwen2_vl")
+    draft, calls = noisy_copy(target, DRAFT_NOISE), []
+    for module in (draft, draft.model.visual):
+        module.register_forward_hook(lambda *_: calls.append(1))
+    if own:
+        own = {**own, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    target.generate(**inputs, assistant_model=draft, **{"max_new_tokens": NUM_NEW, **own})
+    assert not calls
 
 
 @pytest.mark.usefixtures("scripted")
