@@ -18,6 +18,8 @@ MUTANTS = mutants_of(
         ("hf_speculate/draft/suffix.py", "draft/test_suffix.py options/sources/test_suffix_store.py"): {
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
             "padding is part of the text": Fault("row.extend(ids[num:])", "row.extend(ids)"),
+            "a row that drafts nothing learns nothing": Fault("if agrees:", "if len(agrees) > 1:"),
+            "every match is drafted to its end": Fault("_LEAST_PROBABILITY = 0.15", "_LEAST_PROBABILITY = 0.0"),
             "finished rows draft": Fault(".token_ids if new else [] for row", ".token_ids for row"),
             "rows are not compacted": Fault('("texts", "_num_pads")', '("_num_pads",)'),
         },
@@ -112,6 +114,11 @@ MUTANTS = mutants_of(
             "inside and outside are swapped": Fault("is_lossy = inside.flatten()", "is_lossy = ~inside.flatten()"),
             "rows are not compacted": Fault('("_num_read", "_is_open")', '("_num_read",)'),
         },
+        ("hf_speculate/schedule/adaptive.py", "schedule"): {
+            "a busy machine ends drafting after a call that gained": Fault(
+                "_CREDIT_STEPS = 0.5", "_CREDIT_STEPS = 0.0"
+            ),
+        },
         ("hf_speculate/schedule/heuristic.py", "schedule"): {
             "a rejected draft grows it": Fault("accepted >= drafted for", "accepted >= drafted - 1 for"),
         },
@@ -126,6 +133,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/schedule/costs.py", "schedule"): {
             "a draft takes as long for every K": Fault("add(num_rows, num, outcome", "add(num_rows, 1, outcome"),
+            "a slow first round of a size is never tried again": Fault("_TRUSTED = 16", "_TRUSTED = 10**9"),
             "a first verification counts whatever it takes": Fault("_MOST_FIRST = 3.0", "_MOST_FIRST = 1e9"),
             "a plain step counts as longer than a verification": Fault("num_rows), shortest_s)", "num_rows), 1e9)"),
         },

@@ -85,12 +85,12 @@ MUTANTS = mutants_of(
                 "draft/test_custom.py generation/test_prompts.py generation/test_rollback.py",
             ),
         },
-        ("hf_speculate/engine/draft_session.py", "generation/test_options.py generation/test_matrix.py"): {
+        ("hf_speculate/engine/row_progress.py", "options/draft_state/test_draft_state.py"): {
             "a rejected token stays in the cache": Fault(
-                "kept = self.length - num_query",
-                "kept = self.length - num_query + 1",
-                "options/draft_state/test_draft_state.py",
+                "kept = self.length - num_query", "kept = self.length - num_query + 1"
             ),
+        },
+        ("hf_speculate/engine/draft_session.py", "generation/test_options.py generation/test_matrix.py"): {
             "the cache is cut one token too short": Fault(
                 "self._crop(batch, ends)",
                 "self._crop(batch, [end - 1 for end in ends])",
