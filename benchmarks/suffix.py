@@ -123,7 +123,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
             "us_after_other_work": spread(text.later_us),
             "transformers_us_per_round": spread(text.their_us),
             "build_us_per_token": text.build_us,
-            "index_bytes_per_token": text.drafter.texts[0].num_bytes / text.length,
+            "index_bytes_per_token": text.drafter.texts[0].index.num_bytes / text.length,
         }
         for length, text in zip(args.lengths, texts, strict=True)
     ]
