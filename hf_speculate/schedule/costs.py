@@ -153,7 +153,7 @@ class CostModel:
     def is_settled(self, num_rows: int, num_draft_tokens: int) -> bool:
         """Whether so many verifications of as many query rows were measured that their seconds need no trial.
 
-        The first one of a size may have loaded kernels, or met a busy machine: if it was slow, only a second one tells.
+        The first one of a size may have loaded kernels, or the machine may have been busy: then a second one is needed.
         """
         cost = self._verify.costs.get((1, num_rows * (num_draft_tokens + 1)))
         return cost is not None and self._settles(cost)

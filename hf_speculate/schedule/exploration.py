@@ -1,4 +1,4 @@
-"""Exploration: trials of draft lengths that were not measured, or so rarely that a busy machine may have decided."""
+"""Exploration: trials of draft lengths that were not measured, or too rarely to rely on their seconds."""
 
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.work import RemainingWork
