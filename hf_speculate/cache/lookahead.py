@@ -95,7 +95,9 @@ class Lookahead:
             return 0
         first = max(min(layout.lens) - window + 1, 0)
         if self.is_masked and layout.device.type == "cuda":
-            first -= first % MASK_UNIT  # the mask hides columns before the window
+            # The mask hides columns before the window; a buffer may hold none before those that the first token sees.
+            first_of_all = max(min(self._next.lens.on_host) - window + 1, 0)
+            first -= (first - first_of_all) % MASK_UNIT
         return first
 
     def slot_mapping(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
