@@ -1,4 +1,4 @@
-"""The cells of `real_models.py`: every pair of choices, drafts that cannot help more often."""
+"""The cells of `real_models.py`: every pair of choices."""
 
 from typing import Any, NamedTuple
 
@@ -52,13 +52,13 @@ _MIXED = ((8, "greedy", "chat", "bfloat16"), (1, "top-p", "copying", "float32"))
 _TURNED = ((8, "greedy", "copying", "float32"), (1, "top-p", "chat", "bfloat16"))
 _FOLDED = ((1, "greedy", "copying", "bfloat16"), (8, "top-p", "chat", "float32"))
 _CHOICES = {
-    ("smollm2", "foreign"): _ALONE + _TURNED,
-    ("smollm2", "early exit"): _MIXED + _FOLDED,
-    ("smollm2", "head"): _MIXED,
+    ("smollm2", "foreign"): _TURNED,
+    ("smollm2", "early exit"): _MIXED,
+    ("smollm2", "head"): _ALONE,
     ("smollm2", "lookup"): _TURNED,
     ("smollm2", "lookup with head"): _FOLDED,
-    ("gemma3", "foreign"): _ALONE + _TURNED,
-    ("gemma3", "early exit"): _MIXED,
+    ("gemma3", "foreign"): _ALONE,
+    ("gemma3", "early exit"): _FOLDED,
     ("gemma3", "lookup"): _MIXED,
 }
 CELLS = [
