@@ -25,6 +25,7 @@ from tests.cases import (
     pair,
     plain_and_ours,
 )
+from tests.fake_cuda import FakeCuda
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyStreamer, Mistake, hook
 from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
@@ -321,6 +322,24 @@ def test_a_window_layer_holds_its_window_however_long_the_text():
     assert min(seen for seen, _ in full) > 360
     assert max(seen for seen, _ in windowed) <= SLIDING_WINDOW + K + 1
     assert max(capacity for _, capacity in windowed) < SLIDING_WINDOW + WINDOW_SLACK + 2 * MIN_STEP < 360
+
+
+@pytest.mark.fallback("no graphs")
+@each_value(family=["mistral_window", "cohere2", "gemma2"], batch_size=[1, 3], num_held=[SLIDING_WINDOW, 13])
+def test_on_a_gpu_a_passed_cache_that_has_cut_its_window_goes_on(family, batch_size, num_held):
+    """The first column that attention reads there is rounded down, and buffers hold none before the window."""
+    target, draft = map(copy.deepcopy, pair(family))
+    inputs = ragged_prompts(batch_size, min_len=16, max_len=19)
+    beginning = {name: value[:, :num_held] for name, value in inputs.items()}
+    options = {"max_new_tokens": 12, "return_dict_in_generate": True}
+    expected = target.generate(**inputs, **options, **{CACHE_NAME: prefilled(target, **beginning)})
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "verifier_backend": "torch"}
+    with FakeCuda():
+        for model in (target, draft):
+            model.to("cuda:0")
+        inputs, beginning = ({name: value.to("cuda:0") for name, value in part.items()} for part in (inputs, beginning))
+        own[CACHE_NAME] = prefilled(target, **beginning)
+        assert_equal_ids(expected.sequences, target.generate(**inputs, **options, **own).sequences.to("cpu"))
 
 
 def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
