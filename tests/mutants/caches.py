@@ -49,6 +49,9 @@ MUTANTS = mutants_of(
             "a window loses its first column": Fault(
                 "first = max(min(layout.lens) - window + 1, 0)", "first = max(min(layout.lens) - window + 2, 0)"
             ),
+            "a mask of a GPU begins before the buffer of a window": Fault(
+                "(first - first_of_all) % MASK_UNIT", "first % MASK_UNIT"
+            ),
             "masks of plain steps end too soon": Fault("num_left < num_query", "num_left < 0"),
             "longest row's window": Fault(
                 "first = max(min(layout.lens) - window", "first = max(max(layout.lens) - window"
