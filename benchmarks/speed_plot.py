@@ -4,6 +4,7 @@ python benchmarks/speed_plot.py
 """
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -13,7 +14,7 @@ from _harness import RESULTS, ROOT, read_results
 PICTURES = ROOT / "docs" / "pictures"
 BATCH_SIZES = (1, 8)
 FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
-WIDTH, LEFT, PANEL, GAP, BAR, LINE, TOP = 860, 236, 268, 44, 18, 30, 64
+LEFT, PANEL, GAP, BAR, LINE, TOP, MARGIN = 236, 268, 44, 18, 30, 64, 44
 
 
 class Method(NamedTuple):
@@ -49,30 +50,62 @@ THEMES = {
 }
 
 
-def picture(results: dict[str, Any], theme: Theme) -> str:
+class Layout(NamedTuple):
+    """Where panels stand: beside one another, or one below the other for narrow screens."""
+
+    is_narrow: bool
+
+    @property
+    def width(self) -> float:
+        return LEFT + PANEL + MARGIN + (0 if self.is_narrow else (len(BATCH_SIZES) - 1) * (PANEL + GAP))
+
+    @property
+    def bottom(self) -> float:
+        """Where the last bars end, and some room."""
+        return self.origin(len(BATCH_SIZES) - 1)[1] + TOP + LINE * len(METHODS) + 16
+
+    def origin(self, number: int) -> tuple[float, float]:
+        """The left end and the upper shift of a panel's bars."""
+        return (LEFT, number * (LINE * len(METHODS) + GAP)) if self.is_narrow else (LEFT + number * (PANEL + GAP), 0)
+
+
+LAYOUTS = {"": Layout(is_narrow=False), "narrow-": Layout(is_narrow=True)}
+
+
+def picture(results: dict[str, Any], theme: Theme, layout: Layout) -> str:
     """The SVG of greedy decoding with the bundled pair in float32."""
     spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
     most = max(spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads if spread)
-    height = TOP + LINE * len(METHODS) + 44
-    environment = results["environment"]
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    sources = sources_of(results["environment"])
+    lines = sources if layout.is_narrow else ["; ".join(sources)]
+    height = layout.bottom + 16 * len(lines)
+    size = f'viewBox="0 0 {layout.width} {height}" width="{layout.width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',
         f"<title>Speed-up over plain generate(), {' and '.join(map(rows_in_words, BATCH_SIZES))}</title>",
         text(16, 24, "Speed-up over plain generate(), greedy decoding", theme.text, 'font-size="16" font-weight="600"'),
     ]
-    for number, method in enumerate(METHODS):
-        middle = TOP + LINE * number + BAR / 2
-        parts.append(text(LEFT - 12, middle + 5, method.label, theme.text, 'font-size="14" text-anchor="end"'))
     for number, batch_size in enumerate(BATCH_SIZES):
-        start = LEFT + number * (PANEL + GAP)
-        parts += panel(start, rows_in_words(batch_size), spreads[batch_size], most, theme)
-    source = (
-        f"bundled pair of 7 M and 1.5 M parameters, float32, {environment['threads']} cores of an "
-        f"{device(environment['device'])}, {environment['date']}; bars: medians, lines: minimum to maximum"
-    )
-    parts.append(text(16, height - 12, source, theme.faint, 'font-size="12"'))
+        left, shift = layout.origin(number)
+        if left == LEFT:  # methods are named once on a line
+            for place, method in enumerate(METHODS):
+                middle = TOP + shift + LINE * place + BAR / 2
+                parts.append(text(LEFT - 12, middle + 5, method.label, theme.text, 'font-size="14" text-anchor="end"'))
+        words = rows_in_words(batch_size)
+        parts.append(f'<g transform="translate(0 {shift})">')
+        parts += [*panel(left, words, spreads[batch_size], most, theme), "</g>"]
+    for number, words in enumerate(lines):
+        parts.append(text(16, layout.bottom + 16 * number, words, theme.faint, 'font-size="12"'))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def sources_of(environment: dict[str, Any]) -> list[str]:
+    """What was measured where, and what the marks mean; each a line on narrow screens."""
+    return [
+        "bundled pair of 7 M and 1.5 M parameters, float32",
+        f"{environment['threads']} cores of an {device(environment['device'])}, {environment['date']}",
+        "bars: medians, lines: minimum to maximum",
+    ]
 
 
 def panel(start: float, title: str, spreads: list[dict[str, float] | None], most: float, theme: Theme) -> list[str]:
@@ -133,9 +166,9 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder for the pictures")
     args = parser.parse_args()
     results = read_results("end_to_end", args.results)
-    for name, theme in THEMES.items():
-        path = args.pictures / f"speed-{name}.svg"
-        path.write_text(picture(results, theme), encoding="utf-8")
+    for (prefix, layout), (name, theme) in itertools.product(LAYOUTS.items(), THEMES.items()):
+        path = args.pictures / f"speed-{prefix}{name}.svg"
+        path.write_text(picture(results, theme, layout), encoding="utf-8")
         print(f"drawn in {path}")
 
 

@@ -1,6 +1,7 @@
 """What the pages show runs, and what they list is whole."""
 
 import ast
+import itertools
 import json
 import re
 import runpy
@@ -118,9 +119,9 @@ def test_the_pictures_of_speed_show_the_committed_results(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = runpy.run_path(str(ROOT / "benchmarks" / "speed_plot.py"))
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    for name, theme in script["THEMES"].items():
-        shown = (ROOT / "docs" / "pictures" / f"speed-{name}.svg").read_text(encoding="utf-8")
-        assert shown == script["picture"](results, theme), "out of date: run python benchmarks/speed_plot.py"
+    for (prefix, layout), (name, theme) in itertools.product(script["LAYOUTS"].items(), script["THEMES"].items()):
+        shown = (ROOT / "docs" / "pictures" / f"speed-{prefix}{name}.svg").read_text(encoding="utf-8")
+        assert shown == script["picture"](results, theme, layout), "out of date: run python benchmarks/speed_plot.py"
 
 
 def test_tables_of_speed_are_those_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
