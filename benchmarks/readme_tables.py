@@ -91,16 +91,17 @@ def real_models_table(results: dict[str, Any]) -> str:
 
 
 def bound_sentence(results: dict[str, Any]) -> str:
-    """What the real models say of calls whose drafts cannot help."""
+    """What the real models say of calls whose drafts seldom help."""
     rows = results["rows"]
-    num_useless, slower = sum(row["is_useless"] for row in rows), [row for row in rows if is_slower(row)]
+    means, slower = [row["over_plain"]["mean"] for row in rows if row["is_useless"]], [*filter(is_slower, rows)]
     length = max(row["settings"]["max_new_tokens"] for row in rows)
     models = " and ".join(dict.fromkeys(NAMES[row["target"]] for row in rows))
-    where = f"Measured with {models}, {len(rows)} of {len(CELLS)} cells, calls of {length} tokens"
-    useless = f"the {num_useless} cells whose drafts cannot help reach {useless_mean(rows):.3f} times plain decoding"
+    where = f"Measured with {models}, {len(rows)} of {len(CELLS)} settings, calls of {length} tokens"
+    useless = f"with drafts that seldom help, {min(means):.2f} to {max(means):.2f} times plain decoding"
+    mean = f"geometric mean of {len(means)} settings: {useless_mean(rows):.3f}"
     below = f"{len(slower)} of the {len(rows)} 95 % intervals" if slower else "no 95 % interval"
     verb = "lie" if len(slower) > 1 else "lies"
-    return f"{where}: {useless} (geometric mean), and {below} {verb} wholly below {HOLDS_AT}."
+    return f"{where}: {useless} ({mean}); {below} {verb} wholly below {HOLDS_AT}."
 
 
 def parts(results: dict[str, Any], real: dict[str, Any]) -> dict[str, str]:
