@@ -96,7 +96,8 @@ def bound_sentence(results: dict[str, Any]) -> str:
     means, slower = [row["over_plain"]["mean"] for row in rows if row["is_useless"]], [*filter(is_slower, rows)]
     length = max(row["settings"]["max_new_tokens"] for row in rows)
     models = " and ".join(dict.fromkeys(NAMES[row["target"]] for row in rows))
-    where = f"Measured with {models}, {len(rows)} of {len(CELLS)} settings, calls of {length} tokens"
+    number = len(rows) if len(rows) == len(CELLS) else f"{len(rows)} of {len(CELLS)}"
+    where = f"Measured with {models} in {number} settings, calls of {length} tokens"
     useless = f"with drafts that seldom help, {min(means):.2f} to {max(means):.2f} times plain decoding"
     mean = f"geometric mean of {len(means)} settings: {useless_mean(rows):.3f}"
     below = f"{len(slower)} of the {len(rows)} 95 % intervals" if slower else "no 95 % interval"
