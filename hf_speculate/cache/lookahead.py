@@ -44,8 +44,7 @@ class NextTokens:
 class Lookahead:
     """Masks, positions and slot mapping of forwards over preallocated buffers.
 
-    `expect` announces several forwards, for whose tokens everything is made at once. `restart` must follow a change of
-    the layout other than `advance`.
+    `expect` announces several forwards, served at once. Changes of the layout but `advance` need `restart` after them.
     """
 
     def __init__(self, layout: RowLayout, mask_dtype: torch.dtype = torch.float32):
@@ -95,9 +94,8 @@ class Lookahead:
             return 0
         first = max(min(layout.lens) - window + 1, 0)
         if self.is_masked and layout.device.type == "cuda":
-            # The mask hides columns before the window; a buffer may hold none before those that the first token sees.
-            first_of_all = max(min(self._next.lens.on_host) - window + 1, 0)
-            first -= (first - first_of_all) % MASK_UNIT
+            first_of_all = max(min(self._next.lens.on_host) - window + 1, 0)  # a buffer may hold none before
+            first -= (first - first_of_all) % MASK_UNIT  # the mask hides columns before the window
         return first
 
     def slot_mapping(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
