@@ -15,7 +15,7 @@ import torch
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
-from tests.cases import AXES, EXCLUDED, Pair
+from tests.cases import AXES, EXCLUDED, VERIFIERS, Pair
 from tests.random_calls import Case, cache_of, draft_options, options_of, prompts_of, target_of
 from tests.random_search import eos_ids, run_case
 
@@ -74,7 +74,7 @@ def _filled(
 
 def case_of(row: Row, seed: int) -> Case:
     """The call of a row, with a seed of its prompts and of what it draws."""
-    samples = row["verifier"] not in ("greedy", "typical, argmax")
+    samples = VERIFIERS[row["verifier"]]["do_sample"]
     drafter = {"argmax": "model"}.get(row["drafter"], row["drafter"])
     warpers = ("temperature", "top_k") if samples else ("min_new_tokens",)
     processors = {"pure": ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"), "warpers": warpers}
