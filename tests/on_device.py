@@ -1,4 +1,4 @@
-"""A pytest plugin that runs tests of the host on a device: what no test marked `gpu` looks at.
+"""Pytest plugin that runs tests written for the host on a device: options and caches that no test marked `gpu` runs.
 
     python -m pytest -p tests.on_device -n 8 tests/options tests/generation
 
