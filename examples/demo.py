@@ -287,14 +287,14 @@ def run(args: argparse.Namespace, load: Loader) -> int:
         print_table(tallies, probes_s)
         raise
     print_texts(tallies, tokenizer, loaded.questions)
-    print_table(tallies, probes_s)
+    is_reliable = print_table(tallies, probes_s)
     comparisons = {other: Comparison(pairs[other]) for other in (dtype, *(pairs.keys() - {dtype}))}
     comparisons[dtype].add_measured(tallies)
     for other, comparison in comparisons.items():
         end = begin if other == dtype else begin + args.budget_s
         comparison.add_until(end, singles, args.max_new_tokens)
         comparison.print(other)
-    print_summary(tallies)
+    print_summary(tallies, is_reliable)
     return FAILED if any(comparison.is_failed for comparison in comparisons.values()) else 0
 
 

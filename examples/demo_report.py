@@ -75,8 +75,8 @@ def compared_speeds(tallies: dict[Method, Tally]) -> dict[Method, list[float]]:
     return {method: found for method, found in ratios.items() if method.setting in settings}
 
 
-def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> None:
-    """A line for each method whose speed was compared with plain decoding's.
+def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool:
+    """A line for each method whose speed was compared with plain decoding's; whether the speeds are reliable.
 
     Args:
         tallies: what was measured.
@@ -85,7 +85,7 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> None
     measured = compared_speeds(tallies)
     if not measured:
         print("\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n")
-        return
+        return False
     head = f"{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}"
     kinds = list(dict.fromkeys(method.kind for method in measured))
     for kind in kinds:
@@ -99,9 +99,11 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> None
     print(f"medians of alternating passes ({num_passes}); length: mean acceptance length\n")
     factor = max(probes_s) / min(probes_s)
     most_of_kind = min(max(len(tallies[one].tokens_per_s) for one in measured if one.kind == kind) for kind in kinds)
-    if most_of_kind < 3 or factor > MAX_SPREAD:
+    is_reliable = most_of_kind >= 3 and factor <= MAX_SPREAD
+    if not is_reliable:
         reason = "fewer than 3 passes" if most_of_kind < 3 else f"the same plain run varied by a factor of {factor:.1f}"
         print(f"NOT RELIABLE: {reason}; run it again on a quiet machine\n")
+    return is_reliable
 
 
 def print_line(method: Method, tally: Tally, ratios: list[float]) -> None:
@@ -114,8 +116,8 @@ def print_line(method: Method, tally: Tally, ratios: list[float]) -> None:
     print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
 
 
-def print_summary(tallies: dict[Method, Tally]) -> None:
-    """Bars of the greedy methods that were measured, a sentence for each setting, and where something was gained."""
+def print_summary(tallies: dict[Method, Tally], is_reliable: bool) -> None:
+    """Bars of the greedy methods that were measured, a sentence for each setting, and, if reliable, what was gained."""
     greedy = {method: median(ratios) for method, ratios in compared_speeds(tallies).items() if not method.is_sampled}
     if not greedy:
         return
@@ -135,9 +137,9 @@ def print_summary(tallies: dict[Method, Tally]) -> None:
             peer = f"row by row: {theirs:.2f}x" if method.batch_size > 1 else f"{theirs:.2f}x"
             print(f"{method.prompts}: {ours:.2f}x plain decoding; transformers' assisted generation, {peer}.")
             gains[ours >= MIN_GAIN].append(method.prompts)
-    if gains[True]:
+    if gains[True] and is_reliable:
         print(f"Gained: {'; '.join(gains[True])}.")
-    if gains[False]:
+    if gains[False] and is_reliable:
         print(f"Nothing to be gained here: {'; '.join(gains[False])}.")
 
 

@@ -50,7 +50,7 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
         for kind, rows, ours in (("copying", 1, 30.0), ("copying", 4, 20.0), ("plain", 1, 10.0))
         for engine, speed in (("plain", 10.0), ("transformers", 5.0), ("hf_speculate", ours))
     }
-    report.print_summary(tallies)
+    report.print_summary(tallies, is_reliable=True)
     peer = "plain decoding; transformers' assisted generation,"
     assert capsys.readouterr().out.splitlines()[-5:] == [
         f"tasks that copy text, 1 prompt: 3.00x {peer} 0.50x.",
@@ -59,6 +59,9 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
         "Gained: tasks that copy text, 1 prompt; tasks that copy text, 4 prompts at once.",
         "Nothing to be gained here: plain questions, 1 prompt.",
     ]
+    report.print_summary(tallies, is_reliable=report.print_table(tallies, probes_s=[1.0, 9.0]))
+    said = capsys.readouterr().out
+    assert "NOT RELIABLE" in said and "ained" not in said
 
 
 @pytest.mark.parametrize("num_forwards", [1, 110])
