@@ -1,20 +1,29 @@
 """Schedules: how many tokens to draft in the next round."""
 
 from hf_speculate.schedule.adaptive import AdaptiveSchedule
-from hf_speculate.schedule.base import RoundOutcome, RowGain, Schedule
-from hf_speculate.schedule.constant import ConstantSchedule
-from hf_speculate.schedule.heuristic import HeuristicSchedule
-from hf_speculate.schedule.history import HistoryStore, ScheduleHistory
-from hf_speculate.schedule.prior import DraftPrior
+from hf_speculate.schedule.base import (
+    PLAIN_STEP,
+    Choice,
+    DraftPrior,
+    RoundOutcome,
+    RowAhead,
+    RowOutcome,
+    Schedule,
+)
+from hf_speculate.schedule.constant import ConstantSchedule, HeuristicSchedule
+from hf_speculate.schedule.memory import MemoryStore, ScheduleMemory
 
 __all__ = [
+    "PLAIN_STEP",
     "AdaptiveSchedule",
+    "Choice",
     "ConstantSchedule",
     "DraftPrior",
     "HeuristicSchedule",
-    "HistoryStore",
+    "MemoryStore",
     "RoundOutcome",
-    "RowGain",
+    "RowAhead",
+    "RowOutcome",
     "Schedule",
-    "ScheduleHistory",
+    "ScheduleMemory",
 ]

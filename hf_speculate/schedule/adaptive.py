@@ -1,151 +1,243 @@
-"""The adaptive schedule: the draft length with the highest estimated throughput that the call's budget pays for.
+"""The adaptive schedule: drafts wherever that is expected to end the call sooner.
 
-A call takes at most (plain decoding + C + o) / 0.98 of the seconds, whatever is drafted: `schedule.budget` states the
-inequality, what C and o are, why the bound holds, and what lies outside.
+Free proposals (prompt lookup, a suffix store) are seen before the round: the width is the one whose
+tokens are worth more than what the verification gets longer. A model or head drafts the K that ends
+the rest of the call soonest, the reading of its prompt included. Where no K does, it is tried after
+4, 8, ... 256 plain steps, which are counted across calls.
+
+One account over all calls of a type bounds what drafting may lose: at most `INCOME` of the counted
+seconds plus `MAX_LOSS` plain steps. A round counts as at most twice the seconds that were expected
+of it, so pauses of the process and the first forwards of a compiled size lie outside.
 """
 
-from hf_speculate.schedule.acceptance import AcceptanceModel
-from hf_speculate.schedule.base import RoundOutcome, Schedule
-from hf_speculate.schedule.budget import Budget
-from hf_speculate.schedule.call_state import CallState
-from hf_speculate.schedule.costs import CostModel
-from hf_speculate.schedule.history import CallRecord, ScheduleEstimates, ScheduleHistory
-from hf_speculate.schedule.options import Options
-from hf_speculate.schedule.prior import DraftPrior
-from hf_speculate.schedule.states import Choice, Drafting, Plain, Resting, State, Waits
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-# Tuned on the simulated and recorded traces of tests/schedule.
-_CREDIT_ROUNDS = 4  # after a call that gained: first rounds that are rejected at once then rarely end drafting
-_CREDIT_STEPS = 0.5  # plain steps that such a round counts as at least: a busy machine may hold one up for longer
-_FIRST_CREDIT = 0.5  # plain steps that drafted rounds may cost on credit in a type's first call, after the first one
-_MOST_TIMES = 3.0  # the mean that a plain round counts as at most, as time that the call has taken
-_LONG_PROMPT = 8  # unread prompt tokens per token to come from which a plain step is measured before the first draft
+from hf_speculate.schedule.acceptance import DraftedRow
+from hf_speculate.schedule.base import PLAIN_STEP, Choice, RoundOutcome, RowAhead, Schedule
+from hf_speculate.schedule.costly import RoundCosts, best_length
+from hf_speculate.schedule.costs import TUNING as COST_TUNING
+from hf_speculate.schedule.free import FIRST_PACE, best_width, row_worths
+from hf_speculate.schedule.memory import FIRST_WAIT, ScheduleMemory
+
+INCOME = 0.02  # share of the counted seconds that drafting may lose in the long run
+MAX_LOSS = 24.0  # plain steps that it may lose beyond that, and past gains that count at most
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Weights of the choice, chosen by the table of means of tests/schedule/laboratory."""
+
+    max_wait: int = 256  # plain steps between trials at most
+    paying_wait: int = 32  # the same while past gains pay for trials
+    least_gain: float = 1.02  # expected of a call whose draft has yet to read the prompt
+    least_trial_gain: float = 1.1  # expected of a trial, optimistically
+    size_gain: float = 0.1  # assumed of a new compiled size, over the smaller ones
+    pace_weight: float = 0.05  # of the newest round in the pace
+    row_weight: float = 0.1  # of the newest round in the tokens per round of a row
+
+
+TUNING = Tuning()
 
 
 class AdaptiveSchedule(Schedule):
-    """Drafts the K in 0..K_max with the most expected tokens per second, from measured seconds and acceptance.
-
-    If plain steps are fastest, K is 0 until a trial of one round. The wait before a trial doubles with every trial that
-    did not pay; after useless calls most calls try nothing. A draft that costs as much as the target is never tried:
-    K drafts and a verification cost more than the K + 1 plain steps that they replace at best.
+    """Draft what is expected to gain, by measured seconds and acceptance.
 
     Args:
-        max_draft_tokens: K_max, >= 1.
-        prior: what is known of the draft source before its first round.
-        history: estimates of earlier calls of this type; None keeps nothing.
-        num_rows: B of the first round.
-        keeps_rows: whether finished rows stay in the batch.
+        memory: estimates and account of the calls of this type.
+        max_model_tokens: tokens that a model or head drafts at most; 0 if all proposals are free.
+        keeps_rows: whether finished rows stay in the batch, so that ending a row saves nothing.
     """
 
     def __init__(
-        self,
-        max_draft_tokens: int,
-        prior: DraftPrior,
-        history: ScheduleHistory | None = None,
-        num_rows: int = 1,
-        keeps_rows: bool = False,
-    ):
-        self._prior, self._num_rows = prior, num_rows
-        self._history, known = history, history and history.recall()
-        acceptance, costs, self._records = known or ScheduleEstimates(
-            AcceptanceModel(max_draft_tokens), CostModel(prior), {}
-        )
-        self._record = self._records.get(num_rows.bit_length(), CallRecord())
-        budget = Budget(costs, keeps_rows)
-        self._call = CallState(max_draft_tokens, prior, acceptance, costs, budget)
-        self._state: State = Plain()
-        self._is_remembered = True  # whether the history has all estimates of the call
-        self.num_draft_tokens = 0
+        self, memory: ScheduleMemory, max_model_tokens: int, keeps_rows: bool = False
+    ) -> None:
+        self.memory = memory
+        self._max_model_tokens, self._keeps_rows = max_model_tokens, keeps_rows
+        self._rows: Sequence[RowAhead] = ()  # of the round that was chosen last
+        self._choice = PLAIN_STEP
+        self._num_unread = 0
+        self._paces: dict[int, float] = {}  # tokens per round of each row, lately
+        self._is_trial_open = False  # whether the last drafted round was a trial
 
-    @property
-    def budget(self) -> Budget:
-        """The budget of drafted rounds."""
-        return self._call.budget
+    def begin(self, prefill_s: float, num_read: int) -> None:
+        with self.memory.lock:
+            self.memory.costs.begin(prefill_s, num_read)
 
-    def begin(self, prefill_s: float, num_read: int, num_unread: int, num_left: int) -> None:
-        """Choose the first K: in the first call of a type a draft, in later ones what paid before."""
-        call, record = self._call, self._record
-        call.costs.begin(prefill_s, num_read)
-        call.budget.elapsed_s = prefill_s
-        call.num_unread, call.num_prompt = num_unread, min(num_unread, num_read)
-        if self._prior.never_pays or num_left < 1:
-            return
-        is_long = num_unread > _LONG_PROMPT * num_left
-        # until it was measured, the draft's prefill is not known well: the target's may have been the first of all
-        call.counts_prompt = is_long or call.costs.has_reads
-        options = Options(call, self._num_rows, dict.fromkeys(range(self._num_rows), num_left))
-        if record.is_new:
-            call.budget.has_free_round = True
-            if options.best and not is_long:
-                self._choose(Choice(Drafting(num_rounds=1), options.affordable(options.best)))
-        elif record.rests:
-            self._state = Resting()
-        else:
-            num_rounds = _CREDIT_ROUNDS if record.has_gained else 2 if record.gained_s else 1
-            least_s = _CREDIT_STEPS * call.costs.counted_plain_s(self._num_rows)
-            round_s = max(options.extra_s(max(options.best, 1)) - options.read_s, least_s)
-            call.budget.credit_s = min(record.account_s, options.read_s + num_rounds * round_s)
-            self._choose(Drafting(Waits.after(record)).next(options))
+    def choose(
+        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
+    ) -> Choice:
+        self._rows, self._num_unread = rows, num_unread
+        with self.memory.lock:
+            self._choice = self._choose(num_rows, max_tokens)
+        return self._choice
 
     def update(self, outcome: RoundOutcome) -> None:
-        """Learn from a round and choose the next K."""
-        if self._prior.never_pays:
-            return
-        call, num = self._call, outcome.num_draft_tokens
-        num_left = outcome.num_left or [1] * len(outcome.row_ids)
-        left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
-        self._is_remembered = False
-        has_drafted = num > 0 and any(outcome.num_drafted)
-        self._account(outcome)
-        if has_drafted or not num:  # if no draft counted, its drafter has failed, and tells nothing
-            call.costs.observe(outcome, has_read_prompt=call.num_prompt > 0)
-        if has_drafted:
-            call.num_last = num
-            call.acceptance.observe(outcome.row_ids, outcome.num_accepted, num)
-        call.num_unread, call.num_prompt = (0, 0) if outcome.num_fed else (call.num_unread + 1, call.num_prompt)
-        if left_of:
-            self._grant_first_credit(outcome.num_rows)
-            is_vain = self.num_draft_tokens > 0 and not has_drafted
-            self._choose(self._state.next(Options(call, outcome.num_rows, left_of, is_vain)))
+        with self.memory.lock:
+            self._learn(outcome)
+
+    def _choose(self, num_rows: int, max_tokens: int) -> Choice:
+        memory, rows = self.memory, self._rows
+        costs = memory.costs
+        step_s = costs.plain_s(num_rows)
+        if step_s is None or costs.is_plain_due or max_tokens < 1:
+            return PLAIN_STEP
+        verifications_s = costs.verifications_s(num_rows)
+        row_share = self._row_share(num_rows)
+        worths = row_worths(rows, self._paces, row_share)
+        value_s = step_s / max(memory.pace, 1.0)
+        width, saved_s = best_width(rows, worths, value_s, verifications_s, max_tokens)
+        num_tokens, is_trial = self._choose_length(num_rows, max_tokens)
+        if num_tokens and width and not is_trial:
+            num_tokens, width = self._weigh(num_rows, worths, value_s, saved_s, num_tokens, width)
+        num_drafted = max(num_tokens, width)
+        if costs.sizes is not None:
+            num_drafted = self._compiled_size(num_rows, num_drafted)
+            num_tokens = min(num_tokens, num_drafted)
+        if not num_drafted or not self._can_afford(num_rows, num_drafted, num_tokens):
+            return PLAIN_STEP
+        return Choice(num_drafted, num_tokens, is_trial)
+
+    def _choose_length(self, num_rows: int, max_tokens: int) -> tuple[int, bool]:
+        """Return the K of a model or head, and whether the round is a trial."""
+        memory, costs = self.memory, self.memory.costs
+        num_left = [row.num_left for row in self._rows]
+        max_tokens = min(max_tokens, self._max_model_tokens, max(num_left) - 1)
+        step_s = costs.plain_s(num_rows)
+        if max_tokens < 1 or step_s is None:
+            return 0, False
+        rounds_s = self._rounds_s(num_rows)
+        alone_s = rounds_s if self._keeps_rows or num_rows == 1 else self._rounds_s(1)
+        read_s = costs.read_s(num_rows, self._num_unread)
+        round_costs = RoundCosts(step_s, rounds_s, alone_s, read_s)
+        probabilities = memory.acceptance.probabilities()
+        best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
+        if gain > max(TUNING.least_gain if read_s else 1.0, memory.free_pace):
+            return best, False
+        max_wait = TUNING.paying_wait if memory.account > 0 else TUNING.max_wait
+        if memory.num_plain < min(memory.wait, max_wait):
+            return 0, False
+        probabilities = memory.acceptance.probabilities(is_optimistic=True)
+        best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
+        is_trial = gain > TUNING.least_trial_gain * max(memory.free_pace, 1.0)
+        return (best, True) if is_trial else (0, False)
+
+    def _weigh(
+        self,
+        num_rows: int,
+        worths: Sequence[float],
+        value_s: float,
+        saved_s: float,
+        num_tokens: int,
+        width: int,
+    ) -> tuple[int, int]:
+        """Return the tokens of the model and the width: of both sources, or of proposals alone."""
+        costs = self.memory.costs
+        expected = sum(self.memory.acceptance.probabilities()[:num_tokens])
+        tokens = [max(sum(row.proposed[:num_tokens]), expected) for row in self._rows]
+        both_s = value_s * sum(map(float.__mul__, worths, tokens))
+        verifications_s = costs.verifications_s(num_rows)
+        both_s -= verifications_s[num_tokens] - verifications_s[0]
+        both_s -= costs.drafts_s(num_rows)[num_tokens] + costs.read_s(num_rows, self._num_unread)
+        return (num_tokens, num_tokens) if both_s > saved_s else (0, width)
+
+    def _compiled_size(self, num_rows: int, num_tokens: int) -> int:
+        """Return K, or the next smaller one that runs compiled while a new size would not pay."""
+        costs, step_s = self.memory.costs, self.memory.costs.plain_s(num_rows) or 0.0
+        saved_s = TUNING.size_gain * self.memory.num_steps * step_s  # in calls like those so far
+        if costs.is_measured(num_rows, num_tokens) or saved_s >= costs.start_s:
+            return num_tokens
+        sizes = [size for size in costs.sizes or () if size < num_tokens]
+        return max((size for size in sizes if costs.is_measured(num_rows, size)), default=0)
+
+    def _rounds_s(self, num_rows: int) -> list[float]:
+        """Return [K_max + 1] seconds of a round by K, without reading a prompt."""
+        costs = self.memory.costs
+        return list(map(float.__add__, costs.verifications_s(num_rows), costs.drafts_s(num_rows)))
+
+    def _row_share(self, num_rows: int) -> float:
+        """Return the part of a plain step that each row takes."""
+        costs = self.memory.costs
+        step_s = costs.plain_s(num_rows)
+        if self._keeps_rows or num_rows == 1 or not step_s:
+            return 0.0
+        return min(costs.row_s(num_rows) / step_s, 1 / num_rows)
+
+    def _can_afford(self, num_rows: int, num_drafted: int, num_tokens: int) -> bool:
+        """Return whether the account stays above its limit if the whole draft is rejected."""
+        step_s = self.memory.costs.plain_s(num_rows) or 1.0
+        most_s = COST_TUNING.max_factor * self._expected_s(num_rows, num_drafted, num_tokens)
+        return self.memory.account - most_s / step_s >= -MAX_LOSS
+
+    def _expected_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
+        """Return the seconds that are expected of a round."""
+        costs = self.memory.costs
+        seconds = costs.verifications_s(num_rows)[num_drafted]
+        if num_tokens:
+            seconds += costs.drafts_s(num_rows)[num_tokens]
+            seconds += costs.read_s(num_rows, self._num_unread)
+        return seconds
+
+    def _learn(self, outcome: RoundOutcome) -> None:
+        memory, num_rows = self.memory, outcome.num_rows
+        costs, num_drafted = memory.costs, outcome.num_draft_tokens
+        num_tokens = outcome.num_model_tokens
+        if costs.plain_s(num_rows) is not None:
+            self._book(outcome)
+        costs.add_verification(num_rows, num_drafted, outcome.score_s + outcome.other_s)
+        if num_tokens:
+            costs.add_draft(num_rows, num_tokens, outcome.num_fed, outcome.draft_s)
+            num_left = {row.row_id: row.num_left for row in self._rows}
+            memory.acceptance.observe(
+                [
+                    DraftedRow(row.num_accepted, min(num_tokens, num_left[row.row_id] - 1))
+                    for row in outcome.rows
+                    if row.is_model
+                ]
+            )
         else:
-            self.end()
+            memory.num_plain += 1
+            memory.acceptance.observe_plain()
+        self._count_trial(num_tokens)
+        for row in outcome.rows:
+            pace = self._paces.get(row.row_id, FIRST_PACE)
+            self._paces[row.row_id] = pace + TUNING.row_weight * (row.num_emitted - pace)
 
-    def end(self) -> None:
-        """Keep the estimates for the next call."""
-        if self._history is None or self._is_remembered:
-            return
-        self._is_remembered = True
-        call = self._call
-        record = self._record.after(call.budget, self._state.expects_gain)
-        records = {**self._records, self._num_rows.bit_length(): record}
-        self._history.remember(ScheduleEstimates(call.acceptance, call.costs, records))
+    def _count_trial(self, num_tokens: int) -> None:
+        """Double the wait after a trial that no draft follows; begin anew after one that paid."""
+        memory, is_trial = self.memory, self._choice.is_trial
+        if self._is_trial_open and not is_trial:
+            memory.wait = FIRST_WAIT if num_tokens else min(2 * memory.wait, TUNING.max_wait)
+        if is_trial:
+            if self._is_trial_open:
+                memory.wait = min(2 * memory.wait, TUNING.max_wait)
+            memory.num_plain = 0
+        self._is_trial_open = is_trial
 
-    def _account(self, outcome: RoundOutcome) -> None:
-        """Add a round to the budget, before its seconds change any estimate."""
-        call, num_rows, num = self._call, outcome.num_rows, outcome.num_draft_tokens
-        costs = call.costs
-        if not num:
-            # before p is known, the first forward of its size may take far longer than the others
-            longest_s = _MOST_TIMES * costs.plain_s(num_rows) if costs.plain.is_known(num_rows) else 0.0
-            call.budget.add_plain(outcome, min(outcome.score_s + outcome.other_s, longest_s))
-            return
-        read_s = costs.read_s(num_rows, call.num_unread, call.num_prompt)
-        expected_s = costs.rounds_s(num_rows, max(num, call.max_draft_tokens))[num] + read_s
-        if call.budget.has_free_round or not costs.is_tried(num_rows, num):
-            call.budget.add_first(outcome, expected_s, self._prior.draft_steps(num), read_s)
+    def _book(self, outcome: RoundOutcome) -> None:
+        """Add what a round has gained to the account, and follow the pace."""
+        memory, num_rows = self.memory, outcome.num_rows
+        step_s = memory.costs.plain_s(num_rows) or 1.0
+        num_drafted, num_tokens = outcome.num_draft_tokens, outcome.num_model_tokens
+        expected_s = self._expected_s(num_rows, num_drafted, num_tokens)
+        took = min(outcome.seconds, COST_TUNING.max_factor * expected_s) / step_s
+        memory.num_steps += took
+        gained = 0.0
+        if num_drafted or num_tokens:
+            gained = self._num_steps(outcome) - took
+            pace = (gained + took) / max(took, 1e-9)
         else:
-            call.budget.add_drafted(outcome, expected_s)
+            pace = 1.0
+        memory.pace += TUNING.pace_weight * (pace - memory.pace)
+        if not num_tokens:
+            memory.free_pace += TUNING.pace_weight * (pace - memory.free_pace)
+        memory.account = min(memory.account + gained + INCOME * took, MAX_LOSS)
 
-    def _grant_first_credit(self, num_rows: int) -> None:
-        """In the first call of a type, more rounds if drafts are cheap: the first ones may be rejected by bad luck."""
-        call, budget = self._call, self._call.budget
-        is_due = self._record.is_new and budget.num_drafted and not budget.credit_s and not self._prior.is_expensive
-        if is_due and call.costs.plain.is_known(num_rows):
-            rounds_s = call.costs.rounds_s(num_rows, call.max_draft_tokens)
-            round_s = rounds_s[min(call.num_last, call.max_draft_tokens)] - rounds_s[0]
-            least_s = round_s if self._prior.first_draft_tokens > 1 else 0.0
-            budget.credit_s = max(_FIRST_CREDIT * rounds_s[0], least_s)
-
-    def _choose(self, choice: Choice) -> None:
-        self._state, self.num_draft_tokens = choice
-        self.is_probe = self._state.is_trial
+    def _num_steps(self, outcome: RoundOutcome) -> float:
+        """Return the plain steps that a round has replaced."""
+        share = self._row_share(outcome.num_rows)
+        num_emitted = {row.row_id: row.num_emitted for row in outcome.rows}
+        left = [(row.num_left, num_emitted.get(row.row_id, 1)) for row in self._rows]
+        last = max(before for before, _ in left) - max(before - emitted for before, emitted in left)
+        whole = 1 - share * outcome.num_rows
+        return whole * last + share * sum(num_emitted.values())

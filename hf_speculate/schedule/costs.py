@@ -1,232 +1,227 @@
-"""The cost model: how many seconds a round of K drafts takes."""
+"""The cost model: seconds of verifications, draft steps and the reading of prompts, from measured rounds."""
 
-import copy
 import math
 from bisect import bisect_left
-from operator import add
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
 
-from hf_speculate.schedule.base import RoundOutcome
-from hf_speculate.schedule.cost_line import TINY, Cost, CostLine
-from hf_speculate.schedule.machine_speed import MachineSpeed
-from hf_speculate.schedule.plain_steps import PlainSteps
-from hf_speculate.schedule.prior import DraftPrior
-from hf_speculate.schedule.read_costs import ReadCosts
-
-_ESTIMATE_EVERY = 6  # drafted rounds of sizes that were measured before; to estimate takes 1 % of a small model's round
-_FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
-_SETTLED = 3  # samples of a size after which it is not tried again
-_TRUSTED = 16  # drafted rounds, times its samples, for which a size of fewer samples counts as measured
-_MOST_FIRST = 3.0  # plain steps that a first verification or read counts as at most; a first draft of K tokens as K
+from hf_speculate.schedule.base import DraftPrior
 
 
-class CostModel:
-    """Seconds of a round by rows B and drafted tokens K, from measurements that vary by a fifth.
+@dataclass(frozen=True)
+class Tuning:
+    """Weights of the cost model, chosen by the table of means of tests/schedule/laboratory."""
 
-    A round is K draft steps and a verification. Single rounds are too noisy to compare. The seconds of a verification
-    grow about linearly with its B * (K + 1) query rows, those of a draft with K, so a line is fitted to the medians of
-    all measured sizes. Some sizes suit the hardware better, so the residuals of measured sizes are added, weighted by
-    their samples. Plain steps take another path through the model and are kept apart.
+    num_samples: int = 15  # newest rounds of a size whose median counts
+    slope: float = 0.03  # of a verification per draft token, in plain steps, until it was measured
+    unknown_slope: float = 0.3  # the same if the target's weights are quantised
+    line_weight: float = 3.0  # samples that the fitted line counts as
+    untried: float = 0.99  # factor of the seconds of a size that was never measured
+    stale: int = 150  # drafted rounds after which plain steps are measured again
+    max_factor: float = 2.0  # of the expected seconds, as which a pause or first forward counts at most
+    changed: float = 0.02  # change of a median, as a share, after which estimates are made anew
+
+
+TUNING = Tuning()
+_FEW_SAMPLES = 3  # plain steps below which a verification may show that they were slow
+_LONG_READ = 16  # tokens from which reading them takes noticeable time
+
+
+class Costs:
+    """Seconds of rounds by rows B and draft length K, from medians that are shrunk towards a line.
 
     Args:
-        prior: what is known before any drafted round.
+        prior: costs before any drafted round.
+        max_draft_tokens: K_max, >= 1.
+        sizes: the draft lengths that forwards are compiled or captured for, ascending; others run as
+            the next larger one. None if all lengths run as they are.
     """
 
-    def __init__(self, prior: DraftPrior):
-        self.plain = PlainSteps()
-        self._prior = prior
-        self._num_drafted = 0
-        self._verify = CostLine()  # by query rows: scoring and all that follows
-        self._draft = CostLine(is_proportional=True)  # by B and K, from rounds in which the drafter read little
-        self._plain_ratios: dict[int, float] = {}  # seconds of a plain step over a verification's, by rows; at least 1
-        self._speed = MachineSpeed()
-        self._step_bound_s: float | None = None  # bound of a draft's step, from rounds in which it read much
-        self._reads = ReadCosts(prior.step_ratio or 0.0)
-        self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` that still count
-        self._counted_s: dict[int, float] = {}  # results of `counted_plain_s` since the last round
+    def __init__(
+        self, prior: DraftPrior, max_draft_tokens: int, sizes: Sequence[int] | None = None
+    ) -> None:
+        self.prior, self.max_draft_tokens = prior, max_draft_tokens
+        self.sizes = sizes
+        self.num_since_plain = 0  # drafted rounds since the last plain step
+        self.start_s = 0.0  # seconds that the first forward of a new size took beyond later ones
+        self._samples: dict[tuple[int, int], deque[float]] = {}  # of verifications, by B and K
+        self._medians: dict[tuple[int, int], float] = {}  # of these, as the estimates have them
+        self._first_s: dict[tuple[int, int], float] = {}  # of these, uncapped
+        self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
+        self._step_medians: dict[int, float] = {}  # of these, as the estimates have them
+        self._reads: deque[float] = deque(maxlen=3)  # seconds in which the draft reads a token
+        self._prefill_token_s = 0.0  # seconds of the target's prefill per token
+        self._verifications: dict[int, list[float]] = {}  # results of `verifications_s`, by B
 
-    def begin(self, prefill_s: float, num_read: int) -> None:
-        """Record the seconds of a target's prefill that read `num_read` tokens of each row."""
-        self._reads.begin(prefill_s, num_read)
+    def begin(self, prefill_s: float, num_tokens: int) -> None:
+        """Record the seconds of the target's prefill of `num_tokens` tokens, of all rows."""
+        token_s = prefill_s / max(num_tokens, 1)
+        known_s = self._prefill_token_s
+        self._prefill_token_s = min(token_s, known_s) if known_s else token_s
 
-    def observe(self, outcome: RoundOutcome, has_read_prompt: bool = False) -> None:
-        """Add a round's seconds; `has_read_prompt` says whether the drafter read a prompt before its first step."""
-        num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
-        self._counted_s.clear()
-        if num == 0:
-            self._known_s.clear()
-            was_known = self.plain.is_known(num_rows)
-            self.plain.add(num_rows, verify_s, self._num_drafted)
-            if not was_known and self.plain.is_known(num_rows):
-                self._cap_first(num_rows)
-            if num_rows not in self._plain_ratios:
-                self._compare_plain(num_rows)
-            return
-        self._follow_speed(num_rows * (num + 1), verify_s)
-        plain_s = self.plain_s(num_rows) if self.plain.is_known(num_rows) else math.inf
-        if not self.is_tried(num_rows, num) or self._num_drafted % _ESTIMATE_EVERY == 0:
-            self._known_s.clear()
-        self._num_drafted += 1
-        self._verify.add(1, num_rows * (num + 1), verify_s, self._num_drafted, _MOST_FIRST * plain_s)
-        if outcome.num_fed <= _FEW_FED:
-            self._draft.add(num_rows, num, outcome.draft_s, self._num_drafted, num * plain_s)
+    def size_of(self, num_draft_tokens: int) -> int:
+        """Return the draft length as which a forward of K drafted tokens runs."""
+        if self.sizes is None or not num_draft_tokens:
+            return num_draft_tokens
+        return self.sizes[min(bisect_left(self.sizes, num_draft_tokens), len(self.sizes) - 1)]
+
+    def is_measured(self, num_rows: int, num_draft_tokens: int) -> bool:
+        """Return whether a verification of this size was measured."""
+        return (num_rows, self.size_of(num_draft_tokens)) in self._samples
+
+    @property
+    def is_plain_due(self) -> bool:
+        """Whether plain steps were never measured, or long ago."""
+        is_known = any(num == 0 for _, num in self._samples)
+        return not is_known or self.num_since_plain >= TUNING.stale
+
+    def add_verification(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
+        """Add the seconds of a verification, or of a plain step; a pause counts as what is likely."""
+        key = num_rows, self.size_of(num_draft_tokens)
+        plain_s = self.plain_s(num_rows)
+        if plain_s is None:
+            max_s = math.inf
         else:
-            step_s = outcome.draft_s / num
-            self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
-            self._reads.add(num_rows, outcome.num_fed, num, outcome.draft_s, has_read_prompt)
-        self._compare_plain(num_rows)
+            max_s = TUNING.max_factor * self.verifications_s(num_rows)[num_draft_tokens]
+        if key not in self._samples:
+            self._samples[key] = deque(maxlen=TUNING.num_samples)
+            self._first_s[key] = seconds
+        samples = self._samples[key]
+        if not num_draft_tokens and self.num_since_plain >= TUNING.stale:
+            for _ in range(len(samples) - 2):  # earlier steps say little of the machine's speed
+                samples.popleft()
+        samples.append(min(seconds, max_s))
+        self.num_since_plain = self.num_since_plain + 1 if num_draft_tokens else 0
+        if len(samples) == 2:
+            self.start_s = max(self._first_s[key] - min(samples), 0.0)
+        median_s, known_s = median_low(samples), self._medians.get(key)
+        if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:
+            self._medians[key] = median_s
+            self._verifications.clear()
 
-    def _follow_speed(self, size: int, verify_s: float) -> None:
-        """Measure plain steps anew if the machine has become faster or slower; other seconds are scaled."""
-        usual_s = self._verify.usual_s(1, size)
-        factor = self._speed.add(verify_s / max(usual_s, TINY)) if usual_s else 1.0
-        if factor == 1.0:
+    def add_draft(self, num_rows: int, num_draft_tokens: int, num_fed: int, seconds: float) -> None:
+        """Add the seconds of a draft whose source read `num_fed` tokens of each row first."""
+        num_steps = 1 if self.prior.is_parallel else num_draft_tokens
+        if num_fed < _LONG_READ:
+            # a source that lags behind by a few tokens reads them with its first step
+            steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
+            step_s, known_s = seconds / num_steps, self._step_medians.get(num_rows)
+            steps.append(step_s if known_s is None else min(step_s, TUNING.max_factor * known_s))
+            median_s = median_low(steps)
+            if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:
+                self._step_medians[num_rows] = median_s
+                self._verifications.clear()
             return
-        self._known_s.clear()
-        self._verify.scale(factor)
-        self._draft.scale(factor)
-        self.plain = PlainSteps()
+        read_s = max(seconds - num_steps * self.step_s(num_rows), 0.0)
+        expected_s = self.read_s(num_rows, num_fed)
+        if self._reads:
+            read_s = min(read_s, TUNING.max_factor * expected_s)
+        self._reads.append(read_s / (num_rows * num_fed))
 
-    def _cap_first(self, num_rows: int) -> None:
-        """Let first rounds of a size, which may load kernels or compile, count as what is likely at most."""
-        plain_s = self.plain_s(num_rows)
-        self._verify.cap_first(lambda _: _MOST_FIRST * plain_s)
-        self._draft.cap_first(lambda key: key[1] * plain_s)
+    def plain_s(self, num_rows: int) -> float | None:
+        """Return the seconds of a plain step of B rows; None before any."""
+        known = sorted(rows for rows, num in self._medians if num == 0)
+        if not known:
+            return None
+        if num_rows <= known[0] or num_rows >= known[-1]:
+            nearest = known[0] if num_rows <= known[0] else known[-1]
+            return self._plain_s(nearest)
+        right = bisect_left(known, num_rows)
+        if known[right] == num_rows:
+            return self._plain_s(num_rows)
+        low, high = known[right - 1], known[right]
+        low_s, high_s = self._plain_s(low), self._plain_s(high)
+        return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
 
-    def recent(self) -> "CostModel":
-        """A copy for a later call, which learns apart from this one."""
-        twin = copy.copy(self)
-        twin._verify, twin.plain, twin._draft = self._verify.copy(), self.plain.recent(), self._draft.copy()
-        twin._known_s, twin._reads, twin._speed = dict(self._known_s), self._reads.copy(), MachineSpeed()
-        twin._plain_ratios, twin._counted_s = dict(self._plain_ratios), {}
-        return twin
-
-    def plain_s(self, num_rows: int) -> float:
-        """Seconds of a plain step; before any was measured, of a verification of as many rows."""
-        seconds = self.plain.seconds(num_rows)
-        if seconds is None:
-            return self._verify.estimate(1, (num_rows,))[0] if self._verify.costs else 1.0
-        return self._within_verification(seconds, num_rows)
-
-    def counted_plain_s(self, num_rows: int) -> float:
-        """p(n), as which the budget counts a plain step; 0 before any measurement.
-
-        It is no more than a verification of as many query rows takes, or as many times that as when both were first
-        measured: a verification that takes less by now says that the machine has become faster.
-        """
-        if num_rows not in self._counted_s:
-            self._counted_s[num_rows] = self._count_plain(num_rows)
-        return self._counted_s[num_rows]
-
-    def _count_plain(self, num_rows: int) -> float:
-        seconds = self.plain.counted_s(num_rows)
-        if seconds is None:
-            return self.plain_s(num_rows) if self._verify.costs else 0.0
-        shortest_s = self._verify.least_median_s(num_rows) * self._plain_ratios.get(num_rows, 1.0)
-        return min(self._within_verification(seconds, num_rows), shortest_s)
-
-    def _compare_plain(self, num_rows: int) -> None:
-        """Record how many verifications a plain step takes, where these are faster: they take another path."""
-        verify_s = self._verify.least_median_s(num_rows)
-        if verify_s < math.inf and not self.plain.is_remembered(num_rows) and self.plain.is_known(num_rows):
-            ratio = max(self.plain_s(num_rows) / max(verify_s, TINY), 1.0)
-            self._plain_ratios[num_rows] = min(self._plain_ratios.get(num_rows, ratio), ratio)
-
-    def _within_verification(self, plain_s: float, num_rows: int) -> float:
-        """A single plain step, the first of its size, takes no longer than any verification of as many query rows."""
-        if self.plain.is_known(num_rows):
+    def _plain_s(self, num_rows: int) -> float:
+        """Return the median of a measured number of rows; no more than longer forwards take."""
+        plain_s = self._medians[num_rows, 0]
+        if len(self._samples[num_rows, 0]) >= _FEW_SAMPLES:
             return plain_s
-        return min([plain_s, *(median_s for size, median_s in self._verify.medians() if size >= num_rows)])
+        longer = [
+            seconds
+            for (rows, num), seconds in self._medians.items()
+            if num and rows >= num_rows and len(self._samples[rows, num]) > 1
+        ]
+        return min([plain_s, *longer])
 
-    def is_plain_stale(self, num_rows: int) -> bool:
-        """Whether plain steps were last measured long ago."""
-        return self.plain.is_stale(num_rows, self._num_drafted)
+    def row_s(self, num_rows: int) -> float:
+        """Return the least by which a plain step of at most B rows gets shorter for each row less.
 
-    @property
-    def num_sizes(self) -> int:
-        """The number of sizes of verifications that were measured."""
-        return len(self._verify.costs)
-
-    def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
-        """Whether a verification of as many query rows was measured."""
-        return (1, num_rows * (num_draft_tokens + 1)) in self._verify.costs
-
-    def is_settled(self, num_rows: int, num_draft_tokens: int) -> bool:
-        """Whether so many verifications of as many query rows were measured that their seconds need no trial.
-
-        The first one of a size may have loaded kernels, or the machine may have been busy: then a second one is needed.
+        0 if that is not known.
         """
-        cost = self._verify.costs.get((1, num_rows * (num_draft_tokens + 1)))
-        return cost is not None and self._settles(cost)
-
-    def _settles(self, cost: Cost) -> bool:
-        is_new = self._num_drafted - cost.newest < _TRUSTED * cost.num_samples
-        return cost.num_samples >= _SETTLED or is_new
-
-    def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
-        """[K_max + 1] seconds of a round of `num_rows` rows by K; in units of a plain step before any measurement."""
-        if (num_rows, max_draft_tokens) in self._known_s:
-            return self._known_s[num_rows, max_draft_tokens]
-        plain_s, drafts_s = self.plain_s(num_rows), self._drafts_s(num_rows, max_draft_tokens)
-        verify_s = self._verify_s(num_rows, max_draft_tokens, plain_s)
-        seconds = self._known_s[num_rows, max_draft_tokens] = [plain_s, *map(add, drafts_s, verify_s)]
-        return seconds
-
-    def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
-        """[K_max + 1] optimistic seconds of a round.
-
-        Its verification lies below the line of the settled sizes as far as any did, but takes no less than those of
-        the settled sizes next to it, a plain step among them.
-        """
-        if not self._verify.costs:
-            return self.rounds_s(num_rows, max_draft_tokens)
-        settled = self._verify.settled(self._settles)
-        intercept, slope = settled.line(1)
-        plain_s = self.plain_s(num_rows)
-        measured = sorted([(num_rows, plain_s), *settled.medians()])
-        share = min(seconds / max(intercept + slope * size, TINY) for size, seconds in measured)
-        best_s = [plain_s]
-        for num, draft_s in enumerate(self._drafts_s(num_rows, max_draft_tokens), start=1):
-            size = num_rows * (num + 1)
-            right = bisect_left(measured, (size,))
-            near_s = min(seconds for _, seconds in measured[right - 1 : right + 1]) if right < len(measured) else 0.0
-            best_s.append(draft_s + max(share * (intercept + slope * size), near_s))
-        return best_s
-
-    def read_s(self, num_rows: int, num_unread: int, num_prompt: int = 0) -> float:
-        """Seconds in which the drafter reads what it has not seen, before its first step; as `ReadCosts.seconds`."""
-        if num_unread <= _FEW_FED:
+        known = sorted((n, s) for (n, num), s in self._medians.items() if num == 0 and n <= num_rows)
+        if not known or known[-1][0] < num_rows or known[0][0] > 1:
             return 0.0
-        most_s = _MOST_FIRST * self.plain_s(num_rows)
-        return self._reads.seconds(
-            num_rows, num_unread, num_prompt, lambda rows, num: self._drafts_s(rows, num)[-1], most_s
+        slopes = [(after_s - s) / (after - n) for (n, s), (after, after_s) in pairwise(known)]
+        return max(min(slopes, default=0.0), 0.0)
+
+    def step_s(self, num_rows: int) -> float:
+        """Return the seconds of a draft step of B rows."""
+        if not self._step_medians:
+            return self.prior.draft_steps(1) * (self.plain_s(num_rows) or 1.0)
+        nearest = min(self._step_medians, key=lambda rows: abs(rows - num_rows))
+        return self._step_medians[nearest]
+
+    def drafts_s(self, num_rows: int) -> list[float]:
+        """Return [K_max + 1] seconds of a draft by K, without reading a prompt."""
+        step_s, lens = self.step_s(num_rows), range(self.max_draft_tokens + 1)
+        return [step_s * (min(num, 1) if self.prior.is_parallel else num) for num in lens]
+
+    def read_s(self, num_rows: int, num_tokens: int) -> float:
+        """Return the seconds in which the draft reads `num_tokens` tokens of each row."""
+        if num_tokens < _LONG_READ:
+            return 0.0
+        if self._reads:
+            token_s = median_low(self._reads)
+        else:
+            token_s = self.prior.draft_steps(1) * self._prefill_token_s
+        return max(num_rows * num_tokens * token_s, self.step_s(num_rows))
+
+    def verifications_s(self, num_rows: int) -> list[float]:
+        """Return [K_max + 1] seconds of a verification by K; in plain steps before any round."""
+        known = self._verifications.get(num_rows)
+        if known is None:
+            known = self._verifications[num_rows] = self._fit(num_rows)
+        return known
+
+    def _fit(self, num_rows: int) -> list[float]:
+        """Return [K_max + 1] seconds of a verification: least squares over the medians by K.
+
+        The plain step and a prior slope count as two samples each. Rounds of another number of rows
+        serve, scaled by their plain steps, where this number of rows was hardly measured.
+        """
+        plain_s = self.plain_s(num_rows) or 1.0
+        counts: dict[int, int] = {}
+        for (rows, num), samples in self._samples.items():
+            counts[rows] = counts.get(rows, 0) + (len(samples) if num else 0)
+        least = min(4, max(counts.values(), default=0))
+        enough = [rows for rows, count in counts.items() if count >= least]
+        near = min(enough, key=lambda rows: abs(math.log(rows / num_rows)), default=num_rows)
+        scale = plain_s / (self.plain_s(near) or plain_s)
+        points = {num: scale * s for (rows, num), s in self._medians.items() if rows == near and num}
+        weights = {num: float(len(self._samples[near, num])) for num in points} | {0: 2.0}
+        points[0] = plain_s
+        total = sum(weights.values())
+        mean_num = sum(weight * num for num, weight in weights.items()) / total
+        mean_s = sum(weight * points[num] for num, weight in weights.items()) / total
+        slope = TUNING.slope if self.prior.is_verification_known else TUNING.unknown_slope
+        square = sum(weight * (num - mean_num) ** 2 for num, weight in weights.items()) + 2.0
+        product = 2.0 * slope * plain_s + sum(
+            weight * (num - mean_num) * (points[num] - mean_s) for num, weight in weights.items()
         )
-
-    @property
-    def has_reads(self) -> bool:
-        """Whether it was measured how long the drafter reads."""
-        return self._reads.is_measured
-
-    def _verify_s(self, num_rows: int, max_draft_tokens: int, plain_s: float) -> list[float]:
-        """[K_max] seconds of a verification by K >= 1."""
-        if not self._verify.costs:
-            return [plain_s] * max_draft_tokens
-        sizes = range(2 * num_rows, (max_draft_tokens + 1) * num_rows + 1, num_rows)
-        seconds = self._verify.estimate(1, sizes)
-        smallest = min((size for _, size in self._verify.costs if size > num_rows), default=0)
-        if smallest <= sizes[0] or not self.plain.is_measured:
-            return seconds
-        # what was measured says little of shorter drafts: on a line from the plain step to the shortest at most
-        slope = (self._verify.estimate(1, (smallest,))[0] - plain_s) / (smallest - num_rows)
-        lines = [plain_s + slope * (size - num_rows) if size < smallest else math.inf for size in sizes]
-        return list(map(min, seconds, lines))
-
-    def _drafts_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
-        """[K_max] seconds of a draft by K >= 1; before any drafted round, from the models' sizes."""
-        nums = range(1, max_draft_tokens + 1)
-        if self._draft.costs:
-            return self._draft.estimate(num_rows, nums)
-        plain_s = self.plain_s(num_rows)
-        drafts_s = [plain_s * self._prior.draft_steps(num) for num in nums]
-        if self._step_bound_s is None:
-            return drafts_s
-        return [min(draft_s, num * self._step_bound_s) for num, draft_s in zip(nums, drafts_s, strict=True)]
+        slope_s = max(product / square, 0.0)
+        seconds = [plain_s]
+        for num in range(1, self.max_draft_tokens + 1):
+            size = self.size_of(num)
+            line_s = mean_s + slope_s * (size - mean_num)
+            if size in points:
+                weight, line_weight = weights[size], TUNING.line_weight
+                line_s = (weight * points[size] + line_weight * line_s) / (weight + line_weight)
+            else:
+                line_s *= TUNING.untried
+            seconds.append(max(line_s, 0.5 * plain_s))
+        return seconds

@@ -1,0 +1,61 @@
+"""The width of free proposals: the tokens of a lookup that are worth their verification."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from hf_speculate.schedule.base import RowAhead
+
+FIRST_PACE = 1.2  # tokens per round of a row before its first round
+
+
+def row_worths(
+    rows: Sequence[RowAhead], paces: Mapping[int, float], row_share: float
+) -> list[float]:
+    """Return [N] plain steps that one more token of each row saves.
+
+    A token of the row that ends last saves a whole step. A token of another row saves the part of a
+    step that its row takes. Which row ends last is not certain, so all rows have a share of the
+    first part, by how far their expected ends lie apart.
+
+    Args:
+        rows: the live rows.
+        paces: tokens per round of each row, by row id.
+        row_share: the part of a plain step that each row takes, in [0, 1 / N].
+    """
+    if len(rows) == 1:
+        return [1.0]
+    rounds = [row.num_left / paces.get(row.row_id, FIRST_PACE) for row in rows]
+    last = max(rounds)
+    lateness = [math.exp((num - last) / max(last, 1.0) ** 0.5) for num in rounds]
+    shared = (1 - row_share * len(rows)) / sum(lateness)
+    return [row_share + shared * late for late in lateness]
+
+
+def best_width(
+    rows: Sequence[RowAhead],
+    worths: Sequence[float],
+    step_s: float,
+    verifications_s: Sequence[float],
+    max_tokens: int,
+) -> tuple[int, float]:
+    """Return the width of the round with the most worth, and the seconds that it saves.
+
+    Args:
+        rows: the live rows with the probabilities of their proposals.
+        worths: [N] plain steps that a token of each row saves.
+        step_s: seconds that a plain step is worth.
+        verifications_s: [K_max + 1] seconds of a verification by width.
+        max_tokens: the largest width.
+    """
+    longest = max((len(row.proposed) for row in rows), default=0)
+    best, best_s, saved_s = 0, 0.0, 0.0
+    for width in range(1, min(longest, max_tokens, len(verifications_s) - 1) + 1):
+        saved_s += step_s * sum(
+            worth * row.proposed[width - 1]
+            for row, worth in zip(rows, worths, strict=True)
+            if len(row.proposed) >= width
+        )
+        value_s = saved_s - (verifications_s[width] - verifications_s[0])
+        if value_s > best_s:
+            best, best_s = width, value_s
+    return best, best_s
