@@ -17,6 +17,7 @@ from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.per_row import RowIndices
+from hf_speculate.schedule import Choice
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
@@ -86,8 +87,11 @@ class DraftGuard:
         self._call(lambda session: session.begin(batch))
 
     def num_unread(self, batch: Batch) -> int:
-        """See `DraftSession.num_unread`."""
-        return 0 if self._session is None else self._session.num_unread(self._view(batch))
+        """Return the tokens of each row that the drafter reads in its next call."""
+        if self._session is None:
+            return 0
+        lens = batch.tokens.lens
+        return self._session.num_unread([lens[row.index] for row in self._served])
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         self._call(lambda session: session.read_prompt(batch, scored, num_ahead))
@@ -95,6 +99,17 @@ class DraftGuard:
     def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
         """See `DraftSession.read_ahead`."""
         return bool(self._call(lambda session: session.read_ahead(self._view(batch), max_tokens)))
+
+    def look_up(self, batch: Batch) -> list[list[float]]:
+        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
+        proposed: list[list[float]] = [[] for _ in range(batch.num_rows)]
+        if self._session is None or not self._session.drafter.proposes or all(batch.is_finished):
+            return proposed
+        view = self._view(batch)
+        found = self._call(lambda session: session.look_up(view))
+        for row, probabilities in zip(self._served, found or (), strict=False):
+            proposed[row.index] = probabilities
+        return proposed
 
     def room(self, batch: Batch) -> list[int]:
         """[B] tokens that may be drafted in each row in the next round."""
@@ -111,10 +126,16 @@ class DraftGuard:
         return room
 
     def propose(
-        self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int], target_cache: KVCache
+        self,
+        batch: Batch,
+        choice: Choice,
+        keys: NoiseKeys,
+        room: Sequence[int],
+        target_cache: KVCache,
     ) -> DraftOut:
-        """Draft up to `num_draft_tokens` tokens of each row, and no more than `room` [B]."""
+        """Draft what was chosen, and no more than `room` [B] tokens of each row."""
         self.num_fed, self._own = 0, None
+        num_draft_tokens = choice.num_draft_tokens
         if num_draft_tokens and not self._is_joint:
             self._make_room(batch, num_draft_tokens, room)
         if not num_draft_tokens or self._session is None:
@@ -122,7 +143,9 @@ class DraftGuard:
         view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
         own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
         seen = CacheView(target_cache, None if view is batch else row_indices)
-        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet, seen))
+        draft = self._call(
+            lambda session: session.propose(view, choice, own_keys, own_room, meet, seen)
+        )
         if self._faults.is_pending:
             meet()
         if draft is None or self._session is None:
@@ -296,5 +319,12 @@ def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> Draft
     def spread(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
 
-    ids, lens, logits, logsumexp = map(spread, draft[:4])
-    return DraftOut(ids, lens, logits, logsumexp)  # type: ignore[arg-type]  # there are ids and lens
+    cached = draft.cached
+    if cached is not None:
+        is_own = [False] * num_rows
+        for row, own in zip(row_indices, cached.is_own, strict=True):
+            is_own[row] = own
+        cached = cached._replace(is_own=is_own)
+    ids, lens = spread(draft.token_ids), spread(draft.lens)
+    logits, logsumexp = spread(draft.token_logits), spread(draft.logsumexp)
+    return DraftOut(ids, lens, logits, logsumexp, cached)  # type: ignore[arg-type]  # ids and lens are there

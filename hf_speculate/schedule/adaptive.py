@@ -112,15 +112,14 @@ class AdaptiveSchedule(Schedule):
         round_costs = RoundCosts(step_s, rounds_s, alone_s, read_s)
         probabilities = memory.acceptance.probabilities()
         best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
-        if gain > max(TUNING.least_gain if read_s else 1.0, memory.free_pace):
+        if gain > (TUNING.least_gain if read_s else 1.0):
             return best, False
         max_wait = TUNING.paying_wait if memory.account > 0 else TUNING.max_wait
         if memory.num_plain < min(memory.wait, max_wait):
             return 0, False
         probabilities = memory.acceptance.probabilities(is_optimistic=True)
         best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
-        is_trial = gain > TUNING.least_trial_gain * max(memory.free_pace, 1.0)
-        return (best, True) if is_trial else (0, False)
+        return (best, True) if gain > TUNING.least_trial_gain else (0, False)
 
     def _weigh(
         self,
@@ -229,8 +228,6 @@ class AdaptiveSchedule(Schedule):
         else:
             pace = 1.0
         memory.pace += TUNING.pace_weight * (pace - memory.pace)
-        if not num_tokens:
-            memory.free_pace += TUNING.pace_weight * (pace - memory.free_pace)
         memory.account = min(memory.account + gained + INCOME * took, MAX_LOSS)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:
