@@ -117,7 +117,7 @@ def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     module = importlib.import_module("tests.schedule.scripted")
 
     def make_schedule(plan: object, drafter: Any) -> object:
-        lens = getattr(request, "param", module.LENS)
+        lens = [0] if drafter.max_draft_tokens == 0 else getattr(request, "param", module.LENS)
         instances.append(module.ScriptedSchedule(lens, drafter.is_free))
         return instances[-1]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -57,6 +58,8 @@ class DraftGuard:
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
         self._served = [_Row(index, _end(session.drafter, num)) for index, num in enumerate(num_pads)]
         self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
+        # rows of the batch whose prompts the drafter reads when it drafts next
+        self._waiting: list[tuple[DraftSession, list[_Row]]] = []
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
@@ -91,13 +94,18 @@ class DraftGuard:
         if self._session is None:
             return 0
         lens = batch.tokens.lens
-        return self._session.num_unread([lens[row.index] for row in self._served])
+        num_unread = self._session.num_unread([lens[row.index] for row in self._served])
+        num_waiting = sum(lens[row.index] for _, rows in self._waiting for row in rows)
+        return num_unread + num_waiting // batch.num_rows
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         self._call(lambda session: session.read_prompt(batch, scored, num_ahead))
 
     def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
-        """See `DraftSession.read_ahead`."""
+        """Prepare the rows to join others; see `DraftSession.read_ahead`."""
+        if self._session is not None and self._session.reads_late:
+            self._call(lambda session: session.show_prompts(self._view(batch)))
+            return False
         return bool(self._call(lambda session: session.read_ahead(self._view(batch), max_tokens)))
 
     def look_up(self, batch: Batch) -> list[list[float]]:
@@ -115,7 +123,8 @@ class DraftGuard:
         """[B] tokens that may be drafted in each row in the next round."""
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         has_end = self._session is not None and not self._session.drafter.drafts_past_context
-        for row in self._served:
+        waiting = [row for _, rows in self._waiting for row in rows]
+        for row in [*self._served, *waiting]:
             room[row.index] = max(row.end - lens[row.index], 0) if has_end else _NO_END
         if self._is_joint:
             room = [self._ranks.min(min(room))] * batch.num_rows
@@ -136,6 +145,8 @@ class DraftGuard:
         """Draft what was chosen, and no more than `room` [B] tokens of each row."""
         self.num_fed, self._own = 0, None
         num_draft_tokens = choice.num_draft_tokens
+        if choice.num_model_tokens:
+            self._admit_waiting(batch)
         if num_draft_tokens and not self._is_joint:
             self._make_room(batch, num_draft_tokens, room)
         if not num_draft_tokens or self._session is None:
@@ -179,6 +190,29 @@ class DraftGuard:
         for index, number in kept if served else ():
             served[number].index = index
             self._served.append(served[number])
+        waiting, self._waiting = self._waiting, []
+        for session, rows in waiting:
+            self._keep_waiting(session, rows, indices)
+
+    def _keep_waiting(
+        self, session: DraftSession, rows: list[_Row], indices: Sequence[int]
+    ) -> None:
+        """Keep those of a waiting session's rows that the batch keeps."""
+        numbers = {row.index: number for number, row in enumerate(rows)}
+        kept = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
+        if not kept:
+            if session.kv_cache is not None:
+                session.kv_cache.release()
+            return
+        with self._faults:
+            session.rows([number for _, number in kept])
+            for index, number in kept:
+                rows[number].index = index
+            kept_rows = [rows[number] for _, number in kept]
+            if self._session is None:
+                self._session, self._served = session, kept_rows
+            else:
+                self._waiting.append((session, kept_rows))
 
     def join(self, other: "DraftGuard", batch: Batch) -> None:
         """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
@@ -191,9 +225,23 @@ class DraftGuard:
         if self._session is None:
             self._session, self._served = theirs, joining
             self._faults = replace(other._faults, stats=self._faults.stats)
+        elif theirs.reads_late:
+            self._waiting.append((theirs, joining))
         else:
             self._call(lambda session: session.catch_up_and_join(theirs, self._view(batch)))
             self._served = self._served + joining if self._session is not None else []
+
+    def _admit_waiting(self, batch: Batch) -> None:
+        """Let the drafter read the prompts of rows that have joined, and serve these rows, too."""
+        while self._waiting:
+            theirs, rows = self._waiting.pop(0)
+
+            def admit(session: DraftSession, theirs: DraftSession, rows: list[_Row]) -> None:
+                theirs.read_ahead(batch.selected([row.index for row in rows]))
+                session.catch_up_and_join(theirs, self._view(batch))
+
+            self._call(partial(admit, theirs=theirs, rows=rows))
+            self._served = self._served + rows if self._session is not None else []
 
     def end(self, batch: Batch) -> None:
         self._call(lambda session: session.end(batch))
@@ -207,6 +255,10 @@ class DraftGuard:
             return act(self._session)
         if not self._faults.is_pending:  # then it is raised in all processes
             self._close()
+            for session, _ in self._waiting:
+                if session.kv_cache is not None:
+                    session.kv_cache.release()
+            self._waiting = []
         return None
 
     def _close(self) -> None:

@@ -221,13 +221,27 @@ class DraftSession(PerRow):
         """Whether rows may join: nothing but the drafter and its cache follows them."""
         return self.reuse is None and self.drafter.can_join
 
-    def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
-        """Let the drafter read the prompts before the first round, so that the rows may join others.
+    @property
+    def reads_late(self) -> bool:
+        """Whether rows may join others before the drafter has read their prompts."""
+        is_model = self.kv_cache is not None and self.hidden_states is None
+        return is_model and not self.drafter.proposes
 
-        Reads up to `max_tokens` of each row, None for all; returns whether it must be called again.
-        """
+    def show_prompts(self, batch: Batch) -> None:
+        """Show the drafter the prompts, which it need not read yet."""
         if self._seen_lens is None:
             self._show_prompts(batch)
+
+    def read_ahead(self, batch: Batch, max_tokens: int | None = None) -> bool:
+        """Let the drafter read the prompts, so that the rows may join others.
+
+        Returns whether it must be called again.
+
+        Args:
+            batch: the rows.
+            max_tokens: tokens of each row that are read at most. None for all.
+        """
+        self.show_prompts(batch)
         if self.hidden_states is None:
             return self._catch_up(batch, max_tokens)
         self._catch_up(batch)

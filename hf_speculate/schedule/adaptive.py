@@ -47,13 +47,20 @@ class AdaptiveSchedule(Schedule):
         memory: estimates and account of the calls of this type.
         max_model_tokens: tokens that a model or head drafts at most; 0 if all proposals are free.
         keeps_rows: whether finished rows stay in the batch, so that ending a row saves nothing.
+        refills_rows: whether other rows take the places of finished ones, so that all tokens of a
+            round are worth the same.
     """
 
     def __init__(
-        self, memory: ScheduleMemory, max_model_tokens: int, keeps_rows: bool = False
+        self,
+        memory: ScheduleMemory,
+        max_model_tokens: int,
+        keeps_rows: bool = False,
+        refills_rows: bool = False,
     ) -> None:
         self.memory = memory
         self._max_model_tokens, self._keeps_rows = max_model_tokens, keeps_rows
+        self._refills_rows = refills_rows
         self._rows: Sequence[RowAhead] = ()  # of the round that was chosen last
         self._choice = PLAIN_STEP
         self._num_unread = 0
@@ -102,6 +109,8 @@ class AdaptiveSchedule(Schedule):
         """Return the K of a model or head, and whether the round is a trial."""
         memory, costs = self.memory, self.memory.costs
         num_left = [row.num_left for row in self._rows]
+        if self._refills_rows:
+            num_left = [max(num_left)]  # no row is waited for
         max_tokens = min(max_tokens, self._max_model_tokens, max(num_left) - 1)
         step_s = costs.plain_s(num_rows)
         if max_tokens < 1 or step_s is None:
@@ -158,6 +167,8 @@ class AdaptiveSchedule(Schedule):
         """Return the part of a plain step that each row takes."""
         costs = self.memory.costs
         step_s = costs.plain_s(num_rows)
+        if self._refills_rows:
+            return 1 / num_rows
         if self._keeps_rows or num_rows == 1 or not step_s:
             return 0.0
         return min(costs.row_s(num_rows) / step_s, 1 / num_rows)

@@ -103,7 +103,7 @@ def test_shared_rates_are_those_of_all_rows():
     first = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
     first.begin(torch.tensor([[1, 2, 3]]))
     for number in range(60):
-        first.look_up([[1, 50 + number]])  # another token follows 1 each time
+        first.look_up([[50 + number, 1]])  # another token follows 1 each time
     second = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
     second.begin(torch.tensor([[1, 2, 3]]))
     alone = begun([[1, 2, 3, 1]])
