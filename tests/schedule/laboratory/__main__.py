@@ -1,7 +1,7 @@
 """Measure the adaptive schedule in all cells, print a table and write the results.
 
-    python -m tests.schedule.laboratory [--lookup FILE] [--pair FILE] [--head FILE] [--out FILE]
-        [--noise 5%+pauses 20%+pauses] [--seeds 5] [--tokens 64 128] [--only TEXT] [--scenes] [--reference FILE]
+python -m tests.schedule.laboratory [--lookup FILE] [--pair FILE] [--head FILE] [--out FILE]
+    [--noise 5%+pauses 20%+pauses] [--seeds 5] [--tokens 64 128] [--only TEXT] [--scenes] [--reference FILE]
 """
 
 import argparse
@@ -44,8 +44,7 @@ def main() -> None:
             known[cell.name] = measure(cell, noise, range(args.seeds), known.get(cell.name))
             rows.append(known[cell.name])
             if args.cells:
-                row = rows[-1]
-                print(f"{row['cell']}, {noise}: best {row['best']:.3f}, ours {row['ours']}, first {row['first']:.2f}, drafted {row['drafted_share']}", flush=True)
+                print(f"{cell.name}, {noise}: best {rows[-1]['best']:.3f}, ours {rows[-1]['ours']}", flush=True)
         if args.out:
             args.out.write_text(json.dumps(rows))
     print(table(rows), worst(rows), sep="\n\n")

@@ -73,9 +73,7 @@ def read_traces(lookup: Path | None = None, pair: Path | None = None, head: Path
 def guessed_texts(texts: Sequence[Text], rate: float = 0.45) -> list[Text]:
     """Return texts with the runs of a head that guesses tokens at random: a synthetic stand-in."""
     generator = random.Random("head")
-    return [
-        text._replace(runs=runs_of([generator.random() < rate for _ in range(text.num_tokens)])) for text in texts
-    ]
+    return [text._replace(runs=runs_of([generator.random() < rate for _ in range(text.num_tokens)])) for text in texts]
 
 
 def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:

@@ -4,6 +4,7 @@ import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 # Milliseconds of a float32 verification of SmolLM2-135M by query tokens of all rows, on one thread.
@@ -20,18 +21,23 @@ class Machine(NamedTuple):
 
     name: str
     score: Callable[[int, int], float]  # of rows and K
-    draft: Callable[[int, int], float]  # of rows and K
+    draft: Callable[[int, int], float]  # a model drafts, of rows and K
+    lookup: Callable[[int], float] = lambda num_rows: 0.003 + 0.002 * num_rows  # of rows
     prompt: Callable[[int], float] = lambda num_rows: 0.0  # the draft reads 64 tokens of each row
     read: float = 0.0  # the draft reads a token that was emitted without it
     step_ratio: float = 0.0  # of a draft step, as far as sizes of models tell
     batches: Sequence[int] = (1, 8)
     max_draft_tokens: int = 10
 
-    def reading_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds in which the draft reads so many tokens of each row before its first draft."""
-        if num_tokens <= LONG_READ:
-            return self.read * max(num_tokens - 1, 0)
-        return self.prompt(num_rows) * num_tokens / PROMPT_LEN
+    def reading_s(self, num_unread: Sequence[int]) -> float:
+        """Return the seconds in which the draft reads so many tokens of each row before its first draft.
+
+        Prompts of joined rows are read by themselves.
+        """
+        long = [num for num in num_unread if num > LONG_READ]
+        short = max((num for num in num_unread if num <= LONG_READ), default=1)
+        prompts_s = self.prompt(len(long)) * fmean(long) / PROMPT_LEN if long else 0.0
+        return prompts_s + self.read * (short - 1)
 
 
 def _interpolated(points: dict[int, float]) -> Callable[[int], float]:
@@ -65,34 +71,56 @@ def _offloaded(num_rows: int, num: int) -> float:
     return 1 + 0.005 * max(num_rows * (num + 1) - 32, 0)
 
 
+def _never(num_rows: int, num: int) -> float:
+    """No model drafts."""
+    return 0.0
+
+
 def _compiled_cpu(num_rows: int, num: int) -> float:
     return 1 + 0.07 * num if num_rows == 1 else (1.2 + 0.025 * num_rows) / 1.2 * (1 + 0.02 * num_rows * num)
 
 
 LOOKUP_MACHINES = [
-    Machine("smollm2-cpu", lambda n, k: _smollm2(n * (k + 1)), lambda n, k: 0.003 + 0.002 * n),
-    Machine("compiled-cpu", _compiled_cpu, lambda n, k: 0.005 * n),
-    Machine("h200", _gpu, lambda n, k: 0.02 + 0.01 * n),
-    Machine("ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.005),
-    Machine("offload", _offloaded, lambda n, k: 0.0001),
+    Machine("smollm2-cpu", lambda n, k: _smollm2(n * (k + 1)), _never),
+    Machine("compiled-cpu", _compiled_cpu, _never, lambda n: 0.005 * n),
+    Machine("h200", _gpu, _never, lambda n: 0.02 + 0.01 * n),
+    Machine("ideal", lambda n, k: 1 + 0.01 * k, _never, lambda n: 0.005),
+    Machine("offload", _offloaded, _never, lambda n: 0.0001),
 ]
+
+
+def _model_machine(
+    name: str,
+    score: Callable[[int, int], float],
+    draft: Callable[[int, int], float],
+    prompt: Callable[[int], float],
+    read: float,
+    step_ratio: float,
+    batches: Sequence[int] = (1, 8),
+) -> Machine:
+    return Machine(name, score, draft, prompt=prompt, read=read, step_ratio=step_ratio, batches=batches)
+
+
 MODEL_MACHINES = [
-    Machine("pair-cpu", lambda n, k: 0.94 + 0.05 * n * (k + 1) + (0.03 if k else 0),
+    _model_machine("pair-cpu", lambda n, k: 0.94 + 0.05 * n * (k + 1) + (0.03 if k else 0),
             lambda n, k: 0.21 * k * (0.9 + 0.1 * n), lambda n: 0.3 + 0.25 * n, 0.01, 0.18),
-    Machine("compiled-cpu", lambda n, k: 1 + 0.2 * k * n / 8, lambda n, k: 0.12 * k, lambda n: 1.0, 0.01, 0.18, (8,)),
-    Machine("h200", _gpu, lambda n, k: k * (0.2 if n == 1 else 0.43), lambda n: 1.0 if n == 1 else 5.0 * n / 8,
+    _model_machine("compiled-cpu", lambda n, k: 1 + 0.2 * k * n / 8, lambda n, k: 0.12 * k, lambda n: 1.0, 0.01, 0.18,
+            (8,)),
+    _model_machine("h200", _gpu, lambda n, k: k * (0.2 if n == 1 else 0.43), lambda n: 1.0 if n == 1 else 5.0 * n / 8,
             0.01, 0.16),
-    Machine("ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.17 * k, lambda n: 0.5, 0.003, 0.17),
-    Machine("offload", _offloaded, lambda n, k: 0.01 * k, lambda n: 0.05, 0.001, 0.01),
-    Machine("useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5),
+    _model_machine("ideal", lambda n, k: 1 + 0.01 * k, lambda n, k: 0.17 * k, lambda n: 0.5, 0.003, 0.17),
+    _model_machine("offload", _offloaded, lambda n, k: 0.01 * k, lambda n: 0.05, 0.001, 0.01),
+    _model_machine("useless", lambda n, k: 1 + 0.03 * k, lambda n, k: 0.9 * k, lambda n: 1.0, 0.02, 0.5),
 ]  # fmt: skip
 # K = 5 of an H200 takes 79 ms a round of one row and 106 ms of 8; a draft has half the layers of the target.
-EAGER_GPU = Machine(
+EAGER_GPU = _model_machine(
     "h200-eager", _gpu_eager, lambda n, k: (0.45 if n == 1 else 0.5) * k, lambda n: 0.5 + 0.25 * n, 0.01, 0.15
 )
 # K = 5 of an H100 from graphs takes 30 ms a round of one row, K = 3 takes 21 ms.
-GRAPH_GPU = Machine("h100-graphs", _gpu, lambda n, k: 0.32 * k, lambda n: 1.0 if n == 1 else 5.0 * n / 8, 0.01, 0.16)
-SMALL_HEAD = Machine(
+GRAPH_GPU = _model_machine(
+    "h100-graphs", _gpu, lambda n, k: 0.32 * k, lambda n: 1.0 if n == 1 else 5.0 * n / 8, 0.01, 0.16
+)
+SMALL_HEAD = _model_machine(
     "head-cpu", lambda n, k: _smollm2(n * (k + 1)), lambda n, k: (0.05 + 0.01 * n) * k, lambda n: 0.1 * n, 0.003, 0.08
 )
 

@@ -1,5 +1,6 @@
 """Decodes texts without models: a schedule chooses, a machine's seconds pass, and rows advance."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -96,7 +97,7 @@ class Process:
         seconds, widths, num_drafted, num_accepted = 0.0, [], 0, 0
         while live:
             slowness = setting.slowness(num_call, min(row.position for row in live))
-            outcome, round_s, is_trial = self._round(schedule, live, slowness)
+            outcome, round_s = self._round(schedule, live, slowness)
             schedule.update(outcome)
             seconds += round_s
             widths.append(outcome.num_draft_tokens)
@@ -116,17 +117,16 @@ class Process:
         self._next_row += 1
         return _Row(self._next_row, text, self.setting.num_tokens, rates)
 
-    def _round(
-        self, schedule: Schedule, live: list[_Row], slowness: float
-    ) -> tuple[RoundOutcome, float, bool]:
+    def _round(self, schedule: Schedule, live: list[_Row], slowness: float) -> tuple[RoundOutcome, float]:
         setting, machine, num_rows = self.setting, self.setting.machine, len(live)
         matches = [row.match() for row in live]
         proposed = [row.proposed(match, machine.max_draft_tokens) for row, match in zip(live, matches, strict=True)]
         ahead = [RowAhead(row.row_id, row.num_left, tuple(p)) for row, p in zip(live, proposed, strict=True)]
         if setting.is_lock_step:
-            products = tuple(_product(column) for column in zip(*proposed, strict=False))
+            products = tuple(map(math.prod, zip(*proposed, strict=False)))
             ahead = [RowAhead(live[0].row_id, live[0].num_left, products)]
-        num_unread = max(row.num_unread for row in live) if setting.has_model else 0
+        unread = [row.num_unread for row in live] if setting.has_model else [0]
+        num_unread = math.ceil(sum(unread) / len(unread))
         max_tokens = min(max(row.num_left for row in live) - 1, machine.max_draft_tokens)
         choice = schedule.choose(ahead, num_rows, max_tokens, num_unread)
         num_model = choice.num_model_tokens
@@ -145,7 +145,7 @@ class Process:
         if setting.is_lock_step or (choice.is_trial and len({row.position for row in live}) == 1):
             fewest = min(draft.num_accepted for draft in drafts)
             drafts = [draft._replace(num_accepted=fewest, num_emitted=fewest + 1) for draft in drafts]
-        score_s, draft_s = self._score_s(num_rows, width), self._draft_s(num_rows, width, num_model, num_unread)
+        score_s, draft_s = self._score_s(num_rows, width), self._draft_s(num_rows, num_model, unread)
         factor = slowness * self._clock.factor()
         for row, draft in zip(live, drafts, strict=True):
             row.num_unread = 1 if num_model else row.num_unread + draft.num_emitted
@@ -154,7 +154,7 @@ class Process:
         outcome = RoundOutcome(
             told, num_rows, width, num_model, num_unread if num_model else 0, factor * draft_s, factor * score_s
         )
-        return outcome, slowness * self._clock.mean * (score_s + draft_s), choice.is_trial
+        return outcome, slowness * self._clock.mean * (score_s + draft_s)
 
     def _score_s(self, num_rows: int, width: int) -> float:
         setting = self.setting
@@ -166,18 +166,12 @@ class Process:
         self._compiled.add((num_rows, width))
         return seconds * setting.compile_factor
 
-    def _draft_s(self, num_rows: int, width: int, num_model: int, num_unread: int) -> float:
+    def _draft_s(self, num_rows: int, num_model: int, num_unread: Sequence[int]) -> float:
         machine = self.setting.machine
-        if not self.setting.has_model:
-            return machine.draft(num_rows, width)
-        return machine.draft(num_rows, num_model) + machine.reading_s(num_rows, num_unread) if num_model else 0.0
-
-
-def _product(factors: Sequence[float]) -> float:
-    product = 1.0
-    for factor in factors:
-        product *= factor
-    return product
+        seconds = machine.lookup(num_rows) if self.setting.has_lookup else 0.0
+        if num_model:
+            seconds += machine.draft(num_rows, num_model) + machine.reading_s(num_unread)
+        return seconds
 
 
 class Result(NamedTuple):
