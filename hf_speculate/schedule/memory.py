@@ -38,7 +38,8 @@ class ScheduleMemory:
         self.free_pace = 1.0  # the same in rounds without a model or head
         self.wait = FIRST_WAIT  # plain steps between trials
         self.num_plain = FIRST_WAIT  # plain steps since the last trial
-        self.num_steps = 0.0  # plain steps that all rounds took
+        self.missed_s: dict[tuple[int, int], float] = {}
+        """Seconds that sizes would have saved that are not compiled yet, by B and K."""
 
 
 class MemoryStore:

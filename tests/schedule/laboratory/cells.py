@@ -142,7 +142,7 @@ def _refilled(traces: Traces) -> Iterator[Cell]:
 
 def _lock_step(traces: Traces) -> Iterator[Cell]:
     for num_rows in (2, 8):
-        setting = Setting(LOOKUP_MACHINES[1], num_rows, is_lock_step=True, has_lookup=True)
+        setting = Setting(LOOKUP_MACHINES[1], num_rows, is_lock_step=True, keeps_rows=True, has_lookup=True)
         yield Cell("lock step", "lookup", setting, traces.lookup)
         for rate in (0.0, 0.9):
             model = setting._replace(machine=MODEL_MACHINES[1], has_lookup=False, has_model=True)
@@ -169,7 +169,9 @@ def _unsteady(traces: Traces) -> Iterator[Cell]:
 def _compiled(traces: Traces) -> Iterator[Cell]:
     for factor in (10.0, 100.0):
         for num_rows in (1, 8):
-            setting = Setting(MODEL_MACHINES[1], num_rows, sizes=SIZES, compile_factor=factor, has_model=True)
+            setting = Setting(
+                MODEL_MACHINES[1], num_rows, sizes=SIZES, compile_factor=factor, keeps_rows=True, has_model=True
+            )
             for rate in (0.1, 0.8):
                 yield Cell("compiled", f"a={rate}, {factor:.0f} times", setting, even_texts(rate))
             lookup = setting._replace(machine=LOOKUP_MACHINES[1], has_lookup=True, has_model=False)

@@ -35,6 +35,7 @@ class Setting(NamedTuple):
     is_lock_step: bool = False  # all rows advance by the fewest tokens
     sizes: tuple[int, ...] | None = None  # that forwards are compiled for
     compile_factor: float = 1.0  # of the first forward of a size
+    keeps_rows: bool = False  # whether finished rows stay in the batch
     slowness: Callable[[int, int], float] = lambda call, position: 1.0  # of all rounds, by call and tokens
 
 
@@ -87,6 +88,7 @@ class Process:
         setting, machine = self.setting, self.setting.machine
         waiting = [self._row(text) for text in texts]
         live, waiting = waiting[: setting.num_rows], waiting[setting.num_rows :]
+        num_rows = len(live)
         if setting.is_lock_step:
             num_left = min(row.num_left for row in live)
             for row in live:
@@ -97,7 +99,7 @@ class Process:
         seconds, widths, num_drafted, num_accepted = 0.0, [], 0, 0
         while live:
             slowness = setting.slowness(num_call, min(row.position for row in live))
-            outcome, round_s = self._round(schedule, live, slowness)
+            outcome, round_s = self._round(schedule, live, slowness, num_rows if setting.keeps_rows else len(live))
             schedule.update(outcome)
             seconds += round_s
             widths.append(outcome.num_draft_tokens)
@@ -117,8 +119,8 @@ class Process:
         self._next_row += 1
         return _Row(self._next_row, text, self.setting.num_tokens, rates)
 
-    def _round(self, schedule: Schedule, live: list[_Row], slowness: float) -> tuple[RoundOutcome, float]:
-        setting, machine, num_rows = self.setting, self.setting.machine, len(live)
+    def _round(self, schedule: Schedule, live: list[_Row], slowness: float, num_rows: int) -> tuple[RoundOutcome, float]:
+        setting, machine = self.setting, self.setting.machine
         matches = [row.match() for row in live]
         proposed = [row.proposed(match, machine.max_draft_tokens) for row, match in zip(live, matches, strict=True)]
         ahead = [RowAhead(row.row_id, row.num_left, tuple(p)) for row, p in zip(live, proposed, strict=True)]
@@ -217,7 +219,7 @@ def run_adaptive(
     machine = setting.machine
     memory = ScheduleMemory(DraftPrior(machine.step_ratio), machine.max_draft_tokens, setting.sizes)
     max_model = machine.max_draft_tokens if setting.has_model else 0
-    make = lambda: AdaptiveSchedule(memory, max_model, setting.is_lock_step)  # noqa: E731
+    make = lambda: AdaptiveSchedule(memory, max_model, setting.keeps_rows)  # noqa: E731
     return run(Process(setting, NOISES[noise], seed), make, texts, num_calls)
 
 
