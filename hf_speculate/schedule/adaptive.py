@@ -153,6 +153,8 @@ class AdaptiveSchedule(Schedule):
         smaller = [size for size in costs.sizes or () if size < choice.num_draft_tokens]
         known = max((size for size in smaller if costs.is_measured(num_rows, size)), default=0)
         other, other_saved_s = self._best(num_rows, known)
+        if choice.is_trial and any(costs.is_measured(num_rows, size) for size in costs.sizes or ()):
+            return other  # one size is enough to learn that the source gains nothing
         size = num_rows, costs.size_of(choice.num_draft_tokens)
         memory.missed_s[size] = memory.missed_s.get(size, 0.0) + max(saved_s - other_saved_s, 0.0)
         return choice if memory.missed_s[size] >= costs.start_s else other

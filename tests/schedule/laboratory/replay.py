@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     num_waiting: int = 0  # rows that join when others end
     is_lock_step: bool = False  # all rows advance by the fewest tokens
     sizes: tuple[int, ...] | None = None  # that forwards are compiled for
-    compile_factor: float = 1.0  # of the first forward of a size
+    compile_factor: float = 1.0  # plain steps that the first forward of a size takes
     keeps_rows: bool = False  # whether finished rows stay in the batch
     slowness: Callable[[int, int], float] = lambda call, position: 1.0  # of all rounds, by call and tokens
 
@@ -166,7 +166,7 @@ class Process:
         if (num_rows, width) in self._compiled:
             return seconds
         self._compiled.add((num_rows, width))
-        return seconds * setting.compile_factor
+        return seconds + (setting.compile_factor - 1) * setting.machine.score(num_rows, 0)
 
     def _draft_s(self, num_rows: int, num_model: int, num_unread: Sequence[int]) -> float:
         machine = self.setting.machine
