@@ -91,7 +91,7 @@ def draft_arguments(source: str, name: str, target: LoadedModel, dtype: str, loa
             return {"assistant_early_exit": EXIT_LAYERS[name]}
         case "lookup":
             return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    settings = HEAD_SETTINGS if source == "lookup with head" else {**HEAD_SETTINGS, "min_match_len": 0}
+    settings = HEAD_SETTINGS if source == "lookup with head" else {**HEAD_SETTINGS, "copies": False}
     drafter = partial(HeadDrafter, DraftHead.load(HEAD, target.model), **settings)
     drafter.description = f"SmolLM2 {source}"  # type: ignore[attr-defined]  # history is kept by it
     return {"drafter": drafter}

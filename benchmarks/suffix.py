@@ -23,9 +23,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
-from hf_speculate.types import Kept, SampleStrategy
+from hf_speculate.draft.suffix_index import MAX_MATCH_LEN
 
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
@@ -53,7 +52,7 @@ class Text:
         self.num_draft_tokens = args.num_draft_tokens
         self.drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=args.num_draft_tokens))
         begin = time.perf_counter()
-        self._draft(ids[:, :length], kept=None)
+        self.drafter.begin(ids[:, :length])
         self.build_us = (time.perf_counter() - begin) / ids[:, :length].numel() * 1e6
         self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
         self.us: list[float] = []
@@ -63,19 +62,19 @@ class Text:
 
     def round(self, us: list[float]) -> None:
         """One round, after the next tokens of each row; its microseconds a row are appended to `us`."""
-        new = self._next()
-        kept = Kept(new, torch.full((len(new),), self.num_each, dtype=torch.int32))
+        new_ids = self._next().tolist()
         begin = time.perf_counter()
-        self._draft(new, kept)
-        us.append((time.perf_counter() - begin) * 1e6 / len(new))
+        self.drafter.look_up(new_ids)
+        self.drafter.cut_proposal(self.num_draft_tokens)
+        us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def index_round(self) -> None:
         """A round of the rows' indices alone."""
         new_ids = self._next().tolist()
         begin = time.perf_counter()
         for row, ids in zip(self.drafter.texts, new_ids, strict=True):
-            row.extend(ids)
-            self.drafter.propose(row, self.num_draft_tokens)
+            row.index.extend(ids)
+            row.index.find(row.token_ids[-MAX_MATCH_LEN:])
         self.index_us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def their_round(self) -> None:
@@ -89,9 +88,6 @@ class Text:
         """[B, N] the next tokens of each row."""
         self.length += self.num_each
         return self.ids[:, self.length - self.num_each : self.length]
-
-    def _draft(self, new: Tensor, kept: Kept | None) -> None:
-        self.drafter.draft(DraftRequest(new, None, self.num_draft_tokens, SampleStrategy.GREEDY, kept=kept))
 
 
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from smollm2_head.head import WEIGHTS, DraftHead
 EXAMPLES = Path(__file__).resolve().parent
 PAIR, HEAD = EXAMPLES / "pair", EXAMPLES / "smollm2_head"
 EAGLE3 = EXAMPLES / "heads" / "eagle3"  # a head for the pair's target
-HEAD_SETTINGS = {"confidence": 0.3, "min_match_len": 1}
+HEAD_SETTINGS = {"confidence": 0.3, "copies": True}
 CONVERTERS = ("gguf", "accelerate")  # with which transformers reads a GGUF file
 CACHE_VARIABLE = "HF_SPECULATE_CACHE"
 # The bundled pair continues Python code; it has no chat template of its own.

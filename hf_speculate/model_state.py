@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ModelState:
-    """Values by key. Owners keep a typed accessor beside their class, which is the key: `HistoryStore.of(model)`."""
+    """Values by key. Owners keep a typed accessor beside their class, which is the key: `MemoryStore.of(model)`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

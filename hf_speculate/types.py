@@ -125,7 +125,7 @@ class RoundRecord(NamedTuple):
     row_ids: list[int]  # [B] the output row of each row
     was_live: list[bool]  # [B] rows that were not finished before the round
     is_served: list[bool]  # [B] rows that the drafter could draft for
-    num_draft_tokens: int  # K, the number that the drafter was asked for
+    num_model_tokens: int  # tokens that a model or head was asked for; 0 if it was not called
     num_fed: int  # tokens of each row that the drafter read
     num_left: list[int]  # [B] tokens that each row has room for
     draft: DraftOut

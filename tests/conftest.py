@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 # Before transformers is imported anywhere: it reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -113,11 +114,12 @@ def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     `parametrize("scripted", [lengths], indirect=True)` gives other lengths.
     """
     instances: list[object] = []
-    module = importlib.import_module("tests.schedule.simulator")
+    module = importlib.import_module("tests.schedule.scripted")
 
-    def build_schedule(*_: object) -> object:
-        instances.append(module.ScriptedSchedule(getattr(request, "param", module.LENS)))
+    def make_schedule(plan: object, drafter: Any) -> object:
+        lens = [0] if drafter.max_draft_tokens == 0 else getattr(request, "param", module.LENS)
+        instances.append(module.ScriptedSchedule(lens, drafter.is_free))
         return instances[-1]
 
-    monkeypatch.setattr("hf_speculate.engine.call_schedule.build_schedule", build_schedule)
+    monkeypatch.setattr("hf_speculate.engine.draft_length.make_schedule", make_schedule)
     return instances

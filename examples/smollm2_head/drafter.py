@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from hf_speculate import DrafterSetup, DraftRequest
 from hf_speculate.cache.token_buffer import TokenBuffer
-from hf_speculate.draft.acceptance_rates import suffix_buckets
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
@@ -30,13 +29,12 @@ class HeadDrafter:
         confidence: a row's draft ends before the token whose most likely choice brings the product of probabilities
             below this, in 0..1, also before the first. It depends on distributions only, not on what was drawn, so
             sampling stays exact.
-        min_match_len: a row whose last tokens, at least so many, stand earlier in its text copies what followed them
-            there, as prompt lookup does, if that is expected to gain as much as the head has gained in the row so far.
-            The head drafts for the other rows; 0: no row copies.
+        copies: whether a row copies what followed its last tokens earlier in its text, as prompt lookup does, where
+            that is expected to gain as much as the head has gained in the row so far.
     """
 
-    def __init__(self, head: DraftHead, setup: DrafterSetup, confidence: float = 0.0, min_match_len: int = 0):
-        self.head, self.confidence, self.min_match_len = head, confidence, min_match_len
+    def __init__(self, head: DraftHead, setup: DrafterSetup, confidence: float = 0.0, copies: bool = False):
+        self.head, self.confidence, self.proposes = head, confidence, copies
         self.hidden_layers = tuple(head.hidden_layers)
         self.vocab_size, self.processors, self.stream = setup.vocab_size, setup.processors, setup.stream
         self.lens = torch.zeros(setup.batch_size, dtype=torch.int64)  # [B] true pairs in the cache
@@ -55,19 +53,34 @@ class HeadDrafter:
         self.gains = [USUAL_GAIN] * setup.batch_size  # accepted tokens of the head's drafts, by row
         self.has_drafted = [False] * setup.batch_size  # whether the head made a row's last draft
 
+    def begin(self, token_ids: Tensor) -> None:
+        """See `Drafter.begin`."""
+        self.lookup.begin(token_ids)
+
+    def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Drafter.look_up`."""
+        for row, (ids, has_drafted) in enumerate(zip(new_ids, self.has_drafted, strict=True)):
+            if has_drafted and ids:
+                self.gains[row] += GAIN_RATE * (len(ids) - 1 - self.gains[row])
+        self.has_drafted = [False] * len(new_ids)
+        return self.lookup.look_up(new_ids)
+
+    def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
+        """See `Drafter.cut_proposal`."""
+        return self.lookup.cut_proposal(num_draft_tokens)
+
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`."""
         query_token_ids, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
         is_sampled = request.sample_strategy is SampleStrategy.RANDOM
         counts = kept.num_emitted.to(torch.int64).cpu()  # [B]
-        self._learn(counts.tolist(), kept.num_rounds)
         if is_sampled:
             self._follow(query_token_ids, kept)
         self._grow(int(self.lens.max()) + kept.token_ids.shape[1] + num_draft_tokens)
         output = self._run(kept.token_ids.clamp_min(0), self.head.project(kept.hidden_states), self.lens)  # [B, N, D]
         self.lens = self.lens + counts
-        copies = self._copies(query_token_ids, kept, num_draft_tokens)
+        copies = self._copies(num_draft_tokens) if self.proposes else [[]] * len(counts)
         self.has_drafted = [not ids for ids in copies]
         if all(copies):
             return point_masses(copies, query_token_ids.device)
@@ -89,23 +102,13 @@ class HeadDrafter:
         if self.text is not None:
             self.text.rows(indices)
 
-    def _copies(self, query: Tensor, kept: Kept, num_draft_tokens: int) -> list[list[int]]:
+    def _copies(self, num_draft_tokens: int) -> list[list[int]]:
         """[B] what each row copies; empty for those that the head drafts for."""
-        if not self.min_match_len:
-            return [[]] * len(query)
-        self.lookup.follow(query.cpu(), kept if self.lookup.texts else None)
         copies = []
         for text, gain in zip(self.lookup.texts, self.gains, strict=True):
-            match_len, ids = self.lookup.propose(text, num_draft_tokens)
-            pays = match_len >= self.min_match_len and text.rates.expected(suffix_buckets(match_len, len(ids))) >= gain
-            copies.append(ids if pays else [])
+            pays = sum(text.probabilities()[:num_draft_tokens]) >= gain
+            copies.append(text.proposal.token_ids[:num_draft_tokens] if pays else [])
         return copies
-
-    def _learn(self, counts: list[int], num_rounds: int) -> None:
-        """Update the means of the head's drafts by the tokens [B] that were emitted since, in so many rounds."""
-        for row, (count, has_drafted) in enumerate(zip(counts, self.has_drafted, strict=True)):
-            if has_drafted and count:
-                self.gains[row] += GAIN_RATE * (max(count - num_rounds, 0) - self.gains[row])
 
     def _chain(self, chooser: "_Chooser", states: Tensor, num_draft_tokens: int) -> DraftOut:
         ids: list[Tensor] = []

@@ -1,69 +1,96 @@
-"""Acceptance-rate estimates: decayed counts of verified and accepted tokens, by row and type of drafted token."""
+"""Acceptance rates of drafted tokens, by row and by the kind of token, from decayed counts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-_DECAY = 0.97  # factor of the counts, per verified token: sequences change
-_PRIOR_WEIGHT = 4.0  # weight of the prior, in tokens
-SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more
-MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
+from torch import nn
+
+from hf_speculate.model_state import model_state
+
+_DECAY = 0.97  # of a row's counts, per verified token: texts change
+_SHARED_DECAY = 0.998  # of the counts of all rows, per verified token
+_WEIGHT = 6.0  # of the rate of all rows, in tokens
+_PRIOR_WEIGHT = 4.0  # of the prior among the counts of all rows, in tokens
+# by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more tokens
+_SUFFIX_PRIORS = (0.3, 0.5, 0.7, 0.8, 0.9)
+_MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 
 
-class AcceptanceCounts:
-    """Decayed counts of verified and accepted tokens, in several buckets of tokens."""
+class SharedRates:
+    """Rates from which a row starts; the rows of all calls with one target may share them.
 
-    def __init__(self, num_buckets: int):
-        self.accepted = [0.0] * num_buckets
-        self.verified = [0.0] * num_buckets
+    Args:
+        priors: the rate of each kind of token before any was verified.
+    """
 
-    def add(self, bucket: int, is_accepted: bool, decay: float = 1.0) -> None:
-        """Count one verified token, after the bucket's counts were multiplied by `decay`."""
-        self.accepted[bucket] = decay * self.accepted[bucket] + is_accepted
-        self.verified[bucket] = decay * self.verified[bucket] + 1
+    def __init__(self, priors: Sequence[float]) -> None:
+        self.counts = [(_PRIOR_WEIGHT * prior, _PRIOR_WEIGHT) for prior in priors]
 
-    def decay(self, factor: float) -> None:
-        """Multiply the counts of all buckets by `factor` in [0, 1]."""
-        self.accepted = [factor * count for count in self.accepted]
-        self.verified = [factor * count for count in self.verified]
+    @classmethod
+    def of_lookups(cls, model: nn.Module) -> "SharedRates":
+        """Return the rates of tokens after suffix matches in all calls with a target."""
+        return model_state(model).get(cls, suffix_rates)
 
-    def rate(self, bucket: int, prior: float, prior_weight: float) -> float:
-        """Accepted over verified tokens of a bucket, with a prior that weighs `prior_weight` tokens."""
-        return (self.accepted[bucket] + prior_weight * prior) / (self.verified[bucket] + prior_weight)
+    def add(self, bucket: int, is_accepted: bool) -> None:
+        """Count one verified token."""
+        accepted, verified = self.counts[bucket]
+        accepted, verified = _SHARED_DECAY * accepted, _SHARED_DECAY * verified
+        self.counts[bucket] = accepted + is_accepted, verified + 1
+
+    def rate(self, bucket: int) -> float:
+        """Return accepted over verified tokens of a kind."""
+        accepted, verified = self.counts[bucket]
+        return accepted / verified
 
 
-class AcceptanceRates(AcceptanceCounts):
-    """Acceptance rates of one row by bucket of tokens; shared counts would let other rows change a seed's sample."""
+def suffix_rates() -> SharedRates:
+    """Return the rates of tokens after suffix matches before any was verified."""
+    return SharedRates(_SUFFIX_PRIORS)
 
-    def __init__(self, priors: Sequence[float]):
-        super().__init__(len(priors))
-        self._priors = priors
+
+def model_rates() -> SharedRates:
+    """Return the rates of a draft model's tokens before any was verified."""
+    return SharedRates(_MODEL_PRIORS)
+
+
+class RowRates:
+    """Acceptance rates of one row; until it has many counts of its own, those of all rows count."""
+
+    def __init__(self, shared: SharedRates) -> None:
+        self._shared = shared
+        self._counts = [(0.0, 0.0)] * len(shared.counts)
 
     def observe(self, buckets: Sequence[int], num_accepted: int) -> None:
         """Count the verified tokens of a draft; all but the last one at most were accepted."""
         for position, bucket in enumerate(buckets):
-            self.add(bucket, position < num_accepted, _DECAY)
+            is_accepted = position < num_accepted
+            accepted, verified = self._counts[bucket]
+            self._counts[bucket] = _DECAY * accepted + is_accepted, _DECAY * verified + 1
+            self._shared.add(bucket, is_accepted)
 
-    def probabilities(self, buckets: Sequence[int]) -> Iterator[float]:
-        """The probability of each token of a draft that it is accepted, with all before it."""
-        rates = (self.rate(bucket, self._priors[bucket], _PRIOR_WEIGHT) for bucket in buckets)
-        return accumulate(rates, mul)
+    def probabilities(self, buckets: Sequence[int]) -> list[float]:
+        """Return the probability of each token of a draft that it is accepted with all before it."""
+        return list(accumulate(map(self._rate, buckets), mul))
 
     def expected(self, buckets: Sequence[int]) -> float:
-        """The expected number of accepted tokens in a draft."""
+        """Return the expected number of accepted tokens in a draft."""
         return sum(self.probabilities(buckets))
 
-    def num_likely(self, buckets: Sequence[int], least: float) -> int:
-        """The number of first tokens of a draft that are accepted with a probability of at least `least`."""
-        return sum(probability >= least for probability in self.probabilities(buckets))
+    def _rate(self, bucket: int) -> float:
+        accepted, verified = self._counts[bucket]
+        return (accepted + _WEIGHT * self._shared.rate(bucket)) / (verified + _WEIGHT)
 
 
-def suffix_buckets(match_len: int, num: int) -> list[int]:
-    """[num] buckets of the tokens after a match; each accepted token lengthens the match of the next one."""
-    last = len(SUFFIX_PRIORS)
-    return [min((match_len + position).bit_length(), last) - 1 for position in range(num)]
+def suffix_buckets(match_len: int, num_tokens: int) -> list[int]:
+    """Return [num_tokens] kinds of the tokens after a match.
+
+    Each accepted token lengthens the match of the next one.
+    """
+    last = len(_SUFFIX_PRIORS)
+    return [min((match_len + at).bit_length(), last) - 1 for at in range(num_tokens)]
 
 
-def model_buckets(num: int) -> list[int]:
-    """[num] buckets of a draft model's tokens, by position."""
-    return [min(position, len(MODEL_PRIORS) - 1) for position in range(num)]
+def model_buckets(num_tokens: int) -> list[int]:
+    """Return [num_tokens] kinds of a draft model's tokens, by position."""
+    return [min(at, len(_MODEL_PRIORS) - 1) for at in range(num_tokens)]

@@ -136,6 +136,10 @@ class Drafter(Protocol):
     and in the first call that token alone if nothing was decoded before."""
     min_query_len: int = 1
     """Tokens of each row that it is fed at least, some of them again."""
+    proposes: bool = False
+    """Whether it proposes tokens that cost no time, known before the round; see `look_up`."""
+    is_free: bool = False
+    """Whether it proposes alone, so that `draft` is never called."""
     is_compiled: bool = False
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
     can_join: bool = False
@@ -166,6 +170,26 @@ class Drafter(Protocol):
         """[B] bool, whether the last drafted token of each row was chosen from finite logits; None if unknown."""
         return None
 
+    def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Find a proposal for every row before a round; called only if it `proposes`, after `begin`.
+
+        A proposal is a function of the row's earlier tokens. Its width is chosen after it was seen.
+
+        Args:
+            new_ids: [B] lists of the tokens that each row has gained since the last call.
+
+        Returns:
+            [B][N] probability of each proposed token that it is accepted with all before it.
+        """
+        return [[] for _ in new_ids]
+
+    def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
+        """Return the first `num_draft_tokens` tokens of each proposal, as point masses.
+
+        The KV cache of a draft model is not read.
+        """
+        raise ConfigError(f"{type(self).__name__} must define cut_proposal() if it proposes")
+
     def draft(self, request: DraftRequest) -> DraftOut:
         """Draft up to `request.num_draft_tokens` tokens per row.
 
@@ -191,7 +215,7 @@ class Drafter(Protocol):
     def begin(self, token_ids: Tensor) -> None:
         """Called before the first `draft` if rows may join or an earlier call has filled the draft cache.
 
-        Also if it awaits the prompts. Every token after the prompts is then in a `kept`.
+        Also if it proposes or awaits the prompts. Every token after the prompts is then in a `kept`.
 
         Args:
             token_ids: [B, T] int64, with their padding.

@@ -1,7 +1,7 @@
 """The source of a user's own drafter, which is checked in every round."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ _LAYERS = Check(
 )
 
 _FLAGS = ["reads_host_tokens", "reads_kept", "reads_prompt", "is_compiled", "counts_padding", "shares_columns"]
-_FLAGS += ["drafts_past_context"]
+_FLAGS += ["drafts_past_context", "proposes", "is_free"]
 
 
 class CustomDrafter(PerRow, Drafter):
@@ -69,19 +69,37 @@ class CustomDrafter(PerRow, Drafter):
         self.context_len = context_len
         self._device = setup.device
         self._vocab_size = setup.vocab_size
+        self._num_rows = setup.batch_size  # at the last look-up
+
+    def begin(self, token_ids: Tensor) -> None:
+        if self.proposes:
+            self.drafter.begin(token_ids)
+
+    def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._num_rows = len(new_ids)
+        probabilities: list[list[float]] = self.drafter.look_up(new_ids)
+        return probabilities
+
+    def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
+        draft = self.drafter.cut_proposal(num_draft_tokens)
+        self._check(draft, self._num_rows, num_draft_tokens)
+        return DraftOut(self._in_vocabulary(draft), _lens(draft), None, None)
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """Ids outside the vocabulary become -1, which no verifier accepts."""
         request.check()
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
-        ids = draft.token_ids
-        ids = ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)  # [B, K]
-        lens = draft.lens.to(torch.int32).clamp(0, ids.shape[1])
+        ids, lens = self._in_vocabulary(draft), _lens(draft)
         logits, sums = draft.token_logits, draft.logsumexp
         if request.sample_strategy is SampleStrategy.GREEDY or logits is None:
             return DraftOut(ids, lens, None, None)
         return DraftOut(ids, lens, logits, logits.float().logsumexp(-1) if sums is None else sums)
+
+    def _in_vocabulary(self, draft: DraftOut) -> Tensor:
+        """Return [B, K] int64 ids, -1 in place of those outside the vocabulary."""
+        ids = draft.token_ids
+        return ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)
 
     def is_callers(self, error: Exception) -> bool:
         decides = getattr(self.drafter, "is_callers", super().is_callers)
@@ -152,6 +170,11 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     variant = getattr(factory, "draft_source", None)
     source: DraftSource = CustomSource(factory) if variant is None else load_entry(VARIANTS[variant])(target, values)
     return source
+
+
+def _lens(draft: DraftOut) -> Tensor:
+    """Return [B] int32 tokens of each row that count."""
+    return draft.lens.to(torch.int32).clamp(0, draft.token_ids.shape[1])
 
 
 def _name(result: object) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.acceptance_rates import SharedRates
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
@@ -36,7 +37,8 @@ class PromptLookup(DraftSource):
         return HistoryKey(None, ("none", True))
 
     def make_drafter(self, plan: DraftPlan) -> Drafter:
-        return SuffixDrafter(self.suffix_settings(plan), plan.device)
+        rates = SharedRates.of_lookups(plan.target)
+        return SuffixDrafter(self.suffix_settings(plan), plan.device, lambda: rates)
 
     def suffix_settings(self, plan: DraftPlan) -> SuffixSettings:
         """Settings of drafts after a match."""

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
 
@@ -10,12 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.acceptance_rates import SUFFIX_PRIORS, AcceptanceRates, suffix_buckets
+from hf_speculate.draft.acceptance_rates import (
+    RowRates,
+    SharedRates,
+    suffix_buckets,
+    suffix_rates,
+)
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, TextStore
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
-from hf_speculate.types import DraftOut, Kept
+from hf_speculate.types import CachedDraft, DraftOut
 
 
 @dataclass(frozen=True)
@@ -31,21 +36,20 @@ class SuffixSettings:
 
 
 NO_PROPOSAL = Proposal(0, [])
-# Measured on texts of SmolLM2-135M-Instruct, K = 10, at a tenth of a plain step for each verified token: 1.57 times
-# plain decoding where text is copied, 1.19 for questions, 1.58 for code; full drafts reach 1.52, 1.10 and 1.50.
-_LEAST_PROBABILITY = 0.15  # that a token is accepted, with all before it, for it to be drafted
 
 
 class RowText:
-    """A row's text, and how often the tokens after a match were emitted, by the length of the match.
+    """Text of a row, and how often the tokens after a match were emitted, by the match's length.
 
-    Rates are learned from every proposal, also if fewer of its tokens or none were drafted, and from the row alone:
-    what a row drafts depends on its own tokens.
+    The rates learn from every proposal, also if fewer of its tokens or none were drafted.
+
+    Args:
+        shared: rates of all rows.
     """
 
-    def __init__(self) -> None:
-        self.index, self.rates = SuffixIndex(), AcceptanceRates(SUFFIX_PRIORS)
-        self.proposal = NO_PROPOSAL  # after the newest token, as it was found
+    def __init__(self, shared: SharedRates) -> None:
+        self.index, self.rates = SuffixIndex(), RowRates(shared)
+        self.proposal = NO_PROPOSAL  # after the newest token
 
     @property
     def token_ids(self) -> "array[int]":
@@ -58,21 +62,19 @@ class RowText:
         agrees = [drafted == emitted for drafted, emitted in zip(proposed, token_ids, strict=False)]
         if agrees:
             num_right = agrees.index(False) if False in agrees else len(agrees)
-            self.rates.observe(suffix_buckets(match_len, min(num_right + 1, len(agrees))), num_right)
+            num_seen = min(num_right + 1, len(agrees))
+            self.rates.observe(suffix_buckets(match_len, num_seen), num_right)
         self.index.extend(token_ids)
         self.proposal = NO_PROPOSAL
 
-    def likely(self) -> Proposal:
-        """The proposal up to the first token that is not accepted often enough."""
+    def probabilities(self) -> list[float]:
+        """Return the probability of each proposed token that it is accepted with all before it."""
         match_len, proposed = self.proposal
-        num = self.rates.num_likely(suffix_buckets(match_len, len(proposed)), _LEAST_PROBABILITY)
-        return Proposal(match_len, proposed[:num])
+        return self.rates.probabilities(suffix_buckets(match_len, len(proposed)))
 
 
 class SuffixDrafter(PerRow, Drafter):
-    """Drafts, as point masses, the continuation of the latest of the longest earlier matches of a row's last tokens.
-
-    A draft ends where the next token would rarely be accepted, by the row's own rates.
+    """Proposes, as point masses, what followed the latest of the longest earlier matches.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
@@ -80,59 +82,71 @@ class SuffixDrafter(PerRow, Drafter):
 
     BY_ROW = ("texts", "_num_pads")
     reads_host_tokens = True
+    reads_kept = False
+    proposes = True
+    is_free = True
     drafts_fewer = True
     can_join = True
 
-    def __init__(self, settings: SuffixSettings, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        settings: SuffixSettings,
+        device: torch.device | str = "cpu",
+        make_rates: Callable[[], SharedRates] = suffix_rates,
+    ):
         self.device = torch.device(device)
         self.texts: list[RowText] = []  # [B], once the prompts were read
         self._settings = settings
         self._num_pads = settings.num_pads
+        self._make_rates = make_rates  # called for each row
+
+    def begin(self, token_ids: Tensor) -> None:
+        pads = self._num_pads or [0] * len(token_ids)
+        self.texts, self._num_pads = [RowText(self._make_rates()) for _ in pads], None
+        for row, ids, num in zip(self.texts, token_ids.tolist(), pads, strict=True):
+            row.extend(ids[num:])
+
+    def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        for row, ids in zip(self.texts, new_ids, strict=True):
+            row.extend(ids)
+            row.proposal = self._find(row) if ids else NO_PROPOSAL  # a finished row gains none
+        return [row.probabilities() for row in self.texts]
+
+    def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
+        proposals = [row.proposal.token_ids[:num_draft_tokens] for row in self.texts]
+        return point_masses(proposals, self.device)
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
-        gained = self.follow(request.query_token_ids, request.kept)
-        rows = zip(self.texts, gained, strict=True)  # a row without new tokens is finished
-        proposals = [self.propose(row, request.num_draft_tokens).token_ids if new else [] for row, new in rows]
-        return point_masses(proposals, self.device)
+        return self.cut_proposal(request.num_draft_tokens)
 
     def is_callers(self, error: Exception) -> bool:
         return False
 
-    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[Sequence[int]]:
-        """Append new tokens; [B] those of each row, in the first call the whole sequences, which the query holds."""
-        if kept is None:
-            self.begin(query_token_ids)
-            return [row.token_ids for row in self.texts]
-        counts = kept.num_emitted.tolist()
-        gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
-        for row, ids in zip(self.texts, gained, strict=True):
-            row.extend(ids)
-        return gained
-
-    def propose(self, row: RowText, num: int) -> Proposal:
-        """At most `num` tokens; the row itself is preferred to the store if both matches are equally long."""
-        settings, num = self._settings, min(num, self._settings.max_draft_tokens)
+    def _find(self, row: RowText) -> Proposal:
+        """Return the tokens after the longest match, in the row itself or in the store if longer."""
+        settings, num_tokens = self._settings, self._settings.max_draft_tokens
         last = row.token_ids[-min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN) :]
         match_len, end = row.index.find(last)
         token_ids: list[int] = []
         if match_len:
             # A row that has begun to repeat itself continues with its period.
-            token_ids = list(islice(cycle(row.token_ids[end : end + num]), num))
-        proposal = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)
-        if proposal.match_len > match_len:
-            known = list(takewhile(lambda token: token < settings.vocab_size, proposal.token_ids))
-            if known:
-                match_len, token_ids = proposal.match_len, known
+            period = row.token_ids[end : end + num_tokens]
+            token_ids = list(islice(cycle(period), num_tokens))
+        if settings.store is not None:
+            proposal = settings.store.find(last, num_tokens)
+            if proposal.match_len > match_len:
+                known = takewhile(lambda token: token < settings.vocab_size, proposal.token_ids)
+                if known_ids := list(known):
+                    match_len, token_ids = proposal.match_len, known_ids
         ends = [at for at, token in enumerate(token_ids) if token in settings.eos_token_ids]
-        row.proposal = Proposal(match_len, token_ids[: ends[0] + 1] if ends else token_ids)
-        return row.likely()
+        return Proposal(match_len, token_ids[: ends[0] + 1] if ends else token_ids)
 
-    def begin(self, token_ids: Tensor) -> None:
-        pads = self._num_pads or [0] * len(token_ids)
-        self.texts, self._num_pads = [RowText() for _ in pads], None
-        for row, ids, num in zip(self.texts, token_ids.tolist(), pads, strict=True):
-            row.extend(ids[num:])
+
+def not_fed(query_token_ids: Tensor) -> CachedDraft:
+    """Return the state of a draft cache that has read no token of a query [B, Q]."""
+    num_rows, num_query = query_token_ids.shape
+    return CachedDraft(-num_query, [False] * num_rows)
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:

@@ -15,6 +15,7 @@ from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import PromptChunk, TargetSession
 from hf_speculate.engine.verification import Verification
+from hf_speculate.schedule import PLAIN_STEP, Choice
 from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
 
 
@@ -52,13 +53,14 @@ class SpeculativeDecoder:
         """Decode one round; False if all rows are finished."""
         enter = self.clock.enter
         self.second_scoring.join_others(batch)
-        room = self.drafts.room(batch)
-        num_draft_tokens = self.draft_length.next(batch, room, self.target.room)
-        if num_draft_tokens is None:
+        enter(Stage.DRAFT, batch.num_rounds + 1)
+        room, proposed = self.drafts.room(batch), self.drafts.look_up(batch)
+        num_unread = self.drafts.num_unread(batch)
+        choice = self.draft_length.next(batch, room, proposed, num_unread, self.target.room)
+        if choice is None:
             return False
         keys = batch.begin_round()
-        enter(Stage.DRAFT, batch.num_rounds)
-        draft = self.drafts.propose(batch, num_draft_tokens, keys, room, self.target.kv_cache)  # [B, K]
+        draft = self.drafts.propose(batch, choice, keys, room, self.target.kv_cache)  # [B, K]
         enter(Stage.SCORE)
         scored = self.target.score(batch, draft)  # logits [B, K+1, V]
         enter(Stage.VERIFY)
@@ -67,7 +69,7 @@ class SpeculativeDecoder:
         if verified.has_bad_logits:
             enter(Stage.SCORE)
             scored_draft, scored, verified = self.second_scoring.run(batch, draft, keys, verified)
-        if self.draft_length.keeps_rows_even(batch):
+        if choice.is_trial and batch.tokens.row_lens.is_even:
             verified = verified.of_equal_lengths()
         enter(Stage.TRIM)
         trimmed = self.stops.trim(batch, verified)
@@ -79,7 +81,7 @@ class SpeculativeDecoder:
         if verified.is_rescored:
             for kv_cache in self._kv_caches:
                 kv_cache.clear_rejected()
-        self._observe(batch, num_draft_tokens, draft, scored, verified, trimmed)
+        self._observe(batch, choice, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
         return True
 
@@ -132,20 +134,25 @@ class SpeculativeDecoder:
         trimmed = self.stops.trim(batch, verified)
         self.clock.enter(Stage.COMMIT)
         batch.commit(verified, trimmed)
-        num_read = self.target.query_ids.shape[1]
-        self.draft_length.begin(self.clock.prefill_s, num_read, self.drafts.num_unread(batch))
-        self._observe(batch, 0, draft, scored, verified, trimmed)
+        self.draft_length.begin(self.clock.prefill_s, self.target.query_ids.numel())
+        self._observe(batch, PLAIN_STEP, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
 
     def _observe(
-        self, batch: Batch, num_draft_tokens: int, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed
+        self,
+        batch: Batch,
+        choice: Choice,
+        draft: DraftOut,
+        scored: Scored,
+        verified: Verified,
+        trimmed: Trimmed,
     ) -> None:
         record = RoundRecord(
             num_round=batch.num_rounds,
             row_ids=batch.row_ids,
             was_live=batch.was_live,
             is_served=self.drafts.is_served,
-            num_draft_tokens=num_draft_tokens,
+            num_model_tokens=choice.num_model_tokens,
             num_fed=self.drafts.num_fed,
             num_left=batch.num_left,
             draft=draft,

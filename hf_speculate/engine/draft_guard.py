@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.per_row import RowIndices
+from hf_speculate.schedule import Choice
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Scored, Trimmed
@@ -56,6 +58,8 @@ class DraftGuard:
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
         self._served = [_Row(index, _end(session.drafter, num)) for index, num in enumerate(num_pads)]
         self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
+        # rows of the batch whose prompts the drafter reads when it drafts next
+        self._waiting: list[tuple[DraftSession, list[_Row]]] = []
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
@@ -86,21 +90,41 @@ class DraftGuard:
         self._call(lambda session: session.begin(batch))
 
     def num_unread(self, batch: Batch) -> int:
-        """See `DraftSession.num_unread`."""
-        return 0 if self._session is None else self._session.num_unread(self._view(batch))
+        """Return the tokens of each row that the drafter reads in its next call."""
+        if self._session is None:
+            return 0
+        lens = batch.tokens.lens
+        num_unread = self._session.num_unread([lens[row.index] for row in self._served])
+        num_waiting = sum(lens[row.index] for _, rows in self._waiting for row in rows)
+        return num_unread + num_waiting // batch.num_rows
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         self._call(lambda session: session.read_prompt(batch, scored, num_ahead))
 
     def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
-        """See `DraftSession.read_ahead`."""
+        """Prepare the rows to join others; see `DraftSession.read_ahead`."""
+        if self._session is not None and self._session.reads_late:
+            self._call(lambda session: session.show_prompts(self._view(batch)))
+            return False
         return bool(self._call(lambda session: session.read_ahead(self._view(batch), max_tokens)))
+
+    def look_up(self, batch: Batch) -> list[list[float]]:
+        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
+        proposed: list[list[float]] = [[] for _ in range(batch.num_rows)]
+        if self._session is None or not self._session.drafter.proposes or all(batch.is_finished):
+            return proposed
+        view = self._view(batch)
+        found = self._call(lambda session: session.look_up(view))
+        for row, probabilities in zip(self._served, found or (), strict=False):
+            proposed[row.index] = probabilities
+        return proposed
 
     def room(self, batch: Batch) -> list[int]:
         """[B] tokens that may be drafted in each row in the next round."""
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         has_end = self._session is not None and not self._session.drafter.drafts_past_context
-        for row in self._served:
+        waiting = [row for _, rows in self._waiting for row in rows]
+        for row in [*self._served, *waiting]:
             room[row.index] = max(row.end - lens[row.index], 0) if has_end else _NO_END
         if self._is_joint:
             room = [self._ranks.min(min(room))] * batch.num_rows
@@ -111,10 +135,18 @@ class DraftGuard:
         return room
 
     def propose(
-        self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys, room: Sequence[int], target_cache: KVCache
+        self,
+        batch: Batch,
+        choice: Choice,
+        keys: NoiseKeys,
+        room: Sequence[int],
+        target_cache: KVCache,
     ) -> DraftOut:
-        """Draft up to `num_draft_tokens` tokens of each row, and no more than `room` [B]."""
+        """Draft what was chosen, and no more than `room` [B] tokens of each row."""
         self.num_fed, self._own = 0, None
+        num_draft_tokens = choice.num_draft_tokens
+        if choice.num_model_tokens:
+            self._admit_waiting(batch)
         if num_draft_tokens and not self._is_joint:
             self._make_room(batch, num_draft_tokens, room)
         if not num_draft_tokens or self._session is None:
@@ -122,7 +154,9 @@ class DraftGuard:
         view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
         own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
         seen = CacheView(target_cache, None if view is batch else row_indices)
-        draft = self._call(lambda session: session.propose(view, num_draft_tokens, own_keys, own_room, meet, seen))
+        draft = self._call(
+            lambda session: session.propose(view, choice, own_keys, own_room, meet, seen)
+        )
         if self._faults.is_pending:
             meet()
         if draft is None or self._session is None:
@@ -156,6 +190,29 @@ class DraftGuard:
         for index, number in kept if served else ():
             served[number].index = index
             self._served.append(served[number])
+        waiting, self._waiting = self._waiting, []
+        for session, rows in waiting:
+            self._keep_waiting(session, rows, indices)
+
+    def _keep_waiting(
+        self, session: DraftSession, rows: list[_Row], indices: Sequence[int]
+    ) -> None:
+        """Keep those of a waiting session's rows that the batch keeps."""
+        numbers = {row.index: number for number, row in enumerate(rows)}
+        kept = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
+        if not kept:
+            if session.kv_cache is not None:
+                session.kv_cache.release()
+            return
+        with self._faults:
+            session.rows([number for _, number in kept])
+            for index, number in kept:
+                rows[number].index = index
+            kept_rows = [rows[number] for _, number in kept]
+            if self._session is None:
+                self._session, self._served = session, kept_rows
+            else:
+                self._waiting.append((session, kept_rows))
 
     def join(self, other: "DraftGuard", batch: Batch) -> None:
         """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
@@ -168,9 +225,23 @@ class DraftGuard:
         if self._session is None:
             self._session, self._served = theirs, joining
             self._faults = replace(other._faults, stats=self._faults.stats)
+        elif theirs.reads_late:
+            self._waiting.append((theirs, joining))
         else:
             self._call(lambda session: session.catch_up_and_join(theirs, self._view(batch)))
             self._served = self._served + joining if self._session is not None else []
+
+    def _admit_waiting(self, batch: Batch) -> None:
+        """Let the drafter read the prompts of rows that have joined, and serve these rows, too."""
+        while self._waiting:
+            theirs, rows = self._waiting.pop(0)
+
+            def admit(session: DraftSession, theirs: DraftSession, rows: list[_Row]) -> None:
+                theirs.read_ahead(batch.selected([row.index for row in rows]))
+                session.catch_up_and_join(theirs, self._view(batch))
+
+            self._call(partial(admit, theirs=theirs, rows=rows))
+            self._served = self._served + rows if self._session is not None else []
 
     def end(self, batch: Batch) -> None:
         self._call(lambda session: session.end(batch))
@@ -184,6 +255,10 @@ class DraftGuard:
             return act(self._session)
         if not self._faults.is_pending:  # then it is raised in all processes
             self._close()
+            for session, _ in self._waiting:
+                if session.kv_cache is not None:
+                    session.kv_cache.release()
+            self._waiting = []
         return None
 
     def _close(self) -> None:
@@ -296,5 +371,12 @@ def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> Draft
     def spread(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
 
-    ids, lens, logits, logsumexp = map(spread, draft[:4])
-    return DraftOut(ids, lens, logits, logsumexp)  # type: ignore[arg-type]  # there are ids and lens
+    cached = draft.cached
+    if cached is not None:
+        is_own = [False] * num_rows
+        for row, own in zip(row_indices, cached.is_own, strict=True):
+            is_own[row] = own
+        cached = cached._replace(is_own=is_own)
+    ids, lens = spread(draft.token_ids), spread(draft.lens)
+    logits, logsumexp = spread(draft.token_logits), spread(draft.logsumexp)
+    return DraftOut(ids, lens, logits, logsumexp, cached)  # type: ignore[arg-type]  # ids and lens are there

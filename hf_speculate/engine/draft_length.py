@@ -1,114 +1,207 @@
-"""Draft length: how many tokens the next round drafts, from the schedule and the room that rows have left."""
+"""Draft length: what the next round drafts, from the schedule and the room that rows have left."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from hf_speculate.config import MAX_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.call_schedule import make_schedule
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
+from hf_speculate.engine.runners import draft_lens
 from hf_speculate.engine.stage_clock import Stage
-from hf_speculate.schedule import RoundOutcome, RowGain, Schedule
-from hf_speculate.types import RoundRecord, StageSeconds
+from hf_speculate.engine.step_weights import draft_prior
+from hf_speculate.schedule import (
+    AdaptiveSchedule,
+    Choice,
+    ConstantSchedule,
+    HeuristicSchedule,
+    MemoryStore,
+    RoundOutcome,
+    RowAhead,
+    RowOutcome,
+    Schedule,
+    ScheduleMemory,
+)
+from hf_speculate.types import RoundRecord
+
+_BASE = MAX_ASSISTANT_TOKENS + 1  # two draft lengths are sent to other ranks as one number
 
 
 @dataclass
 class DraftLength(Observer):
-    """Asks a schedule for K, and tells it about every round; in lock step, all rows count as one, the slowest."""
+    """Asks a schedule what to draft, and tells it about every round.
+
+    In lock step all rows count as one row, the slowest.
+    """
 
     stage = Stage.RECORD
     schedule: Schedule
-    max_new_tokens: int
     is_lock_step: bool = False
-    counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
-    reads_ahead: bool = False  # whether the drafter reads prompts before the first round in any case
-    ranks: Ranks = ONE_PROCESS  # the largest K of all ranks counts; finished ranks go on until all are
-    group: Ranks = ONE_PROCESS  # rank 0's schedule counts; one process if every rank's asks for the same K
+    # the largest K of all ranks counts; finished ranks go on until all are
+    ranks: Ranks = ONE_PROCESS
+    # rank 0's schedule counts; one process if every rank's chooses the same K
+    group: Ranks = ONE_PROCESS
 
     @classmethod
     def of(cls, plan: Plan, drafter: Drafter) -> "DraftLength":
-        """The draft length of a planned call."""
+        """Return the draft length of a planned call."""
         call = plan.call
         reads_clock = call.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
-        return cls(
-            make_schedule(plan, drafter),
-            call.max_new_tokens,
-            plan.is_lock_step,
-            counts_drafted=drafter.drafts_fewer,
-            reads_ahead=call.row_lists.rows_leave,
-            ranks=call.ranks,
-            group=call.ranks if reads_clock else ONE_PROCESS,
-        )
+        group = call.ranks if reads_clock else ONE_PROCESS
+        return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group)
 
-    def begin(self, prefill_s: float, num_read: int, num_unread: int) -> None:
-        """Prepare for the first round, from the seconds and columns of the target's prefill."""
-        num_unread = 0 if self.reads_ahead else num_unread
-        self.schedule.begin(prefill_s, num_read, num_unread, self.max_new_tokens - 1)
+    def begin(self, prefill_s: float, num_read: int) -> None:
+        """Prepare for the first round, from the target's prefill of `num_read` tokens."""
+        self.schedule.begin(prefill_s, num_read)
 
-    def next(self, batch: Batch, room: Sequence[int], target_room: int | None = None) -> int | None:
-        """The next draft length: the schedule's, within the rows' limits and the room that is left; None at the end.
+    def next(
+        self,
+        batch: Batch,
+        room: Sequence[int],
+        proposed: Sequence[Sequence[float]],
+        num_unread: int,
+        target_room: int | None = None,
+    ) -> Choice | None:
+        """Return the schedule's choice, within the rows' limits; None at the end.
 
-        `room` [B] is what the drafter can draft in each row. `target_room` is how many drafted tokens the target can
-        read in all rows, None for any number.
+        Args:
+            batch: the rows.
+            room: [B] tokens that the drafter can draft in each row.
+            proposed: [B][N] probabilities of each row's proposal.
+            num_unread: tokens of each row that the drafter reads first.
+            target_room: tokens that the target can read in all rows. None for any number.
         """
         if target_room is not None:
             target_room = self.ranks.min(target_room)
-        rows = zip(batch.num_left, batch.draft_limits, room, batch.is_finished, strict=True)
-        live = [(left, min(limit, most)) for left, limit, most, is_finished in rows if not is_finished]
-        num = None
+        num_left = batch.num_left
+        live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
+        choice = None
         if live:
-            most = max(min(left - 1, limit) for left, limit in live)
+            limits = [min(num_left[row] - 1, batch.draft_limits[row], room[row]) for row in live]
             if self.is_lock_step:
-                most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
+                most_left = max(num_left[row] for row in live)
+                max_tokens = min([most_left - 1, *(batch.draft_limits[row] for row in live)])
+                max_tokens = min([max_tokens, *(room[row] for row in live)])
+            else:
+                max_tokens = max(limits)
             if target_room is not None:
-                most = min(most, target_room)
-            num_wanted = self.group.broadcast_number(self.schedule.num_draft_tokens)
-            num = max(min(num_wanted, most), 0)
-        return self.ranks.max(num)
+                max_tokens = min(max_tokens, target_room)
+            rows = [
+                RowAhead(batch.row_ids[row], num_left[row], proposed[row][: max(limit, 0)])
+                for row, limit in zip(live, limits, strict=True)
+            ]
+            rows = [slowest(rows)] if self.is_lock_step else rows
+            choice = self.schedule.choose(rows, batch.num_rows, max(max_tokens, 0), num_unread)
+        return self._agreed(choice)
 
-    def keeps_rows_even(self, batch: Batch) -> bool:
-        """Whether all rows must emit the same number of tokens in the round that `next` was asked for.
-
-        Never in a tensor-parallel group: the schedules of its ranks may differ, and only their K is synchronised.
-        """
-        return self.schedule.is_probe and not self.group.is_group and batch.tokens.row_lens.is_even
-
-    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        self.schedule.end()
+    def _agreed(self, choice: Choice | None) -> Choice | None:
+        """Return the choice of all ranks."""
+        if not (self.ranks.is_distributed or self.group.is_distributed):
+            return choice
+        number = None
+        if choice is not None:
+            number = choice.num_draft_tokens * _BASE + choice.num_model_tokens
+            number = self.group.broadcast_number(number)
+        number = self.ranks.max(number)
+        return None if number is None else Choice(*divmod(number, _BASE))
 
     def on_round(self, record: RoundRecord) -> None:
-        live = [row for row in record.live_rows if record.is_served[row]]
-        if not record.num_round or not live:
+        live, verified = record.live_rows, record.verified
+        if not record.num_round or not any(record.is_served[row] for row in live):
             return
-        verified, trimmed, seconds = record.verified, record.trimmed, record.seconds
-        gains = {
-            row: RowGain(
-                record.row_ids[row], trimmed.num_emitted[row], 0 if trimmed.is_stopped[row] else record.num_left[row]
+        cached = record.draft.cached
+        num_model_tokens = record.num_model_tokens
+        if cached is not None and not any(cached.is_own):
+            num_model_tokens = 0  # proposals served all rows
+        rows = [
+            RowOutcome(
+                record.row_ids[row],
+                verified.num_drafted[row],
+                verified.num_accepted[row],
+                record.trimmed.num_emitted[row],
+                record.is_served[row] and (cached is None or cached.is_own[row]),
             )
-            for row in record.live_rows
-        }
-        num_drafted = [verified.num_drafted[row] for row in live]
-        num_accepted = [verified.num_accepted[row] for row in live]
-        row_ids, num_emitted, num_left = map(list, zip(*(gains.pop(row) for row in live), strict=True))
+            for row in live
+        ]
         if self.is_lock_step:
-            row_ids, num_left, num_emitted = row_ids[:1], [max(num_left)], [min(num_emitted)]
-            num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
-        num_asked = record.draft.token_ids.shape[1] if self.counts_drafted else record.num_draft_tokens
+            rows = [
+                RowOutcome(
+                    rows[0].row_id,
+                    min(row.num_drafted for row in rows),
+                    min(row.num_accepted for row in rows),
+                    min(row.num_emitted for row in rows),
+                    any(row.is_model for row in rows),
+                )
+            ]
+        seconds = record.seconds
         self.schedule.update(
             RoundOutcome(
-                row_ids,
-                num_drafted,
-                num_accepted,
-                num_asked,
+                rows,
                 len(record.row_ids),
-                num_left,
+                record.draft.token_ids.shape[1],
+                num_model_tokens,
                 record.num_fed,
                 seconds.draft,
                 seconds.score,
                 seconds.verify + seconds.bookkeeping,
-                num_emitted,
-                list(gains.values()),  # these say nothing of the drafter, but plain decoding has them in its steps
             )
         )
+
+
+def slowest(rows: Sequence[RowAhead]) -> RowAhead:
+    """Return rows in lock step as one row: a token counts if all rows accept it."""
+    num_left = max(row.num_left for row in rows)
+    proposed = [math.prod(column) for column in zip(*(row.proposed for row in rows), strict=False)]
+    return RowAhead(rows[0].row_id, num_left, proposed)
+
+
+def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
+    """Return the schedule of a planned call, within what its drafter proposes."""
+    config, max_tokens = plan.call.config, drafter.max_draft_tokens
+    if max_tokens == 0:
+        return ConstantSchedule(0)
+    if max_tokens is not None and max_tokens < config.max_draft_tokens:
+        config = replace(
+            config,
+            num_assistant_tokens=max_tokens,
+            num_assistant_tokens_schedule=config.schedule,
+        )
+    max_model_tokens = 0 if drafter.is_free else config.max_model_tokens
+    match config.schedule:
+        case "adaptive":
+            memory = memory_of(plan, config)
+            if memory.costs.prior.never_pays:
+                max_model_tokens = 0
+            refills_rows = plan.call.row_lists.rows_leave
+            keeps_rows = plan.steps_have_all_rows
+            return AdaptiveSchedule(memory, max_model_tokens, keeps_rows, refills_rows)
+        case "heuristic":
+            return HeuristicSchedule(config.first_tokens, max_model_tokens)
+        case _:
+            return ConstantSchedule(config.max_draft_tokens, max_model_tokens)
+
+
+def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
+    """Return what earlier calls of the same type left.
+
+    Args:
+        plan: the call.
+        config: its settings, with the draft length of its drafter.
+    """
+    call, target, key = plan.call, plan.target, plan.call.source.history_key()
+    sizes = draft_lens(config, call.source.varies_len) if plan.runners.parts else None
+    call_type = (
+        *(key.name, target.model.device, target.model.dtype, torch.get_num_threads()),
+        *(config.verifier, target.cache.kind, *plan.runners.settings, plan.runners.graphed),
+        *(plan.is_lock_step, config.max_draft_tokens, call.batch_size.bit_length()),
+        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
+    )
+    prior = draft_prior(target.model, call.source)
+    return MemoryStore.of(target.model).get(
+        key.draft, call_type, lambda: ScheduleMemory(prior, config.max_draft_tokens, sizes)
+    )

@@ -1,6 +1,7 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,7 @@ from hf_speculate.engine.row_progress import RowProgress
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.quirks import token_without_position
 from hf_speculate.per_row import PerRow
+from hf_speculate.schedule import Choice
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
@@ -43,7 +45,7 @@ class DraftReuse(Protocol):
 class DraftSession(PerRow):
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
 
-    BY_ROW = ("_num_seen",)
+    BY_ROW = ("_num_seen", "_num_looked_up")
     PARTS = ("drafter", "kv_cache", "hidden_states", "_seen_lens")
 
     drafter: Drafter
@@ -57,6 +59,7 @@ class DraftSession(PerRow):
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
+    _num_looked_up: list[int] = field(default_factory=list, init=False)  # tokens of each row that `look_up` has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
     _seen_round: int = field(default=0, init=False)  # the round of that call
 
@@ -76,12 +79,32 @@ class DraftSession(PerRow):
         """Fill the draft cache from an earlier call."""
         num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
         self._num_seen = [num_columns or self._skip_padding()] * batch.num_rows
+        self._num_looked_up = [batch.prompt_len] * batch.num_rows
         if num_columns:
             self._show_prompts(batch)
 
-    def num_unread(self, batch: Batch) -> int:
-        """Prompt tokens of each row that the drafter has yet to read; none if nothing is drafted."""
-        return max(batch.prompt_len - self._num_seen[0], 0) if self.drafter.reads_prompt else 0
+    def num_unread(self, lens: Sequence[int]) -> int:
+        """Return the tokens of each row that the drafter reads in its next call.
+
+        Args:
+            lens: [B] columns of each row.
+        """
+        if self.drafter.is_free or not self.drafter.reads_prompt:
+            return 0
+        return max(map(operator.sub, lens, self._num_seen))
+
+    def look_up(self, batch: Batch) -> list[list[float]]:
+        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
+        if not self.drafter.proposes:
+            return [[]] * batch.num_rows
+        if self._seen_lens is None:
+            self._show_prompts(batch)
+        first, lens = min(self._num_looked_up), batch.host_tokens.lens
+        ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist()
+        rows = zip(ids, self._num_looked_up, lens, strict=True)
+        new_ids = [row[start - first : end - first] for row, start, end in rows]
+        self._num_looked_up = list(lens)
+        return self.drafter.look_up(new_ids)
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         """Keep the target's hidden states of a part of the prompt, whose last `num_ahead` columns begin with it."""
@@ -97,43 +120,94 @@ class DraftSession(PerRow):
     def propose(
         self,
         batch: Batch,
-        num_draft_tokens: int,
+        choice: Choice,
         keys: NoiseKeys,
         room: Sequence[int],
         meet: Callable[[], None],
         target_cache: CacheView | None = None,
     ) -> DraftOut:
-        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each; drafters may read `target_cache`.
+        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each.
 
-        `meet` is called once the drafter is done, before what waits for other processes.
+        Args:
+            batch: the rows.
+            choice: K, and whether a model or head is called.
+            keys: keys of the round's noise.
+            room: [B] tokens that each row may draft.
+            meet: called once the drafter is done, before what waits for other processes.
+            target_cache: the target's states, which drafters may read.
         """
-        self.num_fed = num_fed = self._num_unseen(batch)
-        lens = batch.tokens.lens
-        # a finished row may lack fewer tokens than are fed
-        num_known = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
-        tokens = self._tokens(batch)
-        kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
-        query = tokens.last(num_fed)
-        request = DraftRequest(query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache)
-        draft = self.drafter.draft(request)
+        self.num_fed = 0
+        if choice.num_model_tokens:
+            self._make_even(batch)
+            draft = self._draft(batch, choice.num_draft_tokens, keys, target_cache)
+            has_cache = self.kv_cache is not None
+        else:
+            draft = self.drafter.cut_proposal(choice.num_draft_tokens)
+            has_cache = False
         meet()
-        draft = self.ranks.broadcast_draft(draft, request)
-        self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
+        draft = self.ranks.broadcast_draft(draft, choice.num_draft_tokens, has_cache)
+        if self.num_fed:
+            self._follow(batch, draft)
         draft = self._before_token_without_position(batch, _within_room(draft, batch, room))
-        num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
-        if draft.cached is not None:
-            num_ahead = draft.cached.num_ahead
-        self._num_seen = [num + num_fed + num_ahead for num in num_known]
         if self.padding_id is not None and any(batch.is_finished):
             finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
         return draft
 
+    def _draft(
+        self,
+        batch: Batch,
+        num_draft_tokens: int,
+        keys: NoiseKeys,
+        target_cache: CacheView | None,
+    ) -> DraftOut:
+        """Feed the drafter what it has not seen, and let it draft."""
+        self.num_fed = self._num_unseen(batch)
+        tokens = self._tokens(batch)
+        kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
+        query = tokens.last(self.num_fed)
+        request = DraftRequest(
+            query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache
+        )
+        draft = self.drafter.draft(request)
+        self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
+        return draft
+
+    def _follow(self, batch: Batch, draft: DraftOut) -> None:
+        """Record what the drafter has seen after a draft."""
+        num_fed, lens = self.num_fed, batch.tokens.lens
+        num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
+        if draft.cached is not None:
+            num_ahead = draft.cached.num_ahead
+        # a finished row may lack fewer tokens than were fed
+        rows = zip(lens, self._num_seen, strict=True)
+        num_known = [max(length - num_fed, seen) for length, seen in rows]
+        self._num_seen = [num + num_fed + num_ahead for num in num_known]
+
+    def _make_even(self, batch: Batch) -> None:
+        """Bring the drafter equally far behind in every row.
+
+        Rows that were drafted for by proposals alone have gained different numbers of tokens. All
+        rows read what each of them lacks; then those that lack less drop states, to be fed again.
+        """
+        cache, rows = self.kv_cache, self._progress(batch)
+        lags = [row.length - row.num_seen for row in rows]
+        if cache is None or len(set(lags)) == 1 or not self.drafter.proposes:
+            return
+        num_read = min(lags) - self.drafter.min_query_len
+        if num_read > 0:
+            tokens = self._tokens(batch)
+            columns = RowLens(self._num_seen, tokens.row_lens.aranges).columns(num_read)
+            columns = columns.expand(batch.num_rows, -1)  # [B, N]
+            self.drafter.read(tokens.token_ids.gather(1, columns), cache)
+            self._num_seen = [num + num_read for num in self._num_seen]
+        self._crop(batch, list(self._num_seen))
+
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
         """Roll the draft cache back to the emitted tokens, which the batch holds by now."""
         if self.hidden_states is not None:
             self.hidden_states.add(scored, trimmed.num_emitted)
-        if not draft.token_ids.shape[1]:
+        if not draft.token_ids.shape[1] or not self.num_fed:
             return
         is_own = [True] * batch.num_rows if draft.cached is None else draft.cached.is_own
         rows = zip(self._progress(batch), trimmed.num_emitted, is_own, strict=True)
@@ -147,13 +221,27 @@ class DraftSession(PerRow):
         """Whether rows may join: nothing but the drafter and its cache follows them."""
         return self.reuse is None and self.drafter.can_join
 
-    def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
-        """Let the drafter read the prompts before the first round, so that the rows may join others.
+    @property
+    def reads_late(self) -> bool:
+        """Whether rows may join others before the drafter has read their prompts."""
+        is_model = self.kv_cache is not None and self.hidden_states is None
+        return is_model and not self.drafter.proposes
 
-        Reads up to `max_tokens` of each row, None for all; returns whether it must be called again.
-        """
+    def show_prompts(self, batch: Batch) -> None:
+        """Show the drafter the prompts, which it need not read yet."""
         if self._seen_lens is None:
             self._show_prompts(batch)
+
+    def read_ahead(self, batch: Batch, max_tokens: int | None = None) -> bool:
+        """Let the drafter read the prompts, so that the rows may join others.
+
+        Returns whether it must be called again.
+
+        Args:
+            batch: the rows.
+            max_tokens: tokens of each row that are read at most. None for all.
+        """
+        self.show_prompts(batch)
         if self.hidden_states is None:
             return self._catch_up(batch, max_tokens)
         self._catch_up(batch)

@@ -1,6 +1,6 @@
 """Observers: read the record of each round."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.errors import BadLogitsError
-from hf_speculate.schedule.progress import Progress
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import BAD_LOGITS, RoundRecord, RoundReport, StageSeconds
 
@@ -26,6 +25,49 @@ class Observer:
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         """Called after the last round, with the new tokens of the longest row and the seconds since the last record."""
+
+
+class Progress:
+    """Counts the plain steps that rounds have replaced, by the live row that is furthest behind.
+
+    Plain decoding adds a token to every live row in a step, so it needs as many steps as that row has tokens. A step
+    has the rows that are live now, and those that ended at or after its token. A row that joins counts from the row
+    that is furthest behind then.
+
+    Args:
+        keeps_rows: whether a step has all rows of the batch: ended ones stay, or all advance in lock step.
+    """
+
+    def __init__(self, keeps_rows: bool = False) -> None:
+        self._keeps_rows = keeps_rows
+        self._num_steps = 0  # that were replaced so far: the tokens of the live row that is furthest behind
+        self._lens: dict[int, int] = {}  # tokens of each live row
+        self._ended: dict[int, int] = {}  # tokens of each row that has ended ahead of a live one
+
+    def advance(
+        self, row_ids: Sequence[int], num_emitted: Sequence[int], num_left: Sequence[int], num_rows: int
+    ) -> list[int]:
+        """The number of rows of each plain step that a round has replaced; at least one step.
+
+        Args:
+            row_ids: [N] rows that were live.
+            num_emitted: [N] tokens that each of them gained.
+            num_left: [N] tokens that each may still emit, 0 if it has ended.
+            num_rows: B of the round.
+        """
+        before, self._lens, start = {**self._ended, **self._lens}, {}, self._num_steps
+        self._ended = {}
+        for row_id, emitted, left in zip(row_ids, num_emitted, num_left, strict=True):
+            rows = self._lens if left > 0 else self._ended
+            rows[row_id] = before.pop(row_id, start) + emitted
+        self._ended |= before  # those that had ended, and rows that were cancelled
+        live, ended = self._lens.values(), self._ended.values()
+        end = self._num_steps = max(min(live) if live else max(ended, default=0), start + 1)
+        if self._keeps_rows:
+            return [max(len(live), num_rows)] * (end - start)
+        num_live = [len(live) + sum(length >= step for length in ended) for step in range(start + 1, end + 1)]
+        self._ended = {row_id: length for row_id, length in self._ended.items() if length > end}
+        return num_live
 
 
 @dataclass

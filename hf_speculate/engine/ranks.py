@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.base import DraftRequest
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import DraftOut
 from hf_speculate.verify.base import Verifier
@@ -53,8 +52,14 @@ class Ranks:
         """The number of the group's rank 0, of one type on all ranks."""
         return number
 
-    def broadcast_draft(self, own: DraftOut, request: DraftRequest) -> DraftOut:
-        """The draft of the group's rank 0; all ranks have drafted, so that each draft cache is up to date."""
+    def broadcast_draft(self, own: DraftOut, num_draft_tokens: int, has_cache: bool) -> DraftOut:
+        """Return the draft of the group's rank 0; all ranks have drafted, so each cache is up to date.
+
+        Args:
+            own: the draft of this rank.
+            num_draft_tokens: K of the round at most.
+            has_cache: whether the draft was fed to a KV cache.
+        """
         return own
 
     def wrap_verifier(self, verifier: Verifier) -> Verifier:

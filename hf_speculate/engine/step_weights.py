@@ -11,7 +11,7 @@ from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.model_state import model_state
 from hf_speculate.models.module_walk import weight_bytes
-from hf_speculate.schedule.prior import DraftPrior
+from hf_speculate.schedule import DraftPrior
 
 
 class StepWeights(NamedTuple):

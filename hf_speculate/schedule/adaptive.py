@@ -46,13 +46,20 @@ class AdaptiveSchedule(Schedule):
         memory: estimates and account of the calls of this type.
         max_model_tokens: tokens that a model or head drafts at most; 0 if all proposals are free.
         keeps_rows: whether finished rows stay in the batch, so that ending a row saves nothing.
+        refills_rows: whether other rows take the places of finished ones, so that all tokens of a
+            round are worth the same.
     """
 
     def __init__(
-        self, memory: ScheduleMemory, max_model_tokens: int, keeps_rows: bool = False
+        self,
+        memory: ScheduleMemory,
+        max_model_tokens: int,
+        keeps_rows: bool = False,
+        refills_rows: bool = False,
     ) -> None:
         self.memory = memory
         self._max_model_tokens, self._keeps_rows = max_model_tokens, keeps_rows
+        self._refills_rows = refills_rows
         self._rows: Sequence[RowAhead] = ()  # of the round that was chosen last
         self._choice = PLAIN_STEP
         self._num_unread = 0
@@ -108,6 +115,8 @@ class AdaptiveSchedule(Schedule):
         """Return the K of a model or head, its gain, and whether the round is a trial."""
         memory, costs = self.memory, self.memory.costs
         num_left = [row.num_left for row in self._rows]
+        if self._refills_rows:
+            num_left = [max(num_left)]  # no row is waited for
         max_tokens = min(max_tokens, self._max_model_tokens, max(num_left) - 1)
         step_s = costs.plain_s(num_rows)
         if max_tokens < 1 or step_s is None:
@@ -118,15 +127,14 @@ class AdaptiveSchedule(Schedule):
         round_costs = RoundCosts(step_s, rounds_s, alone_s, read_s)
         probabilities = memory.acceptance.probabilities()
         best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
-        if gain > max(TUNING.least_gain if read_s else 1.0, memory.free_pace):
+        if gain > (TUNING.least_gain if read_s else 1.0):
             return best, gain, False
         max_wait = TUNING.paying_wait if memory.account > 0 else TUNING.max_wait
         if memory.num_plain < min(memory.wait, max_wait):
             return 0, 1.0, False
         probabilities = memory.acceptance.probabilities(is_optimistic=True)
         best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
-        is_trial = gain > TUNING.least_trial_gain * max(memory.free_pace, 1.0)
-        return (best, gain, True) if is_trial else (0, 1.0, False)
+        return (best, gain, True) if gain > TUNING.least_trial_gain else (0, 1.0, False)
 
     def _weigh(
         self,
@@ -168,6 +176,8 @@ class AdaptiveSchedule(Schedule):
         """Return the part of a plain step that each row takes."""
         costs = self.memory.costs
         step_s = costs.plain_s(num_rows)
+        if self._refills_rows:
+            return 1 / num_rows
         if self._keeps_rows or num_rows == 1 or not step_s:
             return 0.0
         return min(costs.row_s(num_rows) / step_s, 1 / num_rows)
@@ -238,8 +248,6 @@ class AdaptiveSchedule(Schedule):
         else:
             pace = 1.0
         memory.pace += TUNING.pace_weight * (pace - memory.pace)
-        if not num_tokens:
-            memory.free_pace += TUNING.pace_weight * (pace - memory.free_pace)
         memory.account = min(memory.account + gained + INCOME * took, MAX_LOSS)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:

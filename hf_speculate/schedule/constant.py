@@ -31,5 +31,4 @@ class HeuristicSchedule(ConstantSchedule):
     def update(self, outcome: RoundOutcome) -> None:
         num_full = sum(row.num_accepted >= row.num_drafted for row in outcome.rows)
         step = 2 if 2 * num_full >= len(outcome.rows) else -1
-        num_tokens = min(max(self.num_draft_tokens + step, 1), MAX_ASSISTANT_TOKENS)
-        self.num_draft_tokens = self.max_model_tokens = num_tokens
+        self.num_draft_tokens = min(max(self.num_draft_tokens + step, 1), MAX_ASSISTANT_TOKENS)

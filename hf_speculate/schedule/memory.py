@@ -35,7 +35,6 @@ class ScheduleMemory:
         self.acceptance = Acceptance(max_draft_tokens)
         self.account = 0.0  # plain steps that drafting has gained so far, and its income
         self.pace = 1.0  # plain steps replaced in the seconds of one, lately
-        self.free_pace = 1.0  # the same in rounds without a model or head
         self.wait = FIRST_WAIT  # plain steps between trials
         self.num_plain = FIRST_WAIT  # plain steps since the last trial
         self.missed_s: dict[tuple[int, int], float] = {}

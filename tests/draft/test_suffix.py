@@ -8,16 +8,12 @@ import torch
 from transformers import GenerationConfig
 
 from hf_speculate import SpeculationStats, enable
-from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings
+from hf_speculate.draft.acceptance_rates import suffix_rates
+from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SEPARATOR, SuffixIndex
 from hf_speculate.options.sources.suffix_store import SuffixStore
-from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_decodes_as_plain, each_value, pair
 from tests.tiny import make_model, ragged_prompts
-
-GREEDY = SampleStrategy.GREEDY
-
 
 def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
     """Length and end of the latest of the longest occurrences of the last tokens that a token follows."""
@@ -48,88 +44,103 @@ def test_the_last_tokens_of_another_text_are_found_within_one_sequence():
         assert index.find(array("i", last)) == latest_longest(text, last)
 
 
-def draft_of(texts, num=10, num_pads=None, **settings):
-    """The drafts of equally long texts, as lists of the tokens that count."""
-    drafter = SuffixDrafter(SuffixSettings(**{"max_draft_tokens": 10, "num_pads": num_pads, **settings}))
-    return counted(drafter.draft(DraftRequest(torch.tensor(texts), None, num, GREEDY)))
+def begun(texts, **settings):
+    """A drafter that has read equally long prompts, all but their last tokens, and looked these up."""
+    drafter = SuffixDrafter(SuffixSettings(**{"max_draft_tokens": 10, **settings}))
+    drafter.begin(torch.tensor([text[:-1] for text in texts]))
+    drafter.look_up([text[-1:] for text in texts])
+    return drafter
 
 
-def counted(draft):
-    return [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
+def draft_of(texts, num=10, **settings):
+    """The proposals of equally long texts."""
+    return proposed(begun(texts, **settings), num)
 
 
-def test_a_longer_match_is_copied_further_and_a_row_without_a_match_drafts_nothing():
-    assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]]) == [[5, 8, 3, 6]]
-    assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]], max_match_len=1) == [[6, 7, 2]]
-    assert draft_of([[1, 2, 3, 4], [5, 6, 7, 5]]) == [[], [6, 7, 5]]
-    text = [*range(1, 30)]
-    lens = [len(draft_of([text + text[20 - num : 20]], num=99, max_draft_tokens=9)[0]) for num in range(6)]
-    assert lens == [0, 3, 4, 4, 6, 6]
+def proposed(drafter, num=10):
+    """The proposed tokens that count, as lists."""
+    draft = drafter.cut_proposal(num)
+    rows = zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)
+    return [ids[:length] for ids, length in rows]
 
 
-def test_a_row_drafts_as_far_as_its_matches_were_right():
+def test_proposal_follows_the_longest_match():
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]
+    assert draft_of([text], num=4) == [[5, 8, 3, 6]]
+    assert draft_of([text], num=3, max_match_len=1) == [[6, 7, 2]]
+    assert draft_of([text], max_draft_tokens=2) == [[5, 8]]
+
+
+def test_row_without_a_match_proposes_nothing():
+    assert draft_of([[1, 2, 3, 4], [5, 6, 7, 5]], num=3) == [[], [6, 7, 5]]
+
+
+def test_probabilities_follow_what_matches_were_worth():
     drafter = SuffixDrafter(SuffixSettings(10))
-    period, queries = [1, 2, 3, 4, 5], []
-
-    def drafted(*rows):
-        kept = Kept(torch.tensor(rows), torch.tensor([len(row) for row in rows], dtype=torch.int32))
-        request = DraftRequest(torch.tensor(rows), None, 10, GREEDY, kept=kept if queries else None)
-        queries.append(request)
-        return [len(ids) for ids in counted(drafter.draft(request))]
-
-    # The first row goes on with its period; in the second one what follows the token 1 is always another token.
-    assert drafted(period + period[:1], [9, 1, 8, 7, 6, 1]) == [3, 3]
-    lens = [drafted([period[(number + 1) % 5]], [20 + number // 2 if number % 2 == 0 else 1]) for number in range(40)]
-    copied, others = ([pair[row] for pair in lens] for row in range(2))
-    assert copied[-1] == 10
-    assert others[-1] == 0
-    drafter.rows([1])
-    assert drafted([1]) == [0]  # the rates are the row's own
+    period = [1, 2, 3, 4, 5]
+    drafter.begin(torch.tensor([period, [9, 1, 8, 7, 6]]))
+    # The first row goes on with its period; in the second one another token follows 1 each time.
+    for number in range(40):
+        others = [20 + number // 2] if number % 2 else [1]
+        probabilities = drafter.look_up([[period[number % 5]], others])
+        if number == 0:
+            before = probabilities
+    assert len(probabilities[0]) == 10
+    assert probabilities[0][-1] > 0.8
+    assert drafter.look_up([[1], [1]])[1][0] < 0.15 < before[1][0]
 
 
-def test_a_row_that_drafts_nothing_still_learns_what_it_would_have_drafted():
-    row = RowText()
-    row.rates.observe([0] * 30, 0)  # 30 tokens after a match of one token, none of them right
-    drafter = SuffixDrafter(SuffixSettings(10))
-    row.extend([1, 2, 3, 1])
-    assert drafter.propose(row, 10) == (1, [])
-    for number in range(200):
-        row.extend([2, 9 + number, 1])
-        drafter.propose(row, 10)
-    assert drafter.propose(row, 10).token_ids[:1] == [2]
+def test_rates_learn_from_proposals_that_were_not_drafted():
+    drafter = begun([[1, 2, 3, 1]])
+    (before, *_), *_ = [row.probabilities() for row in drafter.texts]
+    for number in range(60):
+        ((first, *_),) = drafter.look_up([[2, 9 + number, 1]])
+    assert first > before
+
+
+def test_shared_rates_are_those_of_all_rows():
+    shared = suffix_rates()
+    first = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
+    first.begin(torch.tensor([[1, 2, 3]]))
+    for number in range(60):
+        first.look_up([[50 + number, 1]])  # another token follows 1 each time
+    second = SuffixDrafter(SuffixSettings(10), make_rates=lambda: shared)
+    second.begin(torch.tensor([[1, 2, 3]]))
+    alone = begun([[1, 2, 3, 1]])
+    ((known, *_),) = second.look_up([[1]])
+    assert known < alone.texts[0].probabilities()[0]
 
 
 def test_padding_is_not_text():
     assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num_pads=[3, 1]) == [[], []]
-    assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]]) == [[], [7, 8, 0]]
+    assert draft_of([[0, 0, 0, 5], [0, 7, 8, 0]], num=3) == [[], [7, 8, 0]]
 
 
-def test_nothing_is_copied_past_an_end_of_text():
+def test_nothing_is_proposed_past_an_end_of_text():
     text = [1, 2, 3, 4, 5, 1, 2]
     assert draft_of([text], eos_token_ids=frozenset([4, 60])) == [[3, 4]]
-    assert draft_of([text], eos_token_ids=frozenset([9])) == [[3, 4, 5, 1]]
+    assert draft_of([text], num=4, eos_token_ids=frozenset([9])) == [[3, 4, 5, 1]]
 
 
-def test_a_row_that_gained_nothing_has_ended():
-    drafter = SuffixDrafter(SuffixSettings(10))
-    request = DraftRequest(torch.tensor([[5, 6, 7, 5], [5, 6, 7, 5]]), None, 2, GREEDY)
-    assert counted(drafter.draft(request)) == [[6, 7], [6, 7]]
-    kept = Kept(torch.tensor([[6, 8], [-1, -1]]), torch.tensor([2, 0], dtype=torch.int32))
-    assert counted(drafter.draft(request._replace(kept=kept))) == [[], []]
-    kept = Kept(torch.tensor([[6], [-1]]), torch.tensor([1, 0], dtype=torch.int32))
-    assert counted(drafter.draft(request._replace(kept=kept))) == [[8, 6], []]
+def test_row_that_gained_nothing_has_ended():
+    drafter = begun([[5, 6, 7, 5], [5, 6, 7, 5]])
+    assert proposed(drafter, 2) == [[6, 7], [6, 7]]
+    assert drafter.look_up([[6, 8], []]) == [[], []]
+    drafter.look_up([[6], []])
+    assert proposed(drafter, 2) == [[8, 6], []]
 
 
 def test_rows_that_stay_read_what_they_gained():
     drafter = SuffixDrafter(SuffixSettings(10, num_pads=[2, 1, 0, 0]))
     drafter.rows([2, 1, 0])  # before the first call, too
-    request = DraftRequest(torch.tensor([[1, 2, 3, 1], [0, 4, 5, 4], [0, 0, 6, 7]]), None, 3, GREEDY)
-    assert counted(drafter.draft(request)) == [[2, 3, 1], [5, 4, 5], []]
-    kept = Kept(torch.tensor([[2, 9, 1], [8, -1, -1], [6, -1, -1]]), torch.tensor([3, 1, 1], dtype=torch.int32))
-    assert counted(drafter.draft(request._replace(kept=kept))) == [[2, 9], [], [7, 6, 7]]  # 3 did not follow 2
+    drafter.begin(torch.tensor([[1, 2, 3], [0, 4, 5], [0, 0, 6]]))
+    drafter.look_up([[1], [4], [7]])
+    assert proposed(drafter, 3) == [[2, 3, 1], [5, 4, 5], []]
+    drafter.look_up([[2, 9, 1], [8], [6]])
+    assert proposed(drafter, 3) == [[2, 9, 1], [], [7, 6, 7]]
     drafter.rows([2, 0])
-    kept = Kept(torch.tensor([[7, 5], [9, -1]]), torch.tensor([2, 1], dtype=torch.int32))
-    assert counted(drafter.draft(request._replace(kept=kept))) == [[], [1, 9]]
+    drafter.look_up([[7, 5], [9]])
+    assert proposed(drafter, 3) == [[], [1, 9, 1]]
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
@@ -173,5 +184,5 @@ def test_a_shorter_ngram_copies_otherwise():
         target.generate(
             **few_words(1), max_new_tokens=NUM_NEW, max_matching_ngram_size=most, speculation_stats=stats, **LOOKUP
         )
-        drafted.append(max(stats.rounds_by_draft_len))
-    assert drafted == [3, 5]  # a match of one token is continued by three at first
+        drafted.append((stats.num_batch_rounds, stats.num_accepted))
+    assert drafted[0] != drafted[1]

@@ -10,9 +10,10 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.row_progress import RowProgress
+from hf_speculate.schedule import Choice, RowOutcome
 from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
-from tests.schedule.simulator import ScriptedSchedule
+from tests.schedule.scripted import ScriptedSchedule
 from tests.tiny import ragged_prompts
 
 
@@ -31,10 +32,15 @@ def test_rows_that_stay_keep_what_belongs_to_them():
 
 @pytest.mark.parametrize("is_lock_step", [False, True])
 def test_no_token_is_drafted_past_the_end_of_the_last_row(is_lock_step):
-    batch = SimpleNamespace(num_left=[2, 5, 9], draft_limits=[8, 8, 8], is_finished=[False, False, True])
-    draft_length = DraftLength(ScriptedSchedule([8, 8]), 10, is_lock_step)
-    assert draft_length.next(batch, [8, 8, 8]) == 4
-    assert draft_length.next(batch, [8, 0, 8]) == (0 if is_lock_step else 1)  # a row that the drafter cannot serve
+    is_finished = [False, False, True]
+    batch = SimpleNamespace(
+        num_left=[2, 5, 9], draft_limits=[8] * 3, is_finished=is_finished, row_ids=[0, 1, 2], num_rows=3
+    )
+    draft_length = DraftLength(ScriptedSchedule([8, 8]), is_lock_step)
+    proposed = [[]] * 3
+    assert draft_length.next(batch, [8, 8, 8], proposed, 0).num_draft_tokens == 4
+    # a row that the drafter cannot serve
+    assert draft_length.next(batch, [8, 0, 8], proposed, 0).num_draft_tokens == (0 if is_lock_step else 1)
 
 
 def test_rows_that_are_finished_or_without_a_drafter_are_not_learned_from():
@@ -44,10 +50,10 @@ def test_rows_that_are_finished_or_without_a_drafter_are_not_learned_from():
     trimmed = Trimmed([0, 2, 1], [False] * 3, [True, False, False], [9, 3, 4])
     rest = DraftOut(ids, ids[:, 0], None, None), Scored(ids), verified, trimmed, StageSeconds(), 0.0
     record = RoundRecord(1, [4, 6, 8], [False, True, True], [True, True, False], 3, 1, [0, 7, 5], *rest)
-    draft_length = DraftLength(schedule, 10)
+    draft_length = DraftLength(schedule)
     draft_length.on_round(record)
     (outcome,) = schedule.outcomes
-    assert (outcome.row_ids, outcome.num_drafted, outcome.num_accepted, outcome.num_left) == ([6], [2], [1], [7])
+    assert outcome.rows == [RowOutcome(6, 2, 1, 2, is_model=True), RowOutcome(8, 0, 0, 1, is_model=False)]
     assert outcome.num_rows == 3
     draft_length.on_round(record._replace(is_served=[False] * 3))
     assert len(schedule.outcomes) == 1
@@ -72,7 +78,7 @@ def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
     drafts.begin(batch)
     for is_finished in (False, True, True):
         batch.is_finished = [is_finished]
-        drafts.propose(batch, 2, batch.begin_round(), [2], lambda: None)
+        drafts.propose(batch, Choice(2, 2), batch.begin_round(), [2], lambda: None)
     assert [query.tolist() for query in drafter.queries] == [[[5, 6, 7]], [[7]], [[7]]]
 
 

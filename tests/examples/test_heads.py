@@ -120,8 +120,11 @@ def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, c
             )
             return draft
 
+        def _copies(self, num_draft_tokens):
+            return [[]] * len(self.lookup.texts)
+
     options = {"max_new_tokens": 24, "eos_token_id": eos}
-    drafter = functools.partial(Recording, head, confidence=confidence, min_match_len=99)  # no row copies
+    drafter = functools.partial(Recording, head, confidence=confidence, copies=True)
     ours = target.generate(**inputs, **options, drafter=drafter, num_assistant_tokens=K)
     assert_equal_ids(target.generate(**inputs, **options), ours)
     assert len(seen) > 12
@@ -135,7 +138,7 @@ def test_sampled_tokens_keep_the_targets_distribution(import_example):
     head = make_head(import_example, model, torch.tensor([0, 2, 3, 5, 6]))
     stats = hf_speculate.SpeculationStats()
     drafter = functools.partial(
-        import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, min_match_len=1
+        import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, copies=True
     )
     options = {"drafter": drafter, "verifier": "rejection", "num_assistant_tokens": 2, "speculation_stats": stats}
     counts = draw(model, None, 20_000, **options)

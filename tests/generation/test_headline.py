@@ -10,7 +10,7 @@ from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.generation import mixin
 from hf_speculate.stats import SpeculationStats
 from tests.cases import ACCEPTED_NONE, assert_equal_ids, new_pair
-from tests.schedule.simulator import ScriptedSchedule
+from tests.schedule.scripted import ScriptedSchedule
 from tests.tiny import ragged_prompts
 
 NUM_NEW = 96
@@ -71,7 +71,7 @@ def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, nois
     began_s = script.seconds
     drafted = target.generate(**inputs, **options, speculation_stats=stats)
     seconds = script.seconds - began_s
-    monkeypatch.setattr("hf_speculate.engine.call_schedule.build_schedule", lambda *_: ScriptedSchedule([0]))
+    monkeypatch.setattr("hf_speculate.engine.draft_length.make_schedule", lambda *_: ScriptedSchedule([0]))
     began_s = script.seconds
     assert_equal_ids(target.generate(**inputs, **options, speculation_stats=plain), drafted)
     plain_s = script.seconds - began_s - PREPARATION_S - VOCABULARY_S

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.errors import ConfigError
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
-from tests.schedule.simulator import LENS, ScriptedSchedule
+from tests.schedule.scripted import LENS, ScriptedSchedule
 from tests.tiny import noisy_copy, ragged_prompts
 
 NUM_NEW = 40
@@ -31,7 +31,7 @@ def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, family,
     assert stats.rounds_by_draft_len[0] > (1 if ends else 3)
     assert stats.num_accepted or stats.lock_step
     if stats.lock_step:  # its rows count as one
-        assert all(len(outcome.row_ids) == 1 and outcome.num_rows == batch_size for outcome in scripted[0].outcomes)
+        assert all(len(outcome.rows) == 1 and outcome.num_rows == batch_size for outcome in scripted[0].outcomes)
 
 
 @pytest.mark.parametrize("scripted", [(0, 3)], indirect=True)
@@ -41,7 +41,7 @@ def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, family,
     options=[{}, {"do_sample": True, "verifier": "coupled", "seed": 3}, {"repetition_penalty": 1.3}],
 )
 def test_rows_of_equal_length_stay_so_in_a_probe(scripted, monkeypatch, family, own, options):
-    monkeypatch.setattr(ScriptedSchedule, "is_probe", True)
+    monkeypatch.setattr(ScriptedSchedule, "is_trial", True)
     target, draft = pair(family)
     inputs, reports = ragged_prompts(3, seed=5), []
     draft = None if own else draft
@@ -56,11 +56,13 @@ def test_the_schedule_is_told_what_a_round_was(scripted):
     inputs = ragged_prompts(1, seed=3)
     own = {"assistant_model": draft, "num_assistant_tokens": max(LENS)}
     target.generate(**inputs, max_new_tokens=NUM_NEW, **own)
-    outcomes, (prefill_s, *counts) = scripted[0].outcomes, scripted[0].prompt
+    outcomes, (prefill_s, num_read) = scripted[0].outcomes, scripted[0].prompt
     prompt_len = inputs["input_ids"].shape[1]
     assert prefill_s > 0
-    assert counts == [prompt_len, prompt_len, NUM_NEW - 1]  # read by the target, not by the draft, and to come
-    assert sum(outcome.num_emitted[0] for outcome in outcomes) == NUM_NEW - 1
+    assert num_read == prompt_len
+    assert scripted[0].num_unread[:3] == [prompt_len + 1, prompt_len + 2, 1]
+    assert [rows[0].num_left for rows in scripted[0].ahead][:2] == [NUM_NEW - 1, NUM_NEW - 2]
+    assert sum(outcome.rows[0].num_emitted for outcome in outcomes) == NUM_NEW - 1
     assert tuple(outcome.num_draft_tokens for outcome in outcomes[:5]) == LENS[:5]
     assert outcomes[0].num_fed == outcomes[2].num_fed == 0
     assert outcomes[1].num_fed > 3  # the prompt

@@ -15,7 +15,7 @@ from hf_speculate.engine.draft_faults import is_of_device
 from hf_speculate.models import folded_attention
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
-from hf_speculate.schedule import HistoryStore, budget
+from hf_speculate.schedule import MemoryStore, adaptive
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
 from tests.compiled_calls import compile_config
@@ -56,7 +56,7 @@ def hooks_of(*models):
     at=[1, 2, 5, 7],
 )
 def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
-    monkeypatch.setattr(budget, "SHARE", 1e6)  # or times of tiny models decide whether a draft is called again
+    monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)  # or times of tiny models decide whether a draft is called again
     target, draft = new_pair(family)
     if source == "adaptive":  # which never calls a draft of the target's size
         draft = make_model(family, num_hidden_layers=1)
@@ -291,5 +291,5 @@ def test_a_draft_that_died_is_not_learned_from():
     for at, has_verified in ((1, False), (10**9, True)):
         with hook(draft, Fault(at, Mistake("on purpose"))):
             target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=NUM_NEW)
-        rates = [estimates.acceptance for estimates in HistoryStore.of(target)._by_draft.get(draft, {}).values()]
-        assert any(any(estimates._positions.verified) for estimates in rates) == has_verified
+        memories = MemoryStore.of(target)._by_draft.get(draft, {}).values()
+        assert any(any(memory.acceptance._drafted) for memory in memories) == has_verified

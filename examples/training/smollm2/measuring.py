@@ -40,7 +40,7 @@ def methods(head: DraftHead, num_draft_tokens: int) -> list[Method]:
     """What is measured; transformers decodes one row only with drafts."""
     alone, both = (
         {"drafter": functools.partial(HeadDrafter, head, **settings), "num_assistant_tokens": num_draft_tokens}
-        for settings in ({**HEAD_SETTINGS, "min_match_len": 0}, HEAD_SETTINGS)
+        for settings in ({**HEAD_SETTINGS, "copies": False}, HEAD_SETTINGS)
     )
     return [
         Method("plain", {}, False),

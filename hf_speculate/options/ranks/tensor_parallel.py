@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.base import DraftRequest
 from hf_speculate.engine.ranks import N, Ranks, tensor_parallel_size
 from hf_speculate.processors.of_rows import StopVerdict, TokenRows
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -41,9 +40,9 @@ class TensorParallelGroup(Ranks):
         dtype = torch.float64 if isinstance(number, float) else torch.int64
         return type(number)(self.broadcast(torch.tensor(number, dtype=dtype, device="cpu")).item())
 
-    def broadcast_draft(self, own: DraftOut, request: DraftRequest) -> DraftOut:
+    def broadcast_draft(self, own: DraftOut, num_draft_tokens: int, has_cache: bool) -> DraftOut:
         num_own = own.token_ids.shape[1]
-        packed = own.token_ids.new_full((len(own.token_ids), request.num_draft_tokens + 2), -1)  # [B, K' + 2]
+        packed = own.token_ids.new_full((len(own.token_ids), num_draft_tokens + 2), -1)  # [B, K' + 2]
         packed[:, :num_own] = own.token_ids
         packed[:, -2] = own.lens
         packed[:, -1] = num_own
@@ -52,7 +51,7 @@ class TensorParallelGroup(Ranks):
         draft = own._replace(token_ids=agreed[:, :num], lens=agreed[:, -2].to(own.lens.dtype))
         if num == num_own:
             return draft
-        cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
+        cached = own.cached or CachedDraft(num_own - 1 if has_cache else 0, [False] * len(agreed))
         return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
     def wrap_verifier(self, verifier: Verifier) -> Verifier:

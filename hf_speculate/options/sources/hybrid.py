@@ -10,56 +10,52 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.acceptance_rates import (
-    MODEL_PRIORS,
-    AcceptanceRates,
-    model_buckets,
-    suffix_buckets,
-)
+from hf_speculate.draft.acceptance_rates import RowRates, model_buckets, model_rates
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.prompt_lookup import PromptLookup
 from hf_speculate.draft.source import DraftSource, HistoryKey
 from hf_speculate.draft.source import make_source as make_part
-from hf_speculate.draft.suffix import NO_PROPOSAL, RowText, SuffixDrafter, SuffixSettings, point_masses
-from hf_speculate.draft.suffix_index import Proposal
+from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings, not_fed
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 
 _HOST = torch.device("cpu")
-MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in any case
 
 
 class HybridRow:
     """One row of the hybrid drafter: the acceptance rates of the model, and what it has not read."""
 
     def __init__(self) -> None:
-        self.model_rates = AcceptanceRates(MODEL_PRIORS)
-        self.num_model = 0  # tokens of the model that were proposed
+        self.model_rates = RowRates(model_rates())
+        self.num_model = 0  # tokens of the model in the last draft
         self.unread: list[int] = []  # tokens emitted since the model ran
+        self.is_live = False  # whether the last round emitted tokens
 
-    def prefers_match(self, text: RowText, match: Proposal, num_model: int) -> bool:
-        """Whether the suffix match is expected to gain at least as many tokens as the model with so many."""
-        if not match.token_ids or not num_model:
-            return bool(match.token_ids)
-        buckets = suffix_buckets(match.match_len, len(match.token_ids))
-        return text.rates.expected(buckets) >= self.model_rates.expected(model_buckets(num_model))
+    def prefers_match(self, text: RowText, num_match: int, num_model: int) -> bool:
+        """Return whether the match is expected to gain at least as much as `num_model` tokens."""
+        if not num_match or not num_model:
+            return num_match > 0
+        expected = sum(text.probabilities()[:num_match])
+        return expected >= self.model_rates.expected(model_buckets(num_model))
 
-    def learn(self, ids: Sequence[int], num_rounds: int) -> None:
-        """Learn from the model's last draft: the tokens emitted since, in one round and then plain ones."""
+    def learn(self, ids: Sequence[int]) -> None:
+        """Learn from the tokens that a round has emitted; a finished row has none."""
         self.unread += ids
+        self.is_live = bool(ids)
         if ids and self.num_model:
-            num_accepted = min(len(ids) - num_rounds, self.num_model)
-            self.model_rates.observe(model_buckets(min(num_accepted + 1, self.num_model)), num_accepted)
+            num_accepted = min(len(ids) - 1, self.num_model)
+            num_verified = min(num_accepted + 1, self.num_model)
+            self.model_rates.observe(model_buckets(num_verified), num_accepted)
+        self.num_model = 0
 
 
 class HybridDrafter(PerRow, Drafter):
-    """A `Drafter` that uses suffix matches or a draft model, row by row, by expected accepted tokens.
+    """A `Drafter` that uses suffix matches or a draft model, row by row, by expected tokens.
 
-    The choice depends on past tokens only, so each row's proposal keeps its distribution. The model does not run in a
-    round in which every row uses a match: its cache catches up when it runs next.
+    The choice depends on past tokens of the row only, so each row's proposal keeps its distribution.
 
     Source:
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
@@ -68,46 +64,57 @@ class HybridDrafter(PerRow, Drafter):
     BY_ROW = ("_rows",)
     PARTS = ("matches", "model")
     reads_host_tokens = True
+    reads_kept = False
+    proposes = True
     drafts_fewer = True
 
-    def __init__(self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device):
-        self.model, self.matches = model, SuffixDrafter(settings)
-        self.min_query_len, self.can_join, self.awaits_prompt = model.min_query_len, model.can_join, model.awaits_prompt
+    def __init__(
+        self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device
+    ):
+        self.model, self.matches = model, SuffixDrafter(settings, device)
+        self.min_query_len, self.can_join = model.min_query_len, model.can_join
+        self.awaits_prompt = model.awaits_prompt
         self.max_model_tokens, self.device = max_model_tokens, device
         self.context_len, self.counts_padding = model.context_len, model.counts_padding
         self.shares_columns = model.shares_columns
         self.drafts_past_context = not (model.counts_padding or model.shares_columns)
         self._rows: list[HybridRow] = []  # [B], once the prompts were read
-        self._has_run = False  # whether the model was shown the prompts, so that it lacks only what rows call unread
+
+    def begin(self, token_ids: Tensor) -> None:
+        self.matches.begin(token_ids)
+        self._rows = [HybridRow() for _ in token_ids]
+        self.model.begin(token_ids)
+
+    def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        for row, ids in zip(self._rows, new_ids, strict=True):
+            row.learn(ids)
+        return self.matches.look_up(new_ids)
+
+    def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
+        return self.matches.cut_proposal(num_draft_tokens)
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
-        query, num_draft_tokens = request.query_token_ids, request.num_draft_tokens
+        num_draft_tokens = request.num_draft_tokens
         num_model = min(num_draft_tokens, self.max_model_tokens)
-        is_live = self._follow(query, request.kept)
-        # The model reads matched tokens later, the same number in every row: the shortest row must have as many.
-        most = num_draft_tokens if len(is_live) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
-        chosen, uses_match, can_ask = [], [], [self._model_room(text, num_model) for text in self.matches.texts]
-        for row, text, num, live in zip(self._rows, self.matches.texts, can_ask, is_live, strict=True):
-            match = self.matches.propose(text, most) if live else NO_PROPOSAL
-            uses_match.append(row.prefers_match(text, match, num))
-            chosen.append(match.token_ids if uses_match[-1] else [])
-            row.num_model = num if live and not uses_match[-1] else 0
-        asks_model, num_query = any(row.num_model for row in self._rows), query.shape[1]
-        must_run = not self._has_run or self._is_far_behind(num_query + num_draft_tokens)
-        if not asks_model and (not must_run or can_ask == [0]):  # a single row past the context never comes back
-            cached = CachedDraft(-num_query, [False] * len(is_live))
-            return point_masses(chosen, self.device)._replace(cached=cached)
-        drafted = self._run_model(request, num_model if asks_model else 1)
-        if min(can_ask) < num_model:
-            drafted = drafted._replace(lens=drafted.lens.minimum(upload(can_ask, self.device, torch.int32)))
+        matched = self.matches.cut_proposal(num_draft_tokens)
+        uses_match, room = [], [self._model_room(text, num_model) for text in self.matches.texts]
+        rows = zip(self._rows, self.matches.texts, matched.lens.tolist(), room, strict=True)
+        for row, text, num_match, num in rows:
+            uses_match.append(row.prefers_match(text, num_match, num))
+            row.num_model = num if row.is_live and not uses_match[-1] else 0
+        if not any(row.num_model for row in self._rows):
+            return matched._replace(cached=not_fed(request.query_token_ids))
+        drafted = self._run_model(request, num_model)
+        if min(room) < num_model:
+            lens = drafted.lens.minimum(upload(room, self.device, torch.int32))
+            drafted = drafted._replace(lens=lens)
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
-        matched = point_masses(chosen, self.device)
-        if not asks_model:
-            return matched._replace(cached=cached)
-        return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
+        return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(
+            cached=cached
+        )
 
     def is_callers(self, error: Exception) -> bool:
         return self.model.is_callers(error)
@@ -115,53 +122,32 @@ class HybridDrafter(PerRow, Drafter):
     def has_numbers(self) -> Tensor | None:
         return self.model.has_numbers()
 
-    def begin(self, token_ids: Tensor) -> None:
-        self.matches.begin(token_ids)
-        self._rows, self._has_run = [HybridRow() for _ in token_ids], True
-        self.model.begin(token_ids)
-
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         self.model.read(token_ids, kv_cache)
 
-    def _follow(self, query: Tensor, kept: Kept | None) -> list[bool]:
-        """Read the new tokens; [B] whether a row has any: one without new tokens is finished."""
-        gained = self.matches.follow(query, kept)
-        if kept is None:
-            self._rows = [HybridRow() for _ in gained]
-        else:
-            for row, ids in zip(self._rows, gained, strict=True):
-                row.learn(ids, kept.num_rounds)
-        return [bool(ids) for ids in gained]
-
     def _model_room(self, text: RowText, num_model: int) -> int:
-        """How many of so many tokens the model can draft in a row."""
+        """Return how many of `num_model` tokens the model can draft in a row."""
         context_len = self.model.context_len
-        return num_model if context_len is None else max(min(num_model, context_len - len(text.token_ids) + 1), 0)
+        if context_len is None:
+            return num_model
+        return max(min(num_model, context_len - len(text.token_ids) + 1), 0)
 
     def _run_model(self, request: DraftRequest, num_draft_tokens: int) -> DraftOut:
         """Draft with the model, which is shown the tokens emitted since its last run."""
-        kept = None  # in the first call
-        if self._has_run:
-            counts = [len(row.unread) for row in self._rows]
-            ids = [row.unread + [-1] * (max(counts) - num) for row, num in zip(self._rows, counts, strict=True)]
-            kept = Kept(upload(ids, _HOST), upload(counts, _HOST, torch.int32))
+        counts = [len(row.unread) for row in self._rows]
+        pairs = zip(self._rows, counts, strict=True)
+        ids = [row.unread + [-1] * (max(counts) - num) for row, num in pairs]
+        kept = Kept(upload(ids, _HOST), upload(counts, _HOST, torch.int32))
         query = request.query_token_ids
         if not self.model.reads_host_tokens:
             query = send(query, self.device)
-        model_request = request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
+        model_request = request._replace(
+            query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept
+        )
         drafted = self.model.draft(model_request)
-        self._has_run = True
         for row in self._rows:
             row.unread = []
         return drafted
-
-    def _is_far_behind(self, num_query: int) -> bool:
-        """Whether the next query could be so long that the draft model must run now."""
-        # All rows are fed the same number of tokens, and slower rows drop states for it: they must have them.
-        return num_query > MAX_BEHIND or (len(self._rows) > 1 and num_query >= self._shortest_len())
-
-    def _shortest_len(self) -> int:
-        return min(len(text.token_ids) for text in self.matches.texts)
 
 
 def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:

@@ -5,8 +5,8 @@ import torch
 
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
-from hf_speculate.options.sources.hybrid import MAX_BEHIND, HybridDrafter, _mixed
-from hf_speculate.types import DraftOut, Kept, SampleStrategy
+from hf_speculate.options.sources.hybrid import HybridDrafter, _mixed
+from hf_speculate.types import DraftOut, SampleStrategy
 from tests.draft.test_model import make_drafter
 from tests.options.heads.rounds import BySum
 from tests.tiny import make_model
@@ -24,67 +24,67 @@ def make(llama, batch_size, num=4, processors=()):
     return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num, torch.device("cpu")), kv_cache
 
 
-def kept(*rows, num_rounds=1):
-    width = max(map(len, rows))
-    ids = torch.tensor([list(row) + [-1] * (width - len(row)) for row in rows])
-    return Kept(ids, torch.tensor([len(row) for row in rows], dtype=torch.int32), num_rounds=num_rounds)
+def begin(drafter, texts):
+    """Read texts up to their last tokens as prompts, and these as emitted."""
+    drafter.begin(torch.tensor([text[:-1] for text in texts]))
+    drafter.look_up([text[-1:] for text in texts])
 
 
-def test_a_mixed_round_says_which_rows_the_cache_follows(llama):
+def draft(drafter, kv_cache, query, num=4):
+    return drafter.draft(DraftRequest(torch.tensor(query), kv_cache, num, GREEDY))
+
+
+def test_mixed_round_names_the_rows_in_the_cache(llama):
     drafter, kv_cache = make(llama, 2)
     copied = [9, 1, 2, 3, 4, 5, 1, 2, 3, 4] * 6
     own = list(range(1, 61))
-    draft = drafter.draft(DraftRequest(torch.tensor([copied, own]), kv_cache, 8, GREEDY))
-    assert draft.token_ids[0].tolist() == [9, 1, 2, 3, 4, 5, 1, 2]
-    assert draft.lens.tolist() == [8, 4]
-    assert draft.cached.num_ahead == 3
-    assert list(draft.cached.is_own) == [False, True]
+    begin(drafter, [copied, own])
+    drafted = draft(drafter, kv_cache, [copied, own], 8)
+    assert drafted.token_ids[0].tolist() == [9, 1, 2, 3, 4, 5, 1, 2]
+    assert drafted.lens.tolist() == [8, 4]
+    assert drafted.cached.num_ahead == 3
+    assert list(drafted.cached.is_own) == [False, True]
 
 
-def test_rounds_in_which_all_rows_copy_leave_the_cache_and_the_next_run_reads_what_was_missed(llama):
+def test_model_reads_what_was_emitted_in_rounds_of_proposals(llama):
     drafter, kv_cache = make(llama, 1, processors=[BySum()])
     text = [1, 2, 3, 4, 5, 6, 7] * 8
-    first = drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
-    assert first.cached.num_ahead == 0  # run for the prompt only
-    num_cached, num_behind = kv_cache.num_columns, 0
+    begin(drafter, [text])
     for new in ([1, 2, 3], [4, 5, 6]):
-        text, num_behind = text + new, num_behind + 3
-        draft = drafter.draft(DraftRequest(torch.tensor([text[-num_behind:]]), kv_cache, 4, GREEDY, kept=kept(new)))
-        assert draft.token_ids.tolist() == [text[-7:][:4]]
-        assert draft.cached.num_ahead == -num_behind
-        assert kv_cache.num_columns == num_cached
+        text = text + new
+        drafter.look_up([new])
+        assert drafter.cut_proposal(4).token_ids.tolist() == [text[-7:][:4]]
+        assert kv_cache.num_columns == 0
     text += [50]  # stood nowhere
-    last = drafter.draft(DraftRequest(torch.tensor([text[-7:]]), kv_cache, 4, GREEDY, kept=kept([50])))
+    drafter.look_up([[50]])
+    last = draft(drafter, kv_cache, [text])
     assert last.cached is None
-    alone, shared_cache = make_drafter(llama, 1, processors=[BySum()])
-    expected = alone.draft(DraftRequest(torch.tensor([text]), shared_cache, 4, GREEDY)).token_ids
-    assert torch.equal(last.token_ids, expected)
+    alone, other_cache = make_drafter(llama, 1, processors=[BySum()])
+    assert torch.equal(last.token_ids, draft(alone, other_cache, [text]).token_ids)
 
 
-def test_the_model_is_run_before_it_lags_too_far(llama):
+def test_proposals_of_all_rows_leave_the_cache_alone(llama):
     drafter, kv_cache = make(llama, 1)
-    text, behind, num_ahead = [1, 2, 3, 4, 5, 6, 7] * 8, 0, -1
-    drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
-    while num_ahead < 0:
-        text, behind = text + text[-7:][:4], behind + 4
-        draft = drafter.draft(DraftRequest(torch.tensor([text[-behind:]]), kv_cache, 4, GREEDY, kept=kept(text[-4:])))
-        num_ahead = draft.cached.num_ahead
-    assert MAX_BEHIND - 8 <= behind <= MAX_BEHIND
+    text = [1, 2, 3, 4, 5, 6, 7] * 8
+    begin(drafter, [text])
+    drafted = draft(drafter, kv_cache, [text])
+    assert drafted.cached.num_ahead == -len(text)
+    assert kv_cache.num_columns == 0
 
 
-def test_rates_of_matches_follow_every_round_and_the_models_those_in_which_it_drafted(llama):
+def test_each_source_learns_from_its_own_rounds(llama):
     drafter, kv_cache = make(llama, 1)
-    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))
+    begin(drafter, [[1, 2, 3, 1]])
     (row,), (text,) = drafter._rows, drafter.matches.texts
-    assert row.num_model == 4  # the model's tokens: a match of one token is expected to gain less
-    assert text.proposal.token_ids == [2, 3, 1, 2]
-    text.extend([2, 3, 9])
-    row.learn([2, 3, 9], num_rounds=1)
-    copied, modelled = text.rates, row.model_rates
-    assert (copied.accepted, copied.verified) == ([1.0, 0.97, 0.0, 0.0, 0.0], [1.0, 1.97, 0.0, 0.0, 0.0])
-    assert (modelled.accepted, modelled.verified) == ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
-    row.learn([2, 3], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
-    assert (modelled.accepted[0], modelled.verified[0]) == (0.97, 1.97)
+    draft(drafter, kv_cache, [[1, 2, 3, 1]])
+    assert row.num_model == 4  # a match of one token is expected to gain less
+    before = row.model_rates.expected([0])
+    drafter.look_up([[2, 3, 9]])
+    after = row.model_rates.expected([0])
+    assert after > before
+    assert text.rates.expected([0]) > 0.3
+    drafter.look_up([[9]])  # a round in which the model did not draft
+    assert row.model_rates.expected([0]) == after
 
 
 def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
@@ -101,22 +101,22 @@ def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
 def test_rows_keep_what_belongs_to_them(llama):
     drafter, kv_cache = make(llama, 3)
     texts = [[1, 2, 3, 4] * 5, list(range(1, 21)), [9, 8, 7, 6, 5] * 4]
-    drafter.draft(DraftRequest(torch.tensor(texts), kv_cache, 4, GREEDY))
+    begin(drafter, texts)
+    draft(drafter, kv_cache, texts)
     drafter.rows([2, 0])
     kv_cache.rows([2, 0])
-    draft = drafter.draft(DraftRequest(torch.tensor([[9, 8], [1, 2]]), kv_cache, 4, GREEDY, kept=kept([9, 8], [1, 2])))
-    assert draft.token_ids.tolist() == [[7, 6, 5, 9], [3, 4, 1, 2]]
+    drafter.look_up([[9, 8], [1, 2]])
+    assert draft(drafter, kv_cache, [[9, 8], [1, 2]]).token_ids.tolist() == [[7, 6, 5, 9], [3, 4, 1, 2]]
 
 
-def test_each_row_takes_the_source_with_more_expected_tokens(llama):
-    drafter, kv_cache = make(llama, 2)
-    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
+def test_row_takes_the_source_with_more_expected_tokens(llama):
+    drafter, _ = make(llama, 2)
+    begin(drafter, [[1, 2, 3, 1], [1, 2, 3, 1]])
     rows, texts = drafter._rows, drafter.matches.texts
     models, copies = ((row.model_rates, text.rates) for row, text in zip(rows, texts, strict=True))
     for _ in range(8):
         for good, poor in (models, reversed(copies)):
             good.observe([0, 1, 2, 3], 4)
             poor.observe([0], 0)
-    matches = [text.proposal for text in texts]
-    both = zip(rows, texts, matches, strict=True)
-    assert [row.prefers_match(text, match, 4) for row, text, match in both] == [False, True]
+    both = zip(rows, texts, strict=True)
+    assert [row.prefers_match(text, 3, 4) for row, text in both] == [False, True]

@@ -14,7 +14,7 @@ import hf_speculate
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.draft.custom import CustomSource
 from hf_speculate.draft.prompt_lookup import PromptLookup
-from hf_speculate.engine import call_schedule
+from hf_speculate.engine import draft_length
 from hf_speculate.engine.step_weights import cost_ratio, draft_prior, step_weights
 from hf_speculate.options.heads.source import HeadSource
 from hf_speculate.options.sources.early_exit import EarlyExit
@@ -108,17 +108,15 @@ def test_a_draft_as_large_as_its_target_is_said_to_be_useless_unless_seconds_mus
 
 @pytest.fixture
 def schedules(monkeypatch):
-    """The prior and the history of every schedule that a call builds."""
-    schedules_made, build = [], call_schedule.build_schedule
+    """The memory of every adaptive schedule that a call makes."""
+    memories, find = [], draft_length.memory_of
 
-    def spy(config, prior, history, *rest):
-        schedules_made.append(
-            SimpleNamespace(prior=prior, key=(history.draft, history.call_type), recall=history.recall)
-        )
-        return build(config, prior, history, *rest)
+    def spy(plan, config):
+        memories.append(find(plan, config))
+        return memories[-1]
 
-    monkeypatch.setattr(call_schedule, "build_schedule", spy)
-    return schedules_made
+    monkeypatch.setattr(draft_length, "memory_of", spy)
+    return memories
 
 
 class Repeats:
@@ -156,15 +154,16 @@ def test_calls_share_a_history_with_those_of_the_same_source_alone(schedules):
         "a drafter by its class": [lambda: {"drafter": partial(Repeats, number=2)}, lambda: {"drafter": Repeats}],
         "a candidate generator": [lambda: {"candidate_generator": lookup_generator()}] * 2,
     }
-    keys = {}
+    memories = {}
     for name, calls in sources.items():
         for number, options in enumerate(calls):
             target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, **options())
-            schedule = schedules.pop()
-            assert keys.setdefault(name, schedule.key) == schedule.key
-            is_adaptive = name not in ("a candidate generator", "a model")  # as many bytes as the target: never asked
-            assert (schedule.recall() is not None) is is_adaptive, (name, number)
-    assert len(set(keys.values())) == len(sources)
+            is_adaptive = name != "a candidate generator"
+            assert len(schedules) == is_adaptive, (name, number)
+            if is_adaptive:
+                memory = schedules.pop()
+                assert memories.setdefault(name, memory) is memory, name
+    assert len(set(map(id, memories.values()))) == len(sources) - 1
 
 
 def lookup_generator():
