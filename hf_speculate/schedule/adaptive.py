@@ -86,54 +86,56 @@ class AdaptiveSchedule(Schedule):
         costs = self.memory.costs
         if costs.plain_s(num_rows) is None or costs.is_plain_due:
             return PLAIN_STEP
-        choice, saved_s = self._best(num_rows, max_tokens)
+        lengths = range(1, max_tokens + 1)
+        choice, saved_s = self._best(num_rows, lengths)
         num_drafted = choice.num_draft_tokens
         if costs.sizes is not None and num_drafted and not costs.is_measured(num_rows, num_drafted):
-            choice = self._compiled(num_rows, choice, saved_s)
+            choice = self._compiled(num_rows, lengths, choice, saved_s)
         if choice.num_draft_tokens and not self._can_afford(num_rows, choice):
             return PLAIN_STEP
         return choice
 
-    def _best(self, num_rows: int, max_tokens: int) -> tuple[Choice, float]:
-        """Return the best draft of at most so many tokens, and the seconds that it saves of a plain step."""
+    def _best(self, num_rows: int, lengths: Sequence[int]) -> tuple[Choice, float]:
+        """Return the best draft of these lengths, and the seconds that it saves of a plain step."""
         memory, rows, costs = self.memory, self._rows, self.memory.costs
         step_s = costs.plain_s(num_rows)
-        if max_tokens < 1 or step_s is None:
+        if not lengths or step_s is None:
             return PLAIN_STEP, 0.0
         worths = row_worths(rows, self._paces, self._row_share(num_rows))
         value_s = step_s / max(memory.pace, 1.0)
         verifications_s = costs.verifications_s(num_rows)
-        width, saved_s = best_width(rows, worths, value_s, verifications_s, max_tokens)
-        num_tokens, gain, is_trial = self._choose_length(num_rows, max_tokens)
+        width, saved_s = best_width(rows, worths, value_s, verifications_s, lengths)
+        num_tokens, gain, is_trial = self._choose_length(num_rows, lengths)
         if num_tokens and width and not is_trial:
             num_tokens, width = self._weigh(num_rows, worths, value_s, saved_s, num_tokens, width)
         if num_tokens:
             saved_s = step_s * (1 - 1 / gain)
         return Choice(max(num_tokens, width), num_tokens, is_trial), saved_s
 
-    def _choose_length(self, num_rows: int, max_tokens: int) -> tuple[int, float, bool]:
+    def _choose_length(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float, bool]:
         """Return the K of a model or head, its gain, and whether the round is a trial."""
         memory, costs = self.memory, self.memory.costs
         num_left = [row.num_left for row in self._rows]
         if self._refills_rows:
             num_left = [max(num_left)]  # no row is waited for
-        max_tokens = min(max_tokens, self._max_model_tokens, max(num_left) - 1)
+        max_tokens = min(self._max_model_tokens, max(num_left) - 1)
+        lengths = [num for num in lengths if num <= max_tokens]
         step_s = costs.plain_s(num_rows)
-        if max_tokens < 1 or step_s is None:
+        if not lengths or step_s is None:
             return 0, 1.0, False
         rounds_s = self._rounds_s(num_rows)
         alone_s = rounds_s if self._keeps_rows or num_rows == 1 else self._rounds_s(1)
         read_s = costs.read_s(num_rows, self._num_unread)
         round_costs = RoundCosts(step_s, rounds_s, alone_s, read_s)
         probabilities = memory.acceptance.probabilities()
-        best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
+        best, gain = best_length(probabilities, num_left, round_costs, lengths)
         if gain > (TUNING.least_gain if read_s else 1.0):
             return best, gain, False
         max_wait = TUNING.paying_wait if memory.account > 0 else TUNING.max_wait
         if memory.num_plain < min(memory.wait, max_wait):
             return 0, 1.0, False
         probabilities = memory.acceptance.probabilities(is_optimistic=True)
-        best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
+        best, gain = best_length(probabilities, num_left, round_costs, lengths)
         return (best, gain, True) if gain > TUNING.least_trial_gain else (0, 1.0, False)
 
     def _weigh(
@@ -155,13 +157,14 @@ class AdaptiveSchedule(Schedule):
         both_s -= costs.drafts_s(num_rows)[num_tokens] + costs.read_s(num_rows, self._num_unread)
         return (num_tokens, num_tokens) if both_s > saved_s else (0, width)
 
-    def _compiled(self, num_rows: int, choice: Choice, saved_s: float) -> Choice:
+    def _compiled(
+        self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float
+    ) -> Choice:
         """Return a draft of a compiled size, until what that has lost would have paid for a new one."""
         memory, costs = self.memory, self.memory.costs
-        smaller = [size for size in costs.sizes or () if size < choice.num_draft_tokens]
-        known = max((size for size in smaller if costs.is_measured(num_rows, size)), default=0)
-        other, other_saved_s = self._best(num_rows, known)
-        if choice.is_trial and any(costs.is_measured(num_rows, size) for size in costs.sizes or ()):
+        compiled = [num for num in lengths if costs.is_measured(num_rows, num)]
+        other, other_saved_s = self._best(num_rows, compiled)
+        if choice.is_trial and compiled:
             return other  # one size is enough to learn that the source gains nothing
         size = num_rows, costs.size_of(choice.num_draft_tokens)
         memory.missed_s[size] = memory.missed_s.get(size, 0.0) + max(saved_s - other_saved_s, 0.0)

@@ -99,6 +99,7 @@ def main_cells(traces: Traces, num_tokens: int) -> Iterator[Cell]:
 def scenes(traces: Traces) -> Iterator[Cell]:
     """Return settings beyond calls of rows that begin together on a steady machine."""
     yield from _heads(traces)
+    yield from _long_prompts()
     yield from _refilled(traces)
     yield from _lock_step(traces)
     yield from _unsteady(traces)
@@ -118,6 +119,15 @@ def _heads(traces: Traces) -> Iterator[Cell]:
         for machine in (EAGER_GPU, GRAPH_GPU):
             for kind, texts in {"pair": traces.pair, "a=0.8": even_texts(0.8), "a=0.1": even_texts(0.1)}.items():
                 yield Cell("gpu", kind, Setting(machine, num_rows, has_model=True), texts)
+
+
+def _long_prompts() -> Iterator[Cell]:
+    """Return calls whose prompts take the draft as long as many plain steps to read."""
+    for read_s in (10.0, 30.0, 60.0):
+        machine = _machine("ideal", MODEL_MACHINES)
+        machine = machine._replace(prompt=lambda num_rows, read_s=read_s: read_s, name=f"ideal, {read_s:.0f} s")
+        for rate in (0.1, 0.8):
+            yield Cell("long prompt", f"a={rate}", Setting(machine, 1, 256, has_model=True), even_texts(rate))
 
 
 def _refilled(traces: Traces) -> Iterator[Cell]:

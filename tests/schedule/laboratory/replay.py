@@ -5,6 +5,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hf_speculate.draft.acceptance_rates import (
+    RowRates,
+    model_buckets,
+    model_rates,
+    suffix_buckets,
+    suffix_rates,
+)
 from hf_speculate.schedule import (
     AdaptiveSchedule,
     ConstantSchedule,
@@ -16,10 +23,9 @@ from hf_speculate.schedule import (
     ScheduleMemory,
 )
 from tests.schedule.laboratory.machines import NOISES, Clock, Machine, Noise
-from tests.schedule.laboratory.texts import NO_MATCH, Match, MatchRates, Text, new_shared_counts
+from tests.schedule.laboratory.texts import NO_MATCH, Match, Text
 
 PREFILL_STEPS = 4.0  # plain steps that the target's prefill takes
-MODEL_RATE = 0.02  # weight of the newest draft in a model's mean acceptance
 NUM_CALLS = 30
 
 
@@ -49,10 +55,18 @@ class Call(NamedTuple):
 
 
 class _Row:
-    """A live row: a text up to a position."""
+    """A live row: a text up to a position.
 
-    def __init__(self, row_id: int, text: Text, num_tokens: int, rates: MatchRates | None) -> None:
-        self.row_id, self.text, self.rates = row_id, text, rates
+    Args:
+        row_id: tells rows apart.
+        text: what the target writes.
+        num_tokens: tokens that end it.
+        rates: of its proposals; None if their probabilities do not matter.
+    """
+
+    def __init__(self, row_id: int, text: Text, num_tokens: int, rates: RowRates | None) -> None:
+        self.row_id, self.text = row_id, text
+        self._rates, self._model_rates = rates, RowRates(model_rates())
         self.position, self.num_left = 0, min(num_tokens, text.num_tokens)
         self.num_unread = text.prompt_len + 1
 
@@ -61,12 +75,26 @@ class _Row:
         return matches[self.position] if self.position < len(matches) else NO_MATCH
 
     def proposed(self, match: Match, max_tokens: int) -> Sequence[float]:
+        """Return the probabilities of the proposed tokens that the row has room for."""
         num = min(match.num_proposed, self.num_left - 1, max_tokens)
-        return self.rates.probabilities(match.match_len, num) if self.rates else [1.0] * num
+        if self._rates is None:
+            return [1.0] * num
+        return self._rates.probabilities(suffix_buckets(match.match_len, num))
 
-    def advance(self, num_emitted: int) -> None:
-        if self.rates:
-            self.rates.observe(self.match(), num_emitted)
+    def prefers_match(self, proposed: Sequence[float], num_model: int) -> bool:
+        """Return whether a proposal is expected to gain as much as the model, as the hybrid source does."""
+        if not proposed or not num_model:
+            return True
+        return sum(proposed) >= self._model_rates.expected(model_buckets(num_model))
+
+    def advance(self, outcome: RowOutcome) -> None:
+        num_emitted, match = outcome.num_emitted, self.match()
+        if self._rates is not None and match.num_proposed:
+            num_seen = min(match.num_proposed, num_emitted, match.num_right + 1)
+            self._rates.observe(suffix_buckets(match.match_len, num_seen), min(match.num_right, num_seen))
+        if outcome.is_model and outcome.num_drafted:
+            num_seen = min(outcome.num_accepted + 1, outcome.num_drafted)
+            self._model_rates.observe(model_buckets(num_seen), outcome.num_accepted)
         self.position += num_emitted
         self.num_left -= num_emitted
 
@@ -77,10 +105,9 @@ class Process:
     def __init__(self, setting: Setting, noise: Noise = NOISES["none"], seed: int = 0, is_rival: bool = False):
         self.setting, self._is_rival = setting, is_rival
         self._clock = Clock(noise, seed)
-        self._shared = None if is_rival else new_shared_counts()
+        self._shared_rates = suffix_rates()
         self._compiled: set[tuple[int, int]] = set()
         self._num_calls = 0
-        self._model_accepted = 1.0  # tokens of a model's draft, lately
         self._next_row = 0
 
     def decode(self, schedule: Schedule, texts: Sequence[Text]) -> Call:
@@ -111,15 +138,17 @@ class Process:
         return Call(seconds, widths, num_drafted, num_accepted)
 
     def _row(self, text: Text) -> _Row:
-        rates = None if self._shared is None or not self.setting.has_lookup else MatchRates(self._shared)
         if not self.setting.has_lookup:
             text = text._replace(matches=())
         elif self._is_rival:
             text = text._replace(matches=text.rival_matches)
         self._next_row += 1
+        rates = None if self._is_rival else RowRates(self._shared_rates)
         return _Row(self._next_row, text, self.setting.num_tokens, rates)
 
-    def _round(self, schedule: Schedule, live: list[_Row], slowness: float, num_rows: int) -> tuple[RoundOutcome, float]:
+    def _round(
+        self, schedule: Schedule, live: list[_Row], slowness: float, num_rows: int
+    ) -> tuple[RoundOutcome, float]:
         setting, machine = self.setting, self.setting.machine
         matches = [row.match() for row in live]
         proposed = [row.proposed(match, machine.max_draft_tokens) for row, match in zip(live, matches, strict=True)]
@@ -131,16 +160,14 @@ class Process:
         num_unread = math.ceil(sum(unread) / len(unread))
         max_tokens = min(max(row.num_left for row in live) - 1, machine.max_draft_tokens)
         choice = schedule.choose(ahead, num_rows, max_tokens, num_unread)
-        num_model = choice.num_model_tokens
+        width, num_model = choice.num_draft_tokens, choice.num_model_tokens
         drafts: list[RowOutcome] = []
         for row, match, of_row in zip(live, matches, proposed, strict=True):
-            is_model = num_model > 0 and sum(of_row[:num_model]) < self._model_accepted
+            is_model = num_model > 0 and not (of_row and row.prefers_match(of_row[:width], num_model))
             if is_model:
-                num = min(num_model, row.num_left - 1)
-                num_right = row.text.runs[row.position]
-                self._model_accepted += MODEL_RATE * (min(num_right, num) - self._model_accepted)
+                num, num_right = min(num_model, row.num_left - 1), row.text.runs[row.position]
             else:
-                num, num_right = min(len(of_row), choice.num_draft_tokens), match.num_right
+                num, num_right = min(len(of_row), width), match.num_right
             accepted = min(num_right, num)
             drafts.append(RowOutcome(row.row_id, num, accepted, accepted + 1, is_model))
         width = max(draft.num_drafted for draft in drafts)
@@ -151,7 +178,7 @@ class Process:
         factor = slowness * self._clock.factor()
         for row, draft in zip(live, drafts, strict=True):
             row.num_unread = 1 if num_model else row.num_unread + draft.num_emitted
-            row.advance(draft.num_emitted)
+            row.advance(draft)
         told = drafts[:1] if setting.is_lock_step else drafts
         outcome = RoundOutcome(
             told, num_rows, width, num_model, num_unread if num_model else 0, factor * draft_s, factor * score_s
@@ -219,7 +246,7 @@ def run_adaptive(
     machine = setting.machine
     memory = ScheduleMemory(DraftPrior(machine.step_ratio), machine.max_draft_tokens, setting.sizes)
     max_model = machine.max_draft_tokens if setting.has_model else 0
-    make = lambda: AdaptiveSchedule(memory, max_model, setting.keeps_rows)  # noqa: E731
+    make = lambda: AdaptiveSchedule(memory, max_model, setting.keeps_rows, setting.num_waiting > 0)  # noqa: E731
     return run(Process(setting, NOISES[noise], seed), make, texts, num_calls)
 
 

@@ -5,12 +5,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_speculate.draft.acceptance_rates import suffix_buckets
-from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings
+import torch
+
+from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 
 FOLDER = Path(__file__).parent
 MAX_PROPOSED = 32
@@ -65,13 +65,12 @@ def _read_texts(path: Path) -> list[Text]:
 
 def suffix_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Match]:
     """Propose at every position with the library's drafter."""
-    drafter, row = SuffixDrafter(SuffixSettings(max_draft_tokens=MAX_PROPOSED)), RowText()
-    row.extend(list(prompt))
-    for position, token in enumerate(tokens):
-        drafter.propose(row, MAX_PROPOSED)
-        match_len, proposed = row.proposal
+    drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=MAX_PROPOSED))
+    drafter.begin(torch.tensor([prompt[:-1]]))
+    for position, last in enumerate([prompt[-1], *tokens[:-1]]):
+        drafter.look_up([[last]])
+        match_len, proposed = drafter.texts[0].proposal
         yield Match(match_len, len(proposed), num_equal(proposed, tokens[position:]))
-        row.extend([token])
 
 
 def rival_matches(prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Match]:
@@ -145,45 +144,3 @@ def misleading_texts(num: int = 12) -> list[Text]:
     generator = random.Random("misleading")
     wrong = [[Match(generator.choice((1, 1, 2, 3, 6)), MAX_PROPOSED, 0) for _ in range(288)] for _ in range(num)]
     return [Text("misleading", PROMPT_LEN, len(found), found, found) for found in wrong]
-
-
-class MatchRates:
-    """Probabilities of a row's proposals by the length of the match; all rows of a process share the prior.
-
-    This stands for the rates of the library's drafter.
-    """
-
-    PRIORS = (0.3, 0.5, 0.7, 0.8, 0.9)
-    DECAY, SHARED_DECAY, WEIGHT = 0.97, 0.998, 6.0
-
-    def __init__(self, shared: "SharedCounts") -> None:
-        self._shared = shared
-        self._accepted, self._seen = [0.0] * len(self.PRIORS), [0.0] * len(self.PRIORS)
-
-    def probabilities(self, match_len: int, num: int) -> list[float]:
-        """Return [num] probabilities that a token is accepted, with all before it."""
-        rates = [
-            (accepted + self.WEIGHT * shared_accepted / shared_seen) / (seen + self.WEIGHT)
-            for accepted, seen, (shared_accepted, shared_seen) in zip(
-                self._accepted, self._seen, self._shared, strict=True
-            )
-        ]
-        return list(accumulate((rates[bucket] for bucket in suffix_buckets(match_len, num)), mul))
-
-    def observe(self, match: Match, num_emitted: int) -> None:
-        """Learn from the emitted tokens, whether they were drafted or not."""
-        num = min(match.num_proposed, num_emitted, match.num_right + 1)
-        for position, bucket in enumerate(suffix_buckets(match.match_len, num)):
-            is_right = position < match.num_right
-            self._accepted[bucket] = self.DECAY * self._accepted[bucket] + is_right
-            self._seen[bucket] = self.DECAY * self._seen[bucket] + 1
-            accepted, seen = self._shared[bucket]
-            self._shared[bucket] = self.SHARED_DECAY * accepted + is_right, self.SHARED_DECAY * seen + 1
-
-
-SharedCounts = list[tuple[float, float]]
-
-
-def new_shared_counts() -> SharedCounts:
-    """Return the counts of a process in which nothing was proposed yet."""
-    return [(4 * prior, 4.0) for prior in MatchRates.PRIORS]
