@@ -32,7 +32,6 @@ class Tuning:
     paying_wait: int = 32  # the same while past gains pay for trials
     least_gain: float = 1.02  # expected of a call whose draft has yet to read the prompt
     least_trial_gain: float = 1.1  # expected of a trial, optimistically
-    size_gain: float = 0.1  # assumed of a new compiled size, over the smaller ones
     pace_weight: float = 0.05  # of the newest round in the pace
     row_weight: float = 0.1  # of the newest round in the tokens per round of a row
 
@@ -84,51 +83,60 @@ class AdaptiveSchedule(Schedule):
             self._learn(outcome)
 
     def _choose(self, num_rows: int, max_tokens: int) -> Choice:
-        memory, rows = self.memory, self._rows
-        costs = memory.costs
-        step_s = costs.plain_s(num_rows)
-        if step_s is None or costs.is_plain_due or max_tokens < 1:
+        costs = self.memory.costs
+        if costs.plain_s(num_rows) is None or costs.is_plain_due:
             return PLAIN_STEP
-        verifications_s = costs.verifications_s(num_rows)
-        row_share = self._row_share(num_rows)
-        worths = row_worths(rows, self._paces, row_share)
+        lengths = range(1, max_tokens + 1)
+        choice, saved_s = self._best(num_rows, lengths)
+        num_drafted = choice.num_draft_tokens
+        if costs.sizes is not None and num_drafted and not costs.is_measured(num_rows, num_drafted):
+            choice = self._compiled(num_rows, lengths, choice, saved_s)
+        if choice.num_draft_tokens and not self._can_afford(num_rows, choice):
+            return PLAIN_STEP
+        return choice
+
+    def _best(self, num_rows: int, lengths: Sequence[int]) -> tuple[Choice, float]:
+        """Return the best draft of these lengths, and the seconds that it saves of a plain step."""
+        memory, rows, costs = self.memory, self._rows, self.memory.costs
+        step_s = costs.plain_s(num_rows)
+        if not lengths or step_s is None:
+            return PLAIN_STEP, 0.0
+        worths = row_worths(rows, self._paces, self._row_share(num_rows))
         value_s = step_s / max(memory.pace, 1.0)
-        width, saved_s = best_width(rows, worths, value_s, verifications_s, max_tokens)
-        num_tokens, is_trial = self._choose_length(num_rows, max_tokens)
+        verifications_s = costs.verifications_s(num_rows)
+        width, saved_s = best_width(rows, worths, value_s, verifications_s, lengths)
+        num_tokens, gain, is_trial = self._choose_length(num_rows, lengths)
         if num_tokens and width and not is_trial:
             num_tokens, width = self._weigh(num_rows, worths, value_s, saved_s, num_tokens, width)
-        num_drafted = max(num_tokens, width)
-        if costs.sizes is not None:
-            num_drafted = self._compiled_size(num_rows, num_drafted)
-            num_tokens = min(num_tokens, num_drafted)
-        if not num_drafted or not self._can_afford(num_rows, num_drafted, num_tokens):
-            return PLAIN_STEP
-        return Choice(num_drafted, num_tokens, is_trial)
+        if num_tokens:
+            saved_s = step_s * (1 - 1 / gain)
+        return Choice(max(num_tokens, width), num_tokens, is_trial), saved_s
 
-    def _choose_length(self, num_rows: int, max_tokens: int) -> tuple[int, bool]:
-        """Return the K of a model or head, and whether the round is a trial."""
+    def _choose_length(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float, bool]:
+        """Return the K of a model or head, its gain, and whether the round is a trial."""
         memory, costs = self.memory, self.memory.costs
         num_left = [row.num_left for row in self._rows]
         if self._refills_rows:
             num_left = [max(num_left)]  # no row is waited for
-        max_tokens = min(max_tokens, self._max_model_tokens, max(num_left) - 1)
+        max_tokens = min(self._max_model_tokens, max(num_left) - 1)
+        lengths = [num for num in lengths if num <= max_tokens]
         step_s = costs.plain_s(num_rows)
-        if max_tokens < 1 or step_s is None:
-            return 0, False
+        if not lengths or step_s is None:
+            return 0, 1.0, False
         rounds_s = self._rounds_s(num_rows)
         alone_s = rounds_s if self._keeps_rows or num_rows == 1 else self._rounds_s(1)
         read_s = costs.read_s(num_rows, self._num_unread)
         round_costs = RoundCosts(step_s, rounds_s, alone_s, read_s)
         probabilities = memory.acceptance.probabilities()
-        best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
+        best, gain = best_length(probabilities, num_left, round_costs, lengths)
         if gain > (TUNING.least_gain if read_s else 1.0):
-            return best, False
+            return best, gain, False
         max_wait = TUNING.paying_wait if memory.account > 0 else TUNING.max_wait
         if memory.num_plain < min(memory.wait, max_wait):
-            return 0, False
+            return 0, 1.0, False
         probabilities = memory.acceptance.probabilities(is_optimistic=True)
-        best, gain = best_length(probabilities, num_left, round_costs, max_tokens)
-        return (best, True) if gain > TUNING.least_trial_gain else (0, False)
+        best, gain = best_length(probabilities, num_left, round_costs, lengths)
+        return (best, gain, True) if gain > TUNING.least_trial_gain else (0, 1.0, False)
 
     def _weigh(
         self,
@@ -149,14 +157,18 @@ class AdaptiveSchedule(Schedule):
         both_s -= costs.drafts_s(num_rows)[num_tokens] + costs.read_s(num_rows, self._num_unread)
         return (num_tokens, num_tokens) if both_s > saved_s else (0, width)
 
-    def _compiled_size(self, num_rows: int, num_tokens: int) -> int:
-        """Return K, or the next smaller one that runs compiled while a new size would not pay."""
-        costs, step_s = self.memory.costs, self.memory.costs.plain_s(num_rows) or 0.0
-        saved_s = TUNING.size_gain * self.memory.num_steps * step_s  # in calls like those so far
-        if costs.is_measured(num_rows, num_tokens) or saved_s >= costs.start_s:
-            return num_tokens
-        sizes = [size for size in costs.sizes or () if size < num_tokens]
-        return max((size for size in sizes if costs.is_measured(num_rows, size)), default=0)
+    def _compiled(
+        self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float
+    ) -> Choice:
+        """Return a draft of a compiled size, until what that has lost would have paid for a new one."""
+        memory, costs = self.memory, self.memory.costs
+        compiled = [num for num in lengths if costs.is_measured(num_rows, num)]
+        other, other_saved_s = self._best(num_rows, compiled)
+        if choice.is_trial and compiled:
+            return other  # one size is enough to learn that the source gains nothing
+        size = num_rows, costs.size_of(choice.num_draft_tokens)
+        memory.missed_s[size] = memory.missed_s.get(size, 0.0) + max(saved_s - other_saved_s, 0.0)
+        return choice if memory.missed_s[size] >= costs.start_s else other
 
     def _rounds_s(self, num_rows: int) -> list[float]:
         """Return [K_max + 1] seconds of a round by K, without reading a prompt."""
@@ -173,10 +185,11 @@ class AdaptiveSchedule(Schedule):
             return 0.0
         return min(costs.row_s(num_rows) / step_s, 1 / num_rows)
 
-    def _can_afford(self, num_rows: int, num_drafted: int, num_tokens: int) -> bool:
+    def _can_afford(self, num_rows: int, choice: Choice) -> bool:
         """Return whether the account stays above its limit if the whole draft is rejected."""
         step_s = self.memory.costs.plain_s(num_rows) or 1.0
-        most_s = COST_TUNING.max_factor * self._expected_s(num_rows, num_drafted, num_tokens)
+        expected_s = self._expected_s(num_rows, choice.num_draft_tokens, choice.num_model_tokens)
+        most_s = COST_TUNING.max_factor * expected_s
         return self.memory.account - most_s / step_s >= -MAX_LOSS
 
     def _expected_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
@@ -231,7 +244,6 @@ class AdaptiveSchedule(Schedule):
         num_drafted, num_tokens = outcome.num_draft_tokens, outcome.num_model_tokens
         expected_s = self._expected_s(num_rows, num_drafted, num_tokens)
         took = min(outcome.seconds, COST_TUNING.max_factor * expected_s) / step_s
-        memory.num_steps += took
         gained = 0.0
         if num_drafted or num_tokens:
             gained = self._num_steps(outcome) - took

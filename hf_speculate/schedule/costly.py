@@ -1,7 +1,7 @@
 """The draft length of a model or head: the K that ends the rest of the call soonest."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 _OVERSHOOT = 0.5  # share of the tokens past the end of the last round that shorter drafts save
@@ -19,7 +19,10 @@ class RoundCosts(NamedTuple):
 
 
 def best_length(
-    probabilities: Sequence[float], num_left: Sequence[int], costs: RoundCosts, max_tokens: int
+    probabilities: Sequence[float],
+    num_left: Sequence[int],
+    costs: RoundCosts,
+    lengths: Container[int],
 ) -> tuple[int, float]:
     """Return the best K >= 1, and plain seconds over seconds of the rest of the call with it.
 
@@ -27,15 +30,17 @@ def best_length(
         probabilities: [K_max] of each token that it is accepted with all before it.
         num_left: [N] tokens that each row may still emit.
         costs: seconds of the rounds to come.
-        max_tokens: the largest K.
+        lengths: the K to choose from.
     """
     longest = max(num_left)
     num_close = sum(left > longest - math.sqrt(longest) for left in num_left)
     spread = _SPREAD[min(num_close, len(_SPREAD) - 1)]
     mean = square = 1.0  # of the tokens of a round, and of their squares
     best, best_gain = 0, 0.0
-    for num, probability in enumerate(probabilities[:max_tokens], 1):
+    for num, probability in enumerate(probabilities, 1):
         mean, square = mean + probability, square + (2 * num + 1) * probability
+        if num not in lengths:
+            continue
         overshoot = (square / mean - 1) / 2
         num_rounds = max((longest + _OVERSHOOT * overshoot) / mean, 1.0)
         deviation = math.sqrt(max(square - mean**2, 0.0) * num_rounds)

@@ -53,11 +53,11 @@ class Costs:
         self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
         self._step_medians: dict[int, float] = {}  # of these, as the estimates have them
         self._reads: deque[float] = deque(maxlen=3)  # seconds in which the draft reads a token
-        self._prefill_token_s = 0.0  # seconds of the target's prefill per token
+        self._prefill_token_s = 0.0  # seconds in which the target's prefill reads a token of each row
         self._verifications: dict[int, list[float]] = {}  # results of `verifications_s`, by B
 
     def begin(self, prefill_s: float, num_tokens: int) -> None:
-        """Record the seconds of the target's prefill of `num_tokens` tokens, of all rows."""
+        """Record the seconds of the target's prefill of `num_tokens` tokens of each row."""
         token_s = prefill_s / max(num_tokens, 1)
         known_s = self._prefill_token_s
         self._prefill_token_s = min(token_s, known_s) if known_s else token_s
@@ -74,22 +74,24 @@ class Costs:
 
     @property
     def is_plain_due(self) -> bool:
-        """Whether plain steps were never measured, or long ago."""
-        is_known = any(num == 0 for _, num in self._samples)
-        return not is_known or self.num_since_plain >= TUNING.stale
+        """Whether plain steps were never measured, only while they were compiled, or long ago."""
+        num_known = sum(len(samples) for (_, num), samples in self._samples.items() if num == 0)
+        least = 1 if self.sizes is None else 2
+        return num_known < least or self.num_since_plain >= TUNING.stale
 
     def add_verification(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
         """Add the seconds of a verification, or of a plain step; a pause counts as what is likely."""
         key = num_rows, self.size_of(num_draft_tokens)
-        plain_s = self.plain_s(num_rows)
-        if plain_s is None:
+        samples = self._samples.get(key)
+        if self.plain_s(num_rows) is None:
             max_s = math.inf
         else:
-            max_s = TUNING.max_factor * self.verifications_s(num_rows)[num_draft_tokens]
-        if key not in self._samples:
-            self._samples[key] = deque(maxlen=TUNING.num_samples)
+            is_compiling = self.sizes is not None and samples is None
+            max_factor = 1.0 if is_compiling else TUNING.max_factor
+            max_s = max_factor * self.verifications_s(num_rows)[num_draft_tokens]
+        if samples is None:
+            samples = self._samples[key] = deque(maxlen=TUNING.num_samples)
             self._first_s[key] = seconds
-        samples = self._samples[key]
         if not num_draft_tokens and self.num_since_plain >= TUNING.stale:
             for _ in range(len(samples) - 2):  # earlier steps say little of the machine's speed
                 samples.popleft()
@@ -176,10 +178,10 @@ class Costs:
         if num_tokens < _LONG_READ:
             return 0.0
         if self._reads:
-            token_s = median_low(self._reads)
+            token_s = num_rows * median_low(self._reads)
         else:
             token_s = self.prior.draft_steps(1) * self._prefill_token_s
-        return max(num_rows * num_tokens * token_s, self.step_s(num_rows))
+        return max(num_tokens * token_s, self.step_s(num_rows))
 
     def verifications_s(self, num_rows: int) -> list[float]:
         """Return [K_max + 1] seconds of a verification by K; in plain steps before any round."""

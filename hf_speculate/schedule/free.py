@@ -1,7 +1,7 @@
 """The width of free proposals: the tokens of a lookup that are worth their verification."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from hf_speculate.schedule.base import RowAhead
 
@@ -36,7 +36,7 @@ def best_width(
     worths: Sequence[float],
     step_s: float,
     verifications_s: Sequence[float],
-    max_tokens: int,
+    lengths: Container[int],
 ) -> tuple[int, float]:
     """Return the width of the round with the most worth, and the seconds that it saves.
 
@@ -45,17 +45,17 @@ def best_width(
         worths: [N] plain steps that a token of each row saves.
         step_s: seconds that a plain step is worth.
         verifications_s: [K_max + 1] seconds of a verification by width.
-        max_tokens: the largest width.
+        lengths: the widths to choose from.
     """
     longest = max((len(row.proposed) for row in rows), default=0)
     best, best_s, saved_s = 0, 0.0, 0.0
-    for width in range(1, min(longest, max_tokens, len(verifications_s) - 1) + 1):
+    for width in range(1, min(longest, len(verifications_s) - 1) + 1):
         saved_s += step_s * sum(
             worth * row.proposed[width - 1]
             for row, worth in zip(rows, worths, strict=True)
             if len(row.proposed) >= width
         )
         value_s = saved_s - (verifications_s[width] - verifications_s[0])
-        if value_s > best_s:
+        if width in lengths and value_s > best_s:
             best, best_s = width, value_s
     return best, best_s

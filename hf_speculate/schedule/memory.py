@@ -37,7 +37,8 @@ class ScheduleMemory:
         self.pace = 1.0  # plain steps replaced in the seconds of one, lately
         self.wait = FIRST_WAIT  # plain steps between trials
         self.num_plain = FIRST_WAIT  # plain steps since the last trial
-        self.num_steps = 0.0  # plain steps that all rounds took
+        self.missed_s: dict[tuple[int, int], float] = {}
+        """Seconds that sizes would have saved that are not compiled yet, by B and K."""
 
 
 class MemoryStore:
