@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -38,6 +38,14 @@ class _Row:
     is_lost: bool = False  # whether the drafter computes NaN or infinity for it
 
 
+class _Waiting(NamedTuple):
+    """Rows that have joined the batch, and whose prompts the drafter reads when it drafts next."""
+
+    session: DraftSession
+    rows: list[_Row]
+    chunk_size: int | None  # prompt tokens of each row that are read in a round; None for all
+
+
 class DraftGuard:
     """Calls a draft session for the rows that it serves; the other rows of the batch get no drafts.
 
@@ -53,13 +61,14 @@ class DraftGuard:
         num_pads: Sequence[int],  # [B] columns of padding before each row of the batch
         rows_may_leave: bool = True,  # whether the session can do without a row before the batch does
         ranks: Ranks = ONE_PROCESS,
+        chunk_size: int | None = None,  # prompt tokens per forward; None for all at once
     ):
         self._session: DraftSession | None = session
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
         self._served = [_Row(index, _end(session.drafter, num)) for index, num in enumerate(num_pads)]
         self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
-        # rows of the batch whose prompts the drafter reads when it drafts next
-        self._waiting: list[tuple[DraftSession, list[_Row]]] = []
+        self._waiting: list[_Waiting] = []
+        self._chunk_size = chunk_size
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
@@ -70,7 +79,9 @@ class DraftGuard:
         session = DraftSession.of(plan, drafter, states)
         call, is_fixed = plan.call, plan.is_lock_step or "draft" in plan.runners.parts
         rows_may_leave = not is_fixed and session.reuse is None and not call.ranks.is_synced
-        return cls(session, faults, call.prompts.num_pads, rows_may_leave, call.ranks)
+        return cls(
+            session, faults, call.prompts.num_pads, rows_may_leave, call.ranks, call.prefill_chunk_size
+        )
 
     @property
     def kv_cache(self) -> KVCache | None:
@@ -95,7 +106,7 @@ class DraftGuard:
             return 0
         lens = batch.tokens.lens
         num_unread = self._session.num_unread([lens[row.index] for row in self._served])
-        num_waiting = sum(lens[row.index] for _, rows in self._waiting for row in rows)
+        num_waiting = sum(lens[row.index] for group in self._waiting for row in group.rows)
         return num_unread + num_waiting // batch.num_rows
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
@@ -123,7 +134,7 @@ class DraftGuard:
         """[B] tokens that may be drafted in each row in the next round."""
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         has_end = self._session is not None and not self._session.drafter.drafts_past_context
-        waiting = [row for _, rows in self._waiting for row in rows]
+        waiting = [row for group in self._waiting for row in group.rows]
         for row in [*self._served, *waiting]:
             room[row.index] = max(row.end - lens[row.index], 0) if has_end else _NO_END
         if self._is_joint:
@@ -189,11 +200,12 @@ class DraftGuard:
             served[number].index = index
             self._served.append(served[number])
         waiting, self._waiting = self._waiting, []
-        for session, rows in waiting:
-            self._keep_waiting(session, rows, indices)
+        for group in waiting:
+            self._keep_waiting(group, indices)
 
-    def _keep_waiting(self, session: DraftSession, rows: list[_Row], indices: Sequence[int]) -> None:
-        """Keep those of a waiting session's rows that the batch keeps."""
+    def _keep_waiting(self, group: _Waiting, indices: Sequence[int]) -> None:
+        """Keep those of a group's rows that the batch keeps."""
+        session, rows = group.session, group.rows
         numbers = {row.index: number for number, row in enumerate(rows)}
         kept = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
         if not kept:
@@ -208,7 +220,7 @@ class DraftGuard:
             if self._session is None:
                 self._session, self._served = session, kept_rows
             else:
-                self._waiting.append((session, kept_rows))
+                self._waiting.append(group._replace(rows=kept_rows))
 
     def join(self, other: "DraftGuard", batch: Batch) -> None:
         """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
@@ -222,22 +234,30 @@ class DraftGuard:
             self._session, self._served = theirs, joining
             self._faults = replace(other._faults, stats=self._faults.stats)
         elif theirs.reads_late:
-            self._waiting.append((theirs, joining))
+            self._waiting.append(_Waiting(theirs, joining, other._chunk_size))
         else:
             self._call(lambda session: session.catch_up_and_join(theirs, self._view(batch)))
             self._served = self._served + joining if self._session is not None else []
 
     def _admit_waiting(self, batch: Batch) -> None:
-        """Let the drafter read the prompts of rows that have joined, and serve these rows, too."""
+        """Let the drafter read prompts of rows that have joined; rows that it has read are served."""
         while self._waiting:
-            theirs, rows = self._waiting.pop(0)
+            group = self._waiting[0]
+            is_read = self._call(partial(self._admit, batch, group))
+            if self._session is None or not is_read:  # the next chunk is read in the next round
+                break
+            self._waiting.pop(0)
+            self._served = self._served + group.rows
+        for row in [row for group in self._waiting for row in group.rows]:
+            self.is_served[row.index] = False
 
-            def admit(session: DraftSession, theirs: DraftSession, rows: list[_Row]) -> None:
-                theirs.read_ahead(batch.selected([row.index for row in rows]))
-                session.catch_up_and_join(theirs, self._view(batch))
-
-            self._call(partial(admit, theirs=theirs, rows=rows))
-            self._served = self._served + rows if self._session is not None else []
+    def _admit(self, batch: Batch, group: _Waiting, session: DraftSession) -> bool:
+        """Read a chunk of a group's prompts; return whether that was the last, and the rows joined."""
+        view = batch.selected([row.index for row in group.rows])
+        if group.session.read_ahead(view, group.chunk_size):
+            return False
+        session.catch_up_and_join(group.session, self._view(batch))
+        return True
 
     def end(self, batch: Batch) -> None:
         self._call(lambda session: session.end(batch))
@@ -251,9 +271,9 @@ class DraftGuard:
             return act(self._session)
         if not self._faults.is_pending:  # then it is raised in all processes
             self._close()
-            for session, _ in self._waiting:
-                if session.kv_cache is not None:
-                    session.kv_cache.release()
+            for group in self._waiting:
+                if group.session.kv_cache is not None:
+                    group.session.kv_cache.release()
             self._waiting = []
         return None
 

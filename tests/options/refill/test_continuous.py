@@ -141,9 +141,9 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
     results, decoder = decoded(target, [short, long, dropped], on_tokens=on_tokens, **options)
     for hook in hooks:
         hook.remove()
-    assert most_read == chunk
-    num_models = 2 if source == "model" else 1
-    assert chunks_seen == {"long": num_models * (200 // chunk) + 1, "dropped": 3}
+    # the draft reads a chunk of one prompt in a round, while the target may read one of another
+    assert most_read == (2 * chunk if source == "model" else chunk)
+    assert chunks_seen == {"long": 200 // chunk + 1, "dropped": 3}
     assert results["dropped"].token_ids == []
     for prompt in (short, long):
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
