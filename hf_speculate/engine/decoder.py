@@ -134,7 +134,7 @@ class SpeculativeDecoder:
         trimmed = self.stops.trim(batch, verified)
         self.clock.enter(Stage.COMMIT)
         batch.commit(verified, trimmed)
-        self.draft_length.begin(self.clock.prefill_s, self.target.query_ids.numel())
+        self.draft_length.begin(self.clock.prefill_s, self.target.query_ids.shape[1])
         self._observe(batch, PLAIN_STEP, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
 

@@ -154,9 +154,7 @@ class DraftGuard:
         view, row_indices, meet = self._view(batch), [row.index for row in self._served], self._faults.meet
         own_keys, own_room = keys if view is batch else view.keys(), [room[index] for index in row_indices]
         seen = CacheView(target_cache, None if view is batch else row_indices)
-        draft = self._call(
-            lambda session: session.propose(view, choice, own_keys, own_room, meet, seen)
-        )
+        draft = self._call(lambda session: session.propose(view, choice, own_keys, own_room, meet, seen))
         if self._faults.is_pending:
             meet()
         if draft is None or self._session is None:
@@ -194,9 +192,7 @@ class DraftGuard:
         for session, rows in waiting:
             self._keep_waiting(session, rows, indices)
 
-    def _keep_waiting(
-        self, session: DraftSession, rows: list[_Row], indices: Sequence[int]
-    ) -> None:
+    def _keep_waiting(self, session: DraftSession, rows: list[_Row], indices: Sequence[int]) -> None:
         """Keep those of a waiting session's rows that the batch keeps."""
         numbers = {row.index: number for number, row in enumerate(rows)}
         kept = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]

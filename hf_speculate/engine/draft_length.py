@@ -56,7 +56,7 @@ class DraftLength(Observer):
         return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group)
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Prepare for the first round, from the target's prefill of `num_read` tokens."""
+        """Prepare for the first round, from the target's prefill of `num_read` tokens of each row."""
         self.schedule.begin(prefill_s, num_read)
 
     def next(

@@ -166,9 +166,7 @@ class DraftSession(PerRow):
         tokens = self._tokens(batch)
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
         query = tokens.last(self.num_fed)
-        request = DraftRequest(
-            query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache
-        )
+        request = DraftRequest(query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache)
         draft = self.drafter.draft(request)
         self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
         return draft

@@ -15,6 +15,7 @@ from hf_speculate.options.sources.suffix_store import SuffixStore
 from tests.cases import assert_decodes_as_plain, each_value, pair
 from tests.tiny import make_model, ragged_prompts
 
+
 def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:
     """Length and end of the latest of the longest occurrences of the last tokens that a token follows."""
     for length in range(len(last), 0, -1):

@@ -1,7 +1,6 @@
 """What is known of a draft source before its first round, and the key under which its calls share measurements."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -137,9 +137,7 @@ def test_sampled_tokens_keep_the_targets_distribution(import_example):
     model = hf_speculate.enable(make_small_model(8, num_hidden_layers=3, dtype=torch.float32))
     head = make_head(import_example, model, torch.tensor([0, 2, 3, 5, 6]))
     stats = hf_speculate.SpeculationStats()
-    drafter = functools.partial(
-        import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, copies=True
-    )
+    drafter = functools.partial(import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, copies=True)
     options = {"drafter": drafter, "verifier": "rejection", "num_assistant_tokens": 2, "speculation_stats": stats}
     counts = draw(model, None, 20_000, **options)
     assert p_value(counts, joint_distribution(model)) > SIGNIFICANCE

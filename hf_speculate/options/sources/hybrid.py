@@ -68,9 +68,7 @@ class HybridDrafter(PerRow, Drafter):
     proposes = True
     drafts_fewer = True
 
-    def __init__(
-        self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device
-    ):
+    def __init__(self, model: ModelDrafter, settings: SuffixSettings, max_model_tokens: int, device: torch.device):
         self.model, self.matches = model, SuffixDrafter(settings, device)
         self.min_query_len, self.can_join = model.min_query_len, model.can_join
         self.awaits_prompt = model.awaits_prompt
@@ -112,9 +110,7 @@ class HybridDrafter(PerRow, Drafter):
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
-        return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(
-            cached=cached
-        )
+        return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
     def is_callers(self, error: Exception) -> bool:
         return self.model.is_callers(error)
@@ -141,9 +137,7 @@ class HybridDrafter(PerRow, Drafter):
         query = request.query_token_ids
         if not self.model.reads_host_tokens:
             query = send(query, self.device)
-        model_request = request._replace(
-            query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept
-        )
+        model_request = request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
         drafted = self.model.draft(model_request)
         for row in self._rows:
             row.unread = []
