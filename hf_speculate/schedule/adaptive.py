@@ -7,7 +7,8 @@ the rest of the call soonest, the reading of its prompt included. Where no K doe
 
 One account over all calls of a type bounds what drafting may lose: at most `INCOME` of the counted
 seconds plus `MAX_LOSS` plain steps. A round counts as at most twice the seconds that were expected
-of it, so pauses of the process and the first forwards of a compiled size lie outside.
+of it, and reading a prompt as no more than expected, so pauses of the process and the first forwards
+of a compiled size lie outside. A plain step counts as it was last measured.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from hf_speculate.schedule.free import FIRST_PACE, best_width, row_worths
 from hf_speculate.schedule.memory import FIRST_WAIT, ScheduleMemory
 
 INCOME = 0.02  # share of the counted seconds that drafting may lose in the long run
-MAX_LOSS = 24.0  # plain steps that it may lose beyond that, and past gains that count at most
+MAX_LOSS = 24.0  # plain steps that it may lose beyond that
+MAX_GAIN = 96.0  # plain steps of past gains that count at most: they pay for reading long prompts
 
 
 @dataclass(frozen=True)
@@ -188,18 +190,17 @@ class AdaptiveSchedule(Schedule):
     def _can_afford(self, num_rows: int, choice: Choice) -> bool:
         """Return whether the account stays above its limit if the whole draft is rejected."""
         step_s = self.memory.costs.plain_s(num_rows) or 1.0
-        expected_s = self._expected_s(num_rows, choice.num_draft_tokens, choice.num_model_tokens)
-        most_s = COST_TUNING.max_factor * expected_s
+        most_s = self._most_s(num_rows, choice.num_draft_tokens, choice.num_model_tokens)
         return self.memory.account - most_s / step_s >= -MAX_LOSS
 
-    def _expected_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
-        """Return the seconds that are expected of a round."""
-        costs = self.memory.costs
+    def _most_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
+        """Return the seconds as which a round counts at most."""
+        costs, read_s = self.memory.costs, 0.0
         seconds = costs.verifications_s(num_rows)[num_drafted]
         if num_tokens:
             seconds += costs.drafts_s(num_rows)[num_tokens]
-            seconds += costs.read_s(num_rows, self._num_unread)
-        return seconds
+            read_s = costs.read_s(num_rows, self._num_unread)
+        return COST_TUNING.max_factor * seconds + read_s
 
     def _learn(self, outcome: RoundOutcome) -> None:
         memory, num_rows = self.memory, outcome.num_rows
@@ -242,8 +243,7 @@ class AdaptiveSchedule(Schedule):
         memory, num_rows = self.memory, outcome.num_rows
         step_s = memory.costs.plain_s(num_rows) or 1.0
         num_drafted, num_tokens = outcome.num_draft_tokens, outcome.num_model_tokens
-        expected_s = self._expected_s(num_rows, num_drafted, num_tokens)
-        took = min(outcome.seconds, COST_TUNING.max_factor * expected_s) / step_s
+        took = min(outcome.seconds, self._most_s(num_rows, num_drafted, num_tokens)) / step_s
         gained = 0.0
         if num_drafted or num_tokens:
             gained = self._num_steps(outcome) - took
@@ -251,7 +251,7 @@ class AdaptiveSchedule(Schedule):
         else:
             pace = 1.0
         memory.pace += TUNING.pace_weight * (pace - memory.pace)
-        memory.account = min(memory.account + gained + INCOME * took, MAX_LOSS)
+        memory.account = min(memory.account + gained + INCOME * took, MAX_GAIN)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:
         """Return the plain steps that a round has replaced."""

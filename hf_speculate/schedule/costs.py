@@ -110,8 +110,9 @@ class Costs:
         if num_fed < _LONG_READ:
             # a source that lags behind by a few tokens reads them with its first step
             steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
-            step_s, known_s = seconds / num_steps, self._step_medians.get(num_rows)
-            steps.append(step_s if known_s is None else min(step_s, TUNING.max_factor * known_s))
+            known_s = self._step_medians.get(num_rows)
+            expected_s = self.step_s(num_rows) or math.inf  # of another number of rows if it is new
+            steps.append(min(seconds / num_steps, TUNING.max_factor * expected_s))
             median_s = median_low(steps)
             if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:
                 self._step_medians[num_rows] = median_s

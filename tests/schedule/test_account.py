@@ -19,7 +19,7 @@ from hf_speculate.schedule import (
 
 SHARE = 0.02  # of the counted seconds that drafting may lose
 ALLOWANCE = 24.0  # plain steps that it may lose besides
-MAX_FACTOR = 2.0  # of the expected seconds, as which a round counts at most
+MAX_FACTOR = 2.0  # of the expected seconds, as which a round counts at most besides reading
 ROUNDING = 1e-6
 MAX_DRAFT_TOKENS = 10
 
@@ -58,10 +58,11 @@ class Ledger:
         plain_s = costs.plain_s(num_rows)
         if plain_s is None:
             return
-        expected_s = costs.verifications_s(num_rows)[outcome.num_draft_tokens]
+        expected_s, read_s = costs.verifications_s(num_rows)[outcome.num_draft_tokens], 0.0
         if outcome.num_model_tokens:
-            expected_s += costs.drafts_s(num_rows)[outcome.num_model_tokens] + costs.read_s(num_rows, num_unread)
-        counted = min(outcome.seconds, MAX_FACTOR * expected_s) / plain_s
+            expected_s += costs.drafts_s(num_rows)[outcome.num_model_tokens]
+            read_s = costs.read_s(num_rows, num_unread)
+        counted = min(outcome.seconds, MAX_FACTOR * expected_s + read_s) / plain_s
         self.counted += counted
         self.replaced += num_steps if outcome.num_draft_tokens else counted
 

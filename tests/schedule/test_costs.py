@@ -122,6 +122,13 @@ def test_draft_steps_are_medians_by_rows():
     assert costs.drafts_s(1)[5] == pytest.approx(0.5)
 
 
+def test_pause_in_the_first_draft_of_fewer_rows_counts_as_twice():
+    costs = costs_of((0, 1.0))
+    costs.add_draft(2, 1, 1, 0.3)
+    costs.add_draft(1, 1, 1, 30.0)
+    assert costs.step_s(1) == pytest.approx(0.6)
+
+
 def test_parallel_draft_takes_one_step():
     costs = Costs(DraftPrior(0.2, is_parallel=True), MAX_DRAFT_TOKENS)
     costs.add_verification(1, 0, 1.0)
