@@ -151,7 +151,7 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
 
 
 # Errors of chat templates, also of missing ones, for messages that they do not support.
-_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def token_ids_of(
