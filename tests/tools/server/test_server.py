@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -448,3 +449,28 @@ def test_an_error_is_not_replaced_by_tokens_that_come_later():
         return await answer.get()
 
     assert isinstance(asyncio.run(run()), RequestError)
+
+
+def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
+    uvicorn, reading = (importlib.import_module(name) for name in ("uvicorn", "hf_speculate.tools.server.fair_reading"))
+    num_read, is_read = [], asyncio.Event()
+
+    async def application(scope, receive, send):
+        is_more = True
+        while is_more:
+            message = await receive()
+            num_read.append(len(message["body"]))
+            is_more = message["more_body"]
+        is_read.set()
+
+    async def run():
+        config = uvicorn.Config(application, lifespan="off")
+        config.load()
+        protocol = reading.FairProtocol(config, importlib.import_module("uvicorn.server").ServerState(), {})
+        protocol.connection_made(Mock(is_closing=lambda: False, get_extra_info=lambda name: None))
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        protocol.data_received(head + 30_000 * b"1\r\na\r\n" + b"0\r\n\r\n")
+        await asyncio.wait_for(is_read.wait(), WAIT_S)
+
+    asyncio.run(run())
+    assert sum(num_read) == 30_000 and max(num_read) < 2_000
