@@ -123,7 +123,7 @@ def main() -> None:
                 chat.messages = []
                 continue
             chat.say(line, TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True))
-        except Exception as error:  # models raise errors of all types
+        except Exception as error:  # noqa: BLE001  # models raise errors of all types
             chat.forget_states()
             print(f"{type(error).__name__}: {error}; the turn is left out, /clear starts over")
             continue

@@ -75,7 +75,7 @@ def run_chat(options: ChatInTerminal) -> int:
         printer = _Printer(pair.tokenizer)
         try:
             messages = _answer(pair, [*messages, {"role": "user", "content": line}], arguments, printer)
-        except Exception as error:  # models raise errors of all types
+        except Exception as error:  # noqa: BLE001  # models raise errors of all types
             if printer.printed:
                 answer("")
             _note_failed_turn(error)

@@ -134,7 +134,7 @@ async def events(
                 return
             if asked.has_usage:
                 yield event(usage=_usage(asked, results))
-        except Exception as error:  # whatever fails: the status is sent already, and the client waits for an end
+        except Exception as error:  # noqa: BLE001  # the status is sent, and the client waits for an end
             told = error if isinstance(error, RequestError) else request_error(error)
             yield f"data: {json.dumps(error_body(told))}\n\n"
         yield "data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""Fair reading: a connection whose bytes take long to parse, such as a body in tiny chunks, leaves others their time."""
+"""Fair reading: a connection whose bytes take long to parse, as a body in tiny chunks, leaves others their time."""
 
 import asyncio
 

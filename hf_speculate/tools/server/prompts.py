@@ -186,7 +186,9 @@ def _encoded(
     try:
         num_chars = len(content if isinstance(content, str) else json.dumps([content, options], ensure_ascii=False))
     except RecursionError:
-        raise RequestError(f"{param} must hold JSON of fewer levels, got too many; send flatter arguments", param) from None
+        raise RequestError(
+            f"{param} must hold JSON of fewer levels, got too many; send flatter arguments", param
+        ) from None
     if num_chars > engine.max_chars:  # tokenising would take seconds, and the tokens gigabytes
         raise RequestError(
             f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less text",

@@ -23,7 +23,9 @@ class TextStream:
         self._num_read = 0  # tokens of the row
         self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
         self._ids: list[int] = []  # the latest ordinary tokens
-        self._num_given = 0  # those of them whose text is known; they are decoded again, as a first token loses its space
+        self._num_given = (
+            0  # those of them whose text is known; they are decoded again, as a first token loses its space
+        )
         self._pending = ""  # text that is not given, with special tokens
         self._hidden: list[tuple[int, int]] = []  # begin and end in the pending text of each special token
 
