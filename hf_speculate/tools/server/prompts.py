@@ -19,7 +19,7 @@ from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Re
 from hf_speculate.tools.server.text_request import TextRequest
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
-_MAX_STOPS = 16  # more than OpenAI's four: lm-evaluation-harness sends those of all requests in a batch
+_MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
 
 _LEAST_DIVISOR = 1e-10  # of logits: divided by a temperature and a penalty, they stay far below the bound of float32
 

@@ -431,6 +431,15 @@ def test_a_message_without_content_and_without_calls_is_empty(client):
     assert answered(client, messages=[null])[0] == answered(client, messages=[empty])[0]
 
 
+def test_arguments_of_any_depth_are_served_or_refused(client, engine, monkeypatch):
+    template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    for chat_template in (engine.tokenizer.chat_template, template):
+        monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
+        for depth in (20, 300, *range(500, 1_000, 100), 3_000):
+            response = client.post(PATH, json=body(messages=[called(depth * "[" + depth * "]")], max_tokens=1))
+            assert response.status_code in (200, 400), (depth, response.text)
+
+
 def test_extreme_numbers_are_served_or_refused(client):
     small = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (1e-45, 1e-10))
     large = {
