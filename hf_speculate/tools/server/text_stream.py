@@ -22,12 +22,13 @@ class TextStream:
         self.is_cut = False  # whether the text ended before a stop string
         self._num_read = 0  # tokens of the row
         self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
+        self._is_empty = True  # whether no ordinary token has come
         self._ids: list[int] = []  # the latest ordinary tokens
         self._num_given = (
             0  # those of them whose text is known; they are decoded again, as a first token loses its space
         )
         self._pending = ""  # text that is not given, with special tokens
-        self._hidden: list[tuple[int, int]] = []  # begin and end in the pending text of each special token
+        self._hidden: list[tuple[int, int]] = []  # begin and end in the pending text of what is not given
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
         """The text that is final with these tokens, all so far; at the end all of the rest."""
@@ -40,6 +41,8 @@ class TextStream:
                     self._hidden.append((len(self._pending), len(self._pending) + len(special_text)))
                 self._pending += special_text
             else:
+                if self._is_empty:
+                    self._add_lost_space(token_id)
                 self._ids.append(token_id)
         self._num_read = max(self._num_read, len(token_ids))
         self._decode_characters(is_end)
@@ -65,8 +68,16 @@ class TextStream:
         self._pending += text[len(self._decode(self._ids[: self._num_given])) :]
         self._ids, self._num_given = self._ids[self._num_given :], end - self._num_given
 
+    def _add_lost_space(self, first_id: int) -> None:
+        """Add a hidden space if decoding takes it from the first token: a stop string may begin with it."""
+        self._is_empty = False
+        text = self._decode([first_id])
+        if self._decode([first_id, first_id])[len(text) :] == f" {text}":
+            self._hidden.append((len(self._pending), len(self._pending) + 1))
+            self._pending += " "
+
     def _take(self, end: int) -> str:
-        """Cut the pending text there; returns what stood before, without hidden tokens."""
+        """Cut the pending text there; returns what stood before, without what is hidden."""
         pieces, begin = [], 0
         for hidden_begin, hidden_end in self._hidden:
             pieces.append(self._pending[begin : min(hidden_begin, end)])

@@ -11,12 +11,13 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import torch
+from tokenizers import decoders
 from transformers import StopStringCriteria
 
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
 from tests.tiny import MAX_LEN
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -477,7 +478,7 @@ def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
         is_read.set()
 
     async def run():
-        config = uvicorn.Config(application, lifespan="off")
+        config = uvicorn.Config(application, lifespan="off", log_config=None)
         config.load()
         protocol = reading.FairProtocol(config, importlib.import_module("uvicorn.server").ServerState(), {})
         protocol.connection_made(Mock(is_closing=lambda: False, get_extra_info=lambda name: None))
@@ -487,3 +488,14 @@ def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
 
     asyncio.run(run())
     assert sum(num_read) == 30_000 and max(num_read) < 2_000
+
+
+def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
+    tokenizer = metaspace_tokenizer([" a"], "abcdef")
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    ids = tokenizer.convert_tokens_to_ids(["\N{LOWER ONE EIGHTH BLOCK}a", "b"])
+    assert tokenizer.decode(ids) == "ab" and StopStringCriteria(tokenizer, [" ab"])(torch.tensor([ids]), None)
+    for stop, text in ((" ab", ""), ("b", "a"), ("  a", "ab")):
+        stream = TextStream(tokenizer, [stop])
+        assert stream.read(ids[:1]) + stream.read(ids, is_end=True) == text
+        assert stream.is_cut == (text != "ab")
