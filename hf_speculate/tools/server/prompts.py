@@ -20,8 +20,7 @@ from hf_speculate.tools.server.text_request import TextRequest
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
 _MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
-
-_LEAST_DIVISOR = 1e-10  # smallest divisor of logits: divided by a temperature and a penalty, they stay far below the bound of float32
+_LEAST_DIVISOR = 1e-10  # smallest temperature and penalty: both divide logits, which must stay finite in float32
 
 
 def text_requests(request: ChatRequest | CompletionRequest, engine: Engine) -> list[TextRequest]:
