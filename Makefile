@@ -183,8 +183,8 @@ kernels: $(DEV_STAMP)
 kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
-# Needs a GPU, or models that are fetched, or two revisions to compare.
-BY_HAND = benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
+# Measures nothing, or needs a GPU, models that are fetched or two revisions to compare.
+BY_HAND = benchmarks/check_results.py benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
 
 bench: $(DEV_STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE) $(BY_HAND),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
