@@ -12,6 +12,7 @@ OLDEST_TESTS := tests/draft tests/generation tests/options tests/reliability tes
 OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
 INTEGRATIONS := .integrations
 NEWEST := .newest
+NEWEST_TORCH ?= torch
 PLAIN := .plain
 RELEASE := .release
 # Of a tag that must name the version, as v0.1.0 does.
@@ -19,8 +20,7 @@ TAG ?=
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
 KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
-TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py tests/test_mutants.py
-TOOL_TESTS += tests/test_first_light.py tests/test_project_files.py tests/test_real_models.py
+TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
@@ -36,7 +36,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -48,9 +48,10 @@ help:
 	@echo "make test-plain  what the pages show, with only what pip install . brings"
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
-	@echo "make test-newest the same tests with the newest transformers that setup.cfg allows"
+	@echo "make test-newest tests with the newest torch, huggingface_hub, Triton and transformers that setup.cfg allows"
 	@echo "make test-core   tests of the core with a copy of the library that has no options"
 	@echo "make test-integrations the examples that need lm-eval and trl, in an environment that has both"
+	@echo "make results-check tables and pictures of the pages against the committed results"
 	@echo "make check       ruff, mypy and the rules between the packages"
 	@echo "make fix         let ruff format and repair"
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
@@ -59,7 +60,7 @@ help:
 	@echo "make first-light the checks and measurements on a CUDA device that decide most, in six minutes; into build/first-light"
 	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
-	@echo "make release-check build the distributions, check them, and run the README's example with the wheel in an empty environment"
+	@echo "make release-check results-check and mutants; build the distributions, and run the README's example with the wheel"
 	@echo "make install     create $(VENV) with what users need; make test and the other targets add what they need"
 	@echo "make clean       remove $(VENV), caches and build output"
 	@echo
@@ -67,6 +68,7 @@ help:
 	@echo "  PYTHON=python3.12                              another interpreter, 3.11 or later"
 	@echo '  TORCH="torch==2.13.0 --index-url <your index>" another torch build, given to pip as it stands;'
 	@echo "                                                 run make clean first where $(VENV) exists"
+	@echo '  NEWEST_TORCH="torch --extra-index-url <index>" the build of torch for make test-newest'
 	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py; --tiny needs no download'
 	@echo '  GPU_CHECK_ARGS=--dry-run                       make first-light or gpu-check on a simulated device'
 	@echo '  GPU_PARTS="2 5"                                the parts of make gpu-check'
@@ -118,6 +120,9 @@ test-core: $(DEV_STAMP)
 	@echo "make test-core: tests of the core without hf_speculate/options, about 3 minutes on two cores"
 	$(BIN)/python -m tests.core_alone -n $(WORKERS) $(PYTEST_ARGS)
 
+results-check: $(DEV_STAMP)
+	$(BIN)/python benchmarks/check_results.py
+
 mutants: $(DEV_STAMP)
 	@echo "make mutants: faults one by one, each against the tests that it names, about 7 minutes on one quiet core"
 	$(BIN)/python -m tests.mutants --all-tests
@@ -140,19 +145,25 @@ $(OLDEST_STAMP): $(DEV_STAMP) constraints-oldest.txt
 test-oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
 
-# Made anew each time: the index may have a newer version than yesterday.
-test-newest: $(DEV_STAMP)
-	rm -rf $(NEWEST)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) "$$(grep -o 'transformers>=[^ ]*' setup.cfg)"
-	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
-
-# An environment of its own, which finds what it lacks in $(VENV).
-test-integrations: $(DEV_STAMP)
-	rm -rf $(INTEGRATIONS)
-	"$(PYTHON)" -m venv $(INTEGRATIONS)
+# A new environment in the folder $(1), which finds what it lacks in $(VENV).
+define borrowing
+	rm -rf $(1)
+	"$(PYTHON)" -m venv $(1)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  | sed 's/.*/import site; site.addsitedir("&")/' \
-	  > $$($(INTEGRATIONS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth
+	  > $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth
+endef
+
+# Made anew each time: the index may have newer versions than yesterday.
+test-newest: $(DEV_STAMP)
+	$(call borrowing,$(NEWEST))
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH) huggingface_hub \
+	  'triton; platform_system == "Linux"' "$$(grep -o 'transformers>=[^ ]*' setup.cfg)"
+	@$(NEWEST)/bin/python -m pip list | grep -E "^(huggingface_hub|torch|transformers|triton) "
+	$(subst $(BIN),$(NEWEST)/bin,$(PYTEST)) -m "not slow or compiler" $(PYTEST_ARGS) tests
+
+test-integrations: $(DEV_STAMP)
+	$(call borrowing,$(INTEGRATIONS))
 	$(INTEGRATIONS)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt -r constraints-integrations.txt
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integration $(PYTEST_ARGS) tests/examples
 
@@ -172,8 +183,8 @@ kernels: $(DEV_STAMP)
 kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
-# Needs a GPU, or models that are fetched, or two revisions to compare.
-BY_HAND = benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
+# Measures nothing, or needs a GPU, models that are fetched or two revisions to compare.
+BY_HAND = benchmarks/check_results.py benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
 
 bench: $(DEV_STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE) $(BY_HAND),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
@@ -196,7 +207,7 @@ docs: $(DEV_STAMP)
 	@echo "build/docs/index.html"
 
 # The environments are empty but for twine, and for torch and the wheel. Names of the Hub stand for the bundled models.
-release-check: $(DEV_STAMP)
+release-check: $(DEV_STAMP) results-check mutants
 	@version=$$($(BIN)/python -c "import hf_speculate; print(hf_speculate.__version__)"); \
 	  test -z "$(TAG)" -o "$(TAG)" = "v$$version" || { echo "the tag $(TAG) must be v$$version, the version"; exit 1; }
 	rm -rf dist build/lib $(RELEASE)

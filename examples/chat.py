@@ -4,8 +4,8 @@
     python examples/chat.py --target <model> --draft <smaller model> --sample
     python examples/chat.py --tiny
 
-Lines of the standard input are what the user says; an empty line, or the end of the input, ends the chat. With --tiny
-it runs the bundled pair, which only continues Python code.
+Lines of the standard input are what the user says; /clear starts over, and an empty line, or the end of the input, ends
+the chat. An error ends its turn only. With --tiny it runs the bundled pair, which only continues Python code.
 """
 
 import argparse
@@ -33,27 +33,37 @@ class Chat:
         target: an enabled model whose layers attend to everything, for its cache is cut back where texts part.
         draft: the draft model; None if `options` name what drafts.
         tokenizer: the target's.
-        **options: of `generate()`.
+        **options: of `generate()`, `max_new_tokens` among them.
     """
 
     def __init__(
         self, target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, **options: Any
     ):
         self.target, self.tokenizer, self.options = target, tokenizer, options
-        if draft is not None:  # its cache is kept too, and cut back with the target's
-            self.options = {**options, "assistant_model": draft, "draft_state": hf_speculate.DraftState()}
+        if draft is not None:
+            self.options = {**options, "assistant_model": draft}
+        self.context: int | None = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         self.messages: list[dict[str, str]] = []
-        self.read_ids: list[int] = []  # that the cache holds the states of, and the one after them
-        self.cache = DynamicCache(config=target.config)
         self.stats = hf_speculate.SpeculationStats()
+        self.forget_states()
         if tokenizer.chat_template is None:
             tokenizer.chat_template = TEMPLATE
 
+    def forget_states(self) -> None:
+        """Begin with empty caches, as after an error, when they may hold any part of a turn."""
+        self.read_ids: list[int] = []  # that the cache holds the states of, and the one after them
+        self.cache = DynamicCache(config=self.target.config)
+        if "assistant_model" in self.options:  # its cache is kept too, and cut back with the target's
+            self.options["draft_state"] = hf_speculate.DraftState()
+
     def say(self, text: str, streamer: TextStreamer | None = None) -> str:
-        """The answer to what the user says."""
-        self.messages.append({"role": "user", "content": text})
-        prompt = self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        """The answer to what the user says; after an error the conversation is without this turn."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        room = self.options["max_new_tokens"] if self.context is None else self.context - len(ids)
+        if room < 1:
+            raise ValueError(f"the conversation has {len(ids)} tokens, and the model's context {self.context}")
         self._forget_past(ids)
         output = self.target.generate(
             torch.tensor([ids], device=self.target.device),
@@ -61,11 +71,11 @@ class Chat:
             cache=self.cache,
             speculation_stats=self.stats,
             streamer=streamer,
-            **self.options,
+            **{**self.options, "max_new_tokens": min(self.options["max_new_tokens"], room)},
         )
         self.read_ids = output[0].tolist()
         answer = self.tokenizer.decode(self.read_ids[len(ids) :], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
     def _forget_past(self, ids: list[int]) -> None:
@@ -104,10 +114,19 @@ def main() -> None:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-        line = sys.stdin.readline().rstrip("\n")
-        if not line:
-            return
-        chat.say(line, TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True))
+        said: bytes | str = getattr(sys.stdin, "buffer", sys.stdin).readline()
+        try:
+            line = (said.decode("utf-8-sig") if isinstance(said, bytes) else said).rstrip("\r\n")
+            if not line:
+                return
+            if line == "/clear":
+                chat.messages = []
+                continue
+            chat.say(line, TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True))
+        except Exception as error:  # noqa: BLE001  # models raise errors of all types
+            chat.forget_states()
+            print(f"{type(error).__name__}: {error}; the turn is left out, /clear starts over")
+            continue
         stats = chat.stats
         print(
             f"[mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}]"

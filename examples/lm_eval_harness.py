@@ -41,7 +41,7 @@ class SpeculativeLM(HFLM):
         # The harness's own criterion ends a batch when every row has met a stop string. generate() ends each row by
         # itself, inside a round too; the harness cuts the texts at the same strings in either case.
         self.stats.append(hf_speculate.SpeculationStats())
-        kwargs |= self.options | {"stop_strings": stop, "tokenizer": self.tokenizer}
+        kwargs |= self.options | {"stop_strings": stop or None, "tokenizer": self.tokenizer}
         return super()._model_generate(context, max_length, [], speculation_stats=self.stats[-1], **kwargs)
 
 

@@ -177,7 +177,7 @@ class Question(NamedTuple):
 def read_by_category(path: Path, num_questions: int) -> list[Question]:
     """The first turns of `num_questions` questions in Spec-Bench's line format, one of each category in turn."""
     by_category: dict[str, list[Question]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8-sig").splitlines():
         question = json.loads(line)
         asked = Question(question["turns"][0], question["category"])
         by_category.setdefault(asked.category, []).append(asked)

@@ -55,7 +55,23 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
 
 def is_tested_since(version: str) -> bool:
     """Whether transformers has at least this minor version and at most the newest tested one."""
-    return _minor(version) <= _minor(transformers.__version__) <= _minor(_NEWEST)
+    return _minor(version) <= _minor(transformers.__version__) and not is_newer_than_tested()
+
+
+def is_newer_than_tested() -> bool:
+    """Whether transformers has a newer minor version than the newest tested one."""
+    return _minor(transformers.__version__) > _minor(_NEWEST)
+
+
+def version_note(model_class: type) -> str:
+    """Say what a newer transformers than the newest tested one means for a class; empty with any other version."""
+    if not is_newer_than_tested():
+        return ""
+    return (
+        f"hf_speculate was tested with transformers {_OLDEST} to {_NEWEST}, got {transformers.__version__}; the first "
+        f"speculative call compares {model_class.__name__} with plain decoding and raises if they differ; install "
+        f"transformers=={_NEWEST} to be sure"
+    )
 
 
 def _minor(version: str) -> tuple[int, ...]:

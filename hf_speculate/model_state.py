@@ -27,10 +27,10 @@ class ModelState:
 
 
 _lock = threading.Lock()
-_states: "WeakKeyDictionary[nn.Module, ModelState]" = WeakKeyDictionary()
+_states: "WeakKeyDictionary[nn.Module | type[nn.Module], ModelState]" = WeakKeyDictionary()
 
 
-def model_state(model: nn.Module) -> ModelState:
-    """The state of a model; it goes with the model."""
+def model_state(owner: nn.Module | type[nn.Module]) -> ModelState:
+    """The state of a model, or of a class of models; it goes with its owner."""
     with _lock:
-        return _states.setdefault(model, ModelState())
+        return _states.setdefault(owner, ModelState())

@@ -84,6 +84,14 @@ class Unserved:
                 terminalreporter.line(line)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _installed_transformers_is_tested() -> None:
+    """The suite is what tests a newer transformers: no call of it warns, or runs a self-test, for the version alone."""
+    compat = importlib.import_module("hf_speculate.compat")
+    if compat.is_newer_than_tested():
+        compat._NEWEST = compat.transformers.__version__
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

@@ -30,6 +30,7 @@ LEFT_OUT = {
     "make first-light": "installs what contributors need; .ci/run runs it on a simulated device",
     "make gpu-check": "installs what contributors need; .ci/run runs it on a simulated device",
     "make kernel-repo": "makes an environment with an extra; tests/tools/hub runs what it runs",
+    "make results-check": "for contributors, before a release",
     "make bench": "hours",
     "python benchmarks/": "for contributors, up to hours",
     "python -m tests.": "for contributors, with pytest",

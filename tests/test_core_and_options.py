@@ -1,19 +1,13 @@
-"""The core knows none of its options: it imports none of them, and a plain call runs none."""
+"""The core imports none of its options."""
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from functools import cache
 from itertools import islice
 from pathlib import PurePosixPath
 
 import pytest
 
-from hf_speculate.engine.call import Call
 from tests.test_floors import ROOT, library_files
 
 FOLDER = "options"  # of the options, below `hf_speculate`
@@ -22,11 +16,6 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
 # The imports that options may have of options; on some devices, graphs wait for what `hf-speculate doctor` has seen.
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compiled", "verdicts")}
-
-BUILDER, MAX_IMPORTS, MAX_CALL_FIELDS = "engine/builder.py", 15, 16
-
-# What a plain greedy call may run and load at most, the `__init__` of packages and the kernels not counted.
-MOST = {"files run": 93, "lines run": 11_922, "modules loaded": 111, "lines loaded": 12_836}
 
 
 def option_of(path: str) -> str | None:
@@ -80,25 +69,6 @@ def import_problems(found: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{path} must not import {imported} ({option_of(imported)})" for path, imported in sorted(found)]
 
 
-def decisions_of(source: str, files: Mapping[str, str]) -> list[str]:
-    """What a source does that only constructs what a plan says: it branches on nothing, and knows the parts alone."""
-    branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If | ast.IfExp | ast.Match)]
-    problems = [f"line {node.lineno} decides" for node in branches]
-    num_imports = len(set(imports_of(source, files)))
-    return problems + [f"{num_imports} imports: at most {MAX_IMPORTS}"] * (num_imports > MAX_IMPORTS)
-
-
-def figures(run: Mapping[str, int], loaded: Mapping[str, int]) -> dict[str, int]:
-    """The figures that `MOST` bounds, of a traced call: file -> lines."""
-    return dict(zip(MOST, (len(run), sum(run.values()), len(loaded), sum(loaded.values())), strict=True))
-
-
-def trace_problems(run: Mapping[str, int], loaded: Mapping[str, int]) -> list[str]:
-    """What a traced call runs and loads beyond the bounds, or of the options' folder."""
-    too_many = [f"{num} {name}: at most {MOST[name]}" for name, num in figures(run, loaded).items() if num > MOST[name]]
-    return too_many + [f"{path} is loaded" for path in sorted(loaded) if path.startswith(f"{FOLDER}/")]
-
-
 def test_the_core_imports_no_option():
     assert not (problems := import_problems(option_imports(sources()))), "\n".join(problems)
 
@@ -132,32 +102,3 @@ def test_an_added_import_is_found(path, line, imported):
     imports = option_imports({**files, path: f"{files[path]}\n{line}\n"})
     assert imports == ({(path, imported)} if imported else set())
     assert len(import_problems(imports)) == len(imports)
-
-
-def test_the_builder_only_constructs():
-    files = sources()
-    assert not decisions_of(files[BUILDER], files)
-    assert len(decisions_of(files["engine/plan.py"], files)) > 10
-    many = "\n".join(f"import hf_speculate.{path.removesuffix('.py').replace('/', '.')}" for path in files)
-    assert len(decisions_of(many, files)) == 1
-
-
-def test_a_call_has_few_fields():
-    assert len(fields(Call)) <= MAX_CALL_FIELDS
-
-
-def test_a_plain_greedy_call_runs_and_loads_little():
-    command = [sys.executable, "-m", "tests.traced_call"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    traced = json.loads(done.stdout)
-    print(", ".join(f"{num} {name}" for name, num in figures(**traced).items()))
-    assert not (problems := trace_problems(**traced)), "\n".join(problems)
-    assert traced["run"].keys() <= traced["loaded"].keys()
-    assert {"engine/decoder.py", "draft/model.py", "verify/kernel.py"} <= traced["run"].keys()
-
-
-def test_a_call_that_runs_or_loads_more_is_found():
-    files = {f"{number}.py": 1 for number in range(max(MOST.values()) + 1)}
-    assert len(trace_problems(files, files)) == len(MOST)
-    assert trace_problems({}, {"options/spans/rule.py": 1}) == ["options/spans/rule.py is loaded"]

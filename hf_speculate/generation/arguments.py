@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,13 +12,14 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_cached, text_cache
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE
-from hf_speculate.config import FIELD_NAMES
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.models.language_model import cache_name
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _DEFAULTS = GenerationConfig()
+_FRAMES_PER_POSITION = 2  # strides of the two convolutions before Whisper's encoder
 
 
 class BoundCall(NamedTuple):
@@ -56,6 +57,26 @@ def samples(model: PreTrainedModel, bound: BoundCall) -> bool:
     if call.get("temperature") and "temperature" in inspect.signature(bound.plain).parameters:
         return True
     return bool(setting(model, call, "do_sample"))
+
+
+def check_row_lists(model: PreTrainedModel, bound: BoundCall, config: SpeculationConfig) -> None:
+    """Refuse a list with an entry per row if a model's own `generate`, as Whisper's, may decode several times.
+
+    Only the rows that are not finished are decoded again, and it does not say which these are.
+    """
+    call, name = bound.call, "force_unique_generate_call"
+    lists = {field: getattr(config, field) for field in ("num_assistant_tokens", "seed")}
+    lists = {field: value for field, value in lists.items() if isinstance(value, Sequence) and len(value) > 1}
+    if not lists or name not in inspect.signature(bound.plain).parameters or setting(model, call, name):
+        return
+    frames = call.get("input_features")
+    is_long = frames is not None and frames.shape[-1] > _FRAMES_PER_POSITION * model.config.max_source_positions
+    if is_long or setting(model, call, "return_timestamps") or isinstance(call.get("temperature"), Sequence):
+        field, value = next(iter(lists.items()))
+        raise UnsupportedGenerationError(
+            f"{field} must be one number for audio that is decoded in several parts, got {value}; pass an int for all "
+            "rows, or decode the rows one by one"
+        )
 
 
 def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
@@ -105,6 +126,16 @@ def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping
             setattr(call["generation_config"], name, None)
         if getattr(model.generation_config, name) is not None:
             call[name] = None
+
+
+def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Use a cache, in place, unless the call itself says otherwise: a model's own config only names its default.
+
+    The cache changes no text, and configs such as that of MPT leave it out.
+    """
+    passed = call.get("use_cache"), getattr(call.get("generation_config"), "use_cache", None)
+    if passed == (None, None) and ("use_cache" in call or model.generation_config.use_cache is False):
+        call["use_cache"] = True
 
 
 def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:

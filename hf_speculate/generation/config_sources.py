@@ -58,7 +58,7 @@ def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     values: Any = saved or {}
     if isinstance(saved, str | Path):
         try:
-            values = json.loads(Path(saved).read_text(encoding="utf-8"))
+            values = json.loads(Path(saved).read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:  # no JSON, or lists in lists without end
             raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
     if not isinstance(values, Mapping):

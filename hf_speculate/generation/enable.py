@@ -1,11 +1,13 @@
 """Enables and disables speculative `generate()` for one model object."""
 
 import threading
+import warnings
 from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_speculate.compat import check_private_names
+from hf_speculate.caller import caller_level
+from hf_speculate.compat import check_private_names, version_note
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin, warn_of_lost_fields
 
@@ -26,6 +28,9 @@ def enable(model: ModelT) -> ModelT:
     enabled through the model that it wraps. Copies and pickles are enabled too, in other processes as well; what
     `save_pretrained` writes is loaded as a plain model.
 
+    With a newer transformers than the newest tested one, the first enabled model of a class brings a warning, and its
+    first speculative call a self-test.
+
     Args:
         model: a transformers model that can generate, changed in place.
 
@@ -39,6 +44,8 @@ def enable(model: ModelT) -> ModelT:
     base = _base_model(model)
     check_private_names(base)
     if not is_enabled(base):
+        if type(base) not in _ENABLED_CLASSES and (note := version_note(type(base))):
+            warnings.warn(note, stacklevel=caller_level())
         base.__class__ = _enabled_class(type(base))
     warn_of_lost_fields(base)
     return model

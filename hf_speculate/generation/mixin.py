@@ -25,11 +25,13 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.generation.arguments import (
     BoundCall,
     bind,
+    check_row_lists,
     hide_settings,
     intercept_stop_strings,
     name_cache,
     samples,
     source_arguments,
+    take_cache,
     take_over_all,
     take_static_cache,
 )
@@ -151,6 +153,7 @@ def _generate(
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
+    check_row_lists(model, bound, config)
     decoding = _make_decoding(model, bound.call, source, config, declined, clock)
     output = _run(model, bound, decoding)
     stats = decoding.stats
@@ -208,6 +211,7 @@ def _make_decoding(
     clock.enter(Stage.PREPARE)
     intercept_stop_strings(model, call)
     hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
+    take_cache(model, call)
     is_static = take_static_cache(model, call)
     passed = {name: value for name, value in call.items() if value is not None}
     return SpeculativeDecoding(source, config, passed, is_static, clock)

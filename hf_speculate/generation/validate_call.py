@@ -96,8 +96,7 @@ def check_prepared(
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(
-            f"use_cache must be True with {source.argument}, got False; pass use_cache=True, which overrides the "
-            f"model's config, or {source.hint}"
+            f"use_cache must be True with {source.argument}, got False; leave it out, or {source.hint}"
         )
     if not source.is_token_by_token and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(

@@ -152,11 +152,15 @@ def model_types(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(dict.fromkeys(types))
 
 
+def is_known_type(model: PreTrainedModel) -> bool:
+    """Whether the test suite covers the model's type with some version of transformers."""
+    is_of_transformers = type(model).__module__.startswith("transformers.models.")
+    return is_of_transformers and all(name in TESTED_TYPES for name in model_types(model))
+
+
 def is_tested_type(model: PreTrainedModel) -> bool:
     """Whether the test suite covers the model's type with this version of transformers."""
-    if not type(model).__module__.startswith("transformers.models."):
-        return False
-    return all(name in TESTED_TYPES and is_tested_since(TESTED_TYPES[name]) for name in model_types(model))
+    return is_known_type(model) and all(is_tested_since(TESTED_TYPES[name]) for name in model_types(model))
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:

@@ -214,19 +214,3 @@ def test_held_out_modules_were_not_trained_on(import_example):
     assert len(sources["held_out"]) >= 15
     assert set(sources["held_out"]) <= held_out
     assert held_out.isdisjoint(sources["training"])
-
-
-def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example):
-    report, measurements = import_example("training.pair.report"), json.loads((PAIR / "measurements.json").read_text())
-    assert (PAIR / "README.md").read_text(encoding="utf-8") == report.render(measurements)
-    pair = measurements["pair"]
-    for batch_size, record in report.pair_bounds(pair["acceptance"], pair["timings"]).items():
-        assert pair["bounds"][batch_size] == pytest.approx(record)
-
-
-def test_the_ten_tasks_say_whether_text_is_copied(models):
-    lines = [json.loads(line) for line in (PAIR.parent / "tasks.jsonl").read_text(encoding="utf-8").splitlines()]
-    categories = [line["category"].partition(": ")[0] for line in lines]
-    assert (categories.count("copying"), categories.count("plain")) == (7, 3)
-    assert [one.kind for one in models.read_by_category(PAIR.parent / "tasks.jsonl", 99)].count("copying") == 7
-    assert sorted(models.read_questions(PAIR.parent / "tasks.jsonl", 99)) == sorted(line["turns"][0] for line in lines)

@@ -141,14 +141,17 @@ def test_rotary_embeddings_that_change_past_a_border():
         target.generate(**inputs, assistant_model=draft, max_new_tokens=40)
 
 
-def test_a_config_that_forbids_the_cache_is_overridden_by_the_call():
-    target, draft = make_model("llama"), pair("llama")[1]
-    target.config.use_cache = False
+def test_only_the_call_itself_forbids_the_cache():
+    target, draft = make_model("mpt"), pair("mpt")[1]
+    assert target.config.use_cache is False
     target.generation_config = GenerationConfig.from_model_config(target.config)
     hf_speculate.enable(target)
-    with pytest.raises(UnsupportedGenerationError, match="got False; pass use_cache=True, which overrides"):
-        target.generate(ONES, assistant_model=draft, max_new_tokens=8)
-    assert_decodes_as_plain(target, draft, {"input_ids": ONES}, use_cache=True, max_new_tokens=8)
+    assert_decodes_as_plain(target, draft, {"input_ids": ONES}, max_new_tokens=8)
+    assert target.generation_config.use_cache is False
+    own = GenerationConfig(use_cache=False, max_new_tokens=8)
+    for options in ({"use_cache": False, "max_new_tokens": 8}, {"generation_config": own}):
+        with pytest.raises(UnsupportedGenerationError, match="use_cache must be True with assistant_model, got False"):
+            target.generate(ONES, assistant_model=draft, **options)
 
 
 def held(model, num_rows, num_tokens):

@@ -7,6 +7,8 @@ import inspect
 import io
 import pickle
 import pydoc
+import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -252,6 +254,32 @@ def test_a_version_of_transformers_without_a_name_is_refused_on_enable():
     with pytest.raises(hf_speculate.UnsupportedModelError, match=r"RenamedSince\._default_compile_config.*5\.17\.0 to"):
         hf_speculate.enable(model)
     assert not hf_speculate.is_enabled(model)
+
+
+CLASSES = {name: type(name, (LlamaForCausalLM,), {}) for name in ("First", "Second")}
+
+
+def test_a_newer_transformers_brings_one_warning_for_each_class(monkeypatch):
+    models = [make_model("llama") for _ in range(3)]
+    for model, name in zip(models, ("First", "First", "Second"), strict=True):
+        model.__class__ = CLASSES[name]
+    monkeypatch.setattr(private_names.transformers, "__version__", "5.99.1")
+    with pytest.warns(UserWarning) as caught:
+        for model in models:
+            hf_speculate.enable(model)
+    words = r"5\.17\.0 to 5\.\d+\.\d+.* got 5\.99\.1; the first speculative call compares (\w+) .*; install"
+    assert [re.search(words, str(warning.message))[1] for warning in caught] == ["First", "Second"]
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.parametrize("version", ["5.16.0", private_names.transformers.__version__])
+def test_a_version_that_is_not_newer_brings_no_warning(monkeypatch, version):
+    model = make_model("llama")
+    model.__class__ = type("Another", (LlamaForCausalLM,), {})
+    monkeypatch.setattr(private_names.transformers, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_speculate.enable(model)
 
 
 def test_every_private_name_that_is_read_is_checked():

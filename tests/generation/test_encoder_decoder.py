@@ -175,3 +175,18 @@ def test_a_trainer_predicts_the_same_with_drafts(tmp_path):
     assert_equal_ids(*(torch.tensor(output.predictions) for output in (plain, ours)))
     assert plain.metrics["test_loss"] == ours.metrics["test_loss"]
     assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("field", ["seed", "num_assistant_tokens"])
+def test_lists_per_row_are_refused_before_the_first_of_several_windows(field):
+    target, draft = encoder_pair("whisper")
+    short, long = (speech(2, num_frames=num * NUM_FRAMES, seed=4) for num in (1, 3))
+    options = {"assistant_model": draft, "max_new_tokens": 4, "num_assistant_tokens": 3, field: [3, 4]}
+    target.generate(short, **options)
+    for inputs, own in ((long, {}), (short, {"return_timestamps": True}), (short, {"temperature": (0.0, 0.2)})):
+        stats = hf_speculate.SpeculationStats()
+        with pytest.raises(SpeculateError, match=f"{field} must be one number for audio"):
+            target.generate(inputs, **options, **own, speculation_stats=stats)
+        assert stats.num_rounds == 0
+    one_number = {**options, field: 3}
+    target.generate(long, attention_mask=torch.ones(2, 3 * NUM_FRAMES).long(), return_timestamps=True, **one_number)

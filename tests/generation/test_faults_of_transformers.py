@@ -1,7 +1,23 @@
-"""Each fault of transformers' assisted generation, and the test that would find it here."""
+"""Faults of transformers' assisted generation, as of 5.23, and the tests that would find them here.
+
+Files are named below `tests/`:
+
+- a: a prefilled cache is fed the whole prompt again. `generation/test_matrix.py`, ids, scores, states and cache
+- b: stopping criteria are looked at when a block ends, so text runs on. `generation/test_options.py`
+- c: `stop_strings` with an assistant raise. `generation/test_options.py`
+- d: under sampling, a padded vocabulary raises. `generation/test_vocabularies.py`
+- e: another tokenizer replaces layers of the draft model. `generation/test_vocabularies.py`
+- f: an argmax with logits is biased. `options/candidates/test_candidate_generators.py`
+- g: a threshold of None turns into 0.4. `test_config.py`
+- h: a pipeline whose draft has another EOS, PAD or BOS raises. `generation/test_pipeline.py`
+- i: the heuristic schedule writes into the draft model's config. Here
+- j: batches, several sequences, static caches and compiling raise. `generation/test_matrix.py`
+- k: every round is a whole `generate()` of the draft model. Here
+- l: lookup takes the left-most match of 2 tokens. `draft/test_suffix.py`
+- m: verification copies keys and values to all query heads. `models/test_folded_attention.py`
+"""
 
 import functools
-from pathlib import Path
 
 from transformers import GenerationMixin
 
@@ -9,35 +25,7 @@ from hf_speculate import SpeculationStats
 from tests.cases import ACCEPTED_ALL, assert_decodes_as_plain, each_value, new_pair
 from tests.tiny import ragged_prompts
 
-# The test of each fault, below `tests/generation/`, with what transformers 5.23 does.
-FAULTS = {
-    # a prefilled past_key_values is fed the whole prompt again
-    "a": "test_matrix.py::test_ids_scores_states_and_cache",
-    # criteria are looked at when a block ends, so text runs on; stop_strings with an assistant raise
-    "b": "test_options.py::test_drafts_that_a_stop_cuts_off",
-    "c": "test_options.py::test_stop_strings_end_the_text",
-    # under sampling, a padded vocabulary raises and another tokenizer replaces layers of the draft model
-    "d": "test_vocabularies.py::test_fault_d",
-    "e": "test_vocabularies.py::test_fault_e",
-    "f": "../options/candidates/test_candidate_generators.py::test_fault_f",  # an argmax with logits is biased
-    "g": "../test_config.py::test_schedules_and_thresholds_count",  # a threshold of None turns into 0.4
-    "h": "test_pipeline.py::test_fault_h",  # a pipeline whose draft has another EOS, PAD or BOS raises
-    # the heuristic schedule writes into the draft model's config
-    "i": "test_faults_of_transformers.py::test_fault_i",
-    "j": "test_matrix.py::test_ids_scores",  # batches, several sequences, static caches and compiling raise
-    "k": "test_faults_of_transformers.py::test_fault_k",  # every round is a whole generate() of the draft model
-    "l": "../draft/test_suffix.py::test_a_shorter_ngram",  # lookup takes the left-most match of 2 tokens
-    # verification copies keys and values to all query heads
-    "m": "../models/test_folded_attention.py::test_a_speculative_call_folds",
-}
-
 NUM_NEW = 24
-
-
-def test_every_fault_has_a_test_where_the_index_says():
-    for path in FAULTS.values():
-        name, _, test = path.partition("::")
-        assert f"\ndef {test}" in (Path(__file__).parent / name).read_text(), path
 
 
 def test_fault_i_one_request_does_not_change_the_next():

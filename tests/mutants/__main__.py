@@ -3,7 +3,8 @@
     python -m tests.mutants [--only WORDS] [--all-tests] [--out FILE]
 
 A mutant is killed if a test fails or does not end. Each mutant names the files that are likely to find it; with
-`--all-tests`, the rest of `make test` runs if they pass. Exit status 1 if a mutant survives.
+`--all-tests`, the rest of `make test` runs if they pass. A mutant is stale if its file does not hold its text exactly
+once, or if its tests are not there. Exit status 1 if a mutant survives or is stale.
 """
 
 import argparse
@@ -37,7 +38,7 @@ class Outcome(NamedTuple):
 
     name: str
     outcome: str
-    test: str | None
+    test: str | None  # the first that failed, or why the mutant is stale
     seconds: float
 
 
@@ -52,13 +53,24 @@ def copy_repository(folder: Path) -> None:
 
 
 def arguments_of_make_test() -> list[str]:
-    """What `make test` gives to pytest, but for the test of the mutants' own texts."""
+    """What `make test` gives to pytest."""
     named = re.findall(r"^(?:KERNEL|TOOL)_TESTS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     return ["tests", *(f"--ignore-glob={path}" for path in " ".join(named).split())]
 
 
+def stale_reason(mutant: Mutant, folder: Path) -> str:
+    """Why a mutant cannot be applied to the copy; empty if it can."""
+    needed = [mutant.path, *(f"tests/{name}" for name in mutant.tests.split())]
+    if missing := [name for name in needed if not (folder / name).exists()]:
+        return f"there is no {' and no '.join(missing)}"
+    num_places = (folder / mutant.path).read_text().count(mutant.old)
+    return "" if num_places == 1 else f"{mutant.path} holds its text {num_places} times"
+
+
 def run_mutant(mutant: Mutant, folder: Path, runs_all: bool) -> Outcome:
     """Apply the mutant to the copy, run its tests, and restore the file."""
+    if reason := stale_reason(mutant, folder):
+        return Outcome(mutant.name, "STALE", reason, 0.0)
     start, path = time.monotonic(), folder / mutant.path
     source, status = path.read_text(), path.stat()
     path.write_text(source.replace(mutant.old, mutant.new))
@@ -103,7 +115,7 @@ def main() -> int:
     counts = Counter(outcome.outcome for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{', '.join(f'{num} {outcome}' for outcome, num in counts.items())} in {seconds:.0f} s")
-    return int("SURVIVED" in counts)
+    return int(not counts.keys() <= {"killed"})
 
 
 if __name__ == "__main__":

@@ -136,4 +136,4 @@ def write_prompts(path: Path, prompts: list[dict]) -> None:
 
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts' first turns."""
-    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8-sig").splitlines()]

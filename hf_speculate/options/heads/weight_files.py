@@ -78,7 +78,7 @@ def _listed_files(path: Path) -> dict[Path, list[str]]:
     if not path.name.endswith(".index.json"):
         return {path: []}
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:  # no JSON, or no text
         raise _damaged(path, error) from error
     names = index.get("weight_map") if isinstance(index, dict) else None

@@ -173,8 +173,8 @@ def settings_in(folder: Path) -> dict[str, Any]:
             )
         return dict(GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict())
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        settings = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be a JSON object, got none ({error}); repair the file") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; repair the file")

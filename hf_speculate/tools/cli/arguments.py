@@ -1,5 +1,6 @@
 """Turns options into prompts and arguments of `generate()`, and checks them before a model is loaded."""
 
+import io
 import json
 import sys
 from collections.abc import Iterable
@@ -85,16 +86,39 @@ def _option(name: str) -> str:
     return "--sample" if name == "do_sample" else "--" + name.replace("_", "-")
 
 
+def read_input() -> str:
+    """Read all text of the standard input."""
+    return _decoded(_input_stream().read(), "the standard input")
+
+
+def read_input_line() -> str | None:
+    """Read the next line of the standard input, without its end; None at the end of the input."""
+    line = _input_stream().readline()
+    return _decoded(line, "the standard input").rstrip("\n") if line else None
+
+
+def _input_stream() -> Any:
+    """The standard input as bytes, so that a line of other bytes costs no other line; as text if it has no bytes."""
+    return getattr(sys.stdin, "buffer", sys.stdin)
+
+
+def _decoded(content: bytes | str, source: str) -> str:
+    """The text of UTF-8 bytes, without a byte order mark and with each end of a line as a newline."""
+    if isinstance(content, str):
+        return content
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts must be UTF-8, got other bytes in {source} ({error}); write it in UTF-8") from error
+
+
 def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt") -> list[Row]:
     """Read JSON lines if `path` is `.jsonl` or `-` (the standard input), or `text_as` is None; else text."""
     if str(path) == "-":
         return read_rows([value for _, value, _ in read_json_lines(sys.stdin.buffer, "standard input")])
     if path.suffix == ".jsonl" or text_as is None:
         return read_rows(path)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts must be UTF-8, got other bytes in {path} ({error}); save it as UTF-8") from error
+    content = _decoded(path.read_bytes(), str(path))
     texts = enumerate(content.split("\n") if text_as == "lines" else [content], 1)
     rows = [Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()]
     if not rows:

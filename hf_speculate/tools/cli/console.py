@@ -1,6 +1,7 @@
 """Prints answers on the standard output, and notes on the standard error."""
 
 import json
+import pkgutil
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +51,18 @@ def answer(text: str) -> None:
 
 def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def error_line(error: Exception, hint: str = "") -> str:
+    """Describe an error in one line: an unexpected one with its type and the `hint`."""
+    format_message = getattr(error, "format_message", None)  # typer's and click's errors have it
+    if callable(format_message):
+        return " ".join(str(format_message()).split())
+    error_name, line = type(error).__name__, first_line(error)
+    expected = pkgutil.resolve_name("hf_speculate.errors:SpeculateError")  # imports torch
+    if isinstance(error, OSError | expected):
+        return line or error_name
+    return (f"{error_name}: {line}" if line else error_name) + (f" ({hint})" if hint else "")
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ import torch
 from transformers import TextStreamer
 
 from hf_speculate.errors import ConfigError, counted
+from hf_speculate.models.context import context_len
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, note, notes, write_json
+from hf_speculate.tools.cli.arguments import arguments_of, read_input, read_input_line, read_prompts
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, error_line, note, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
 from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.dataset.rows import Row, token_ids_of
@@ -60,28 +61,56 @@ def run_chat(options: ChatInTerminal) -> int:
         raise ConfigError("the tokenizer must have a chat template to chat, got none; use generate for plain text")
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
-    while (line := _line()) is not None and line.strip() != "/exit":
+    while True:
+        try:
+            line = _line()
+        except ConfigError as error:  # the line is not UTF-8
+            _note_failed_turn(error)
+            continue
+        if line is None or line.strip() == "/exit":
+            return OK
         if line.strip() == "/clear":
             messages = list(start)
             continue
-        messages.append({"role": "user", "content": line})
-        token_ids = token_ids_of(Row(1, messages, source="the chat"), pair.tokenizer, is_chat=True)
         printer = _Printer(pair.tokenizer)
         try:
-            _, speed = _decode(pair, token_ids, arguments, printer)
-            note(speed)
-        except KeyboardInterrupt:
-            note("\ninterrupted; /exit ends the chat")
-        messages.append({"role": "assistant", "content": printer.printed})
-    return OK
+            messages = _answer(pair, [*messages, {"role": "user", "content": line}], arguments, printer)
+        except Exception as error:  # noqa: BLE001  # models raise errors of all types
+            if printer.printed:
+                answer("")
+            _note_failed_turn(error)
+
+
+def _note_failed_turn(error: Exception) -> None:
+    note(f"{error_line(error)}; the turn is left out, /clear starts over, /exit ends the chat", style="")
+
+
+def _answer(
+    pair: Pair, messages: list[dict[str, str]], arguments: dict[str, Any], printer: _Printer
+) -> list[dict[str, str]]:
+    """Print the answer to the last message; returns the messages with the answer."""
+    token_ids = token_ids_of(Row(1, messages, source="the chat"), pair.tokenizer, is_chat=True)
+    max_new_tokens, context = arguments["max_new_tokens"], context_len(pair.target.config)
+    room = max_new_tokens if context is None else context - len(token_ids)
+    if room < 1:
+        raise ConfigError(
+            f"the conversation must have fewer tokens than the model's context of {context}, got {len(token_ids)}"
+        )
+    try:
+        fields, line = _decode(pair, token_ids, arguments | {"max_new_tokens": min(max_new_tokens, room)}, printer)
+        note(line)
+        if room < max_new_tokens and fields["num_tokens"] == room:
+            note(f"the answer was cut, because the model's context of {context} tokens is full; /clear starts over")
+    except KeyboardInterrupt:
+        note("\ninterrupted; /exit ends the chat")
+    return [*messages, {"role": "assistant", "content": printer.printed}]
 
 
 def _line() -> str | None:
     """The next line; None at the end of the input."""
     if sys.stdin.isatty():
         notes().print("> ", end="", style="bold")
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
+    return read_input_line()
 
 
 def _prompts(options: Generate) -> list[Row]:
@@ -91,7 +120,7 @@ def _prompts(options: Generate) -> list[Row]:
             raise ConfigError("there must be one prompt or --file, got both; leave one out")
         return read_prompts(options.file)
     if prompt in (None, "-"):
-        prompt = "" if prompt is None and sys.stdin.isatty() else sys.stdin.read()
+        prompt = "" if prompt is None and sys.stdin.isatty() else read_input()
     if not prompt:
         raise ConfigError("there must be a prompt, got none; write one, pipe it in, or name a --file")
     return [Row(1, prompt)]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, first_line, note
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, error_line, note
 from hf_speculate.tools.cli.options import COMMANDS
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if is_debugged:
             raise
-        note(f"hf-speculate: {_line_of(error)}", style="")
+        note(f"hf-speculate: {error_line(error, f'{_DEBUG} prints the traceback')}", style="")
         return WRONG_USE
 
 
@@ -77,22 +77,6 @@ def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
     end = list(words).index("--") if "--" in words else len(words)
     options = [word for word in words[:end] if word != _DEBUG]
     return [*options, *words[end:]], len(options) < end
-
-
-def _line_of(error: Exception) -> str:
-    """One line about an error; the line about an unexpected error names its type."""
-    format_message = getattr(error, "format_message", None)  # typer's and click's errors have it
-    if callable(format_message):
-        return " ".join(str(format_message()).split())
-    error_name, line = type(error).__name__, first_line(error)
-    expected = pkgutil.resolve_name("hf_speculate.errors:SpeculateError")  # imports torch
-    if isinstance(error, OSError | expected):
-        return line or error_name
-    return (
-        f"{error_name}: {line} ({_DEBUG} prints the traceback)"
-        if line
-        else f"{error_name} ({_DEBUG} prints the traceback)"
-    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class DatasetReport:
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Lines of the output, in its order."""
-        with self.path.open(encoding="utf-8") as file:
+        with self.path.open(encoding="utf-8-sig") as file:
             yield from map(json.loads, file)
 
 

@@ -1,5 +1,6 @@
 """Files of a data set's run: results that survive a kill of the process, and what a later run needs to resume."""
 
+import codecs
 import json
 import os
 import secrets
@@ -44,7 +45,7 @@ def cut_torn_line(path: Path) -> None:
     with path.open("r+b") as file:
         end = sum(len(line) for line in file if line.endswith(b"\n"))
         file.seek(end)
-        torn = file.read()
+        torn = file.read().removeprefix(codecs.BOM_UTF8)
         if not _BEGIN.startswith(torn[: len(_BEGIN)]):
             raise ConfigError(f"each line must be a result, got another one at the end of {path}; {_REPAIR}")
         if torn:
@@ -58,11 +59,11 @@ def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            source = f"{path.name}:{number}"
+        for number, marked_line in enumerate(file, 1):
+            source, line = f"{path.name}:{number}", marked_line.removeprefix(codecs.BOM_UTF8)
             try:
                 key = str(json.loads(line)["id"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ConfigError(f"each line must be a result, got another one at {source}; {_REPAIR}") from None
             if key in seen:
                 raise ConfigError(f"ids must be unique, got {key!r} again at {source}; remove that line")
@@ -207,7 +208,7 @@ class Job:
         if not self.manifest.exists():
             return None
         try:
-            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+            manifest = json.loads(self.manifest.read_text(encoding="utf-8-sig"))
         except json.JSONDecodeError:
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:

@@ -1,5 +1,6 @@
 """Reads rows of a data set: prompts with ids; encodes them as token ids, and groups them by length."""
 
+import codecs
 import hashlib
 import json
 import math
@@ -90,12 +91,12 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
 
 def read_json_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Any, str]]:
     """Number, JSON value and source of each line that is not blank."""
-    for number, line in enumerate(lines, 1):
-        source = f"{name}:{number}"
+    for number, marked_line in enumerate(lines, 1):
+        source, line = f"{name}:{number}", marked_line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             try:
                 yield number, json.loads(line), source
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"each line must be JSON in UTF-8, got {error} at {source}; write one object per line"
                 ) from None
@@ -144,13 +145,13 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
     row = Row(row_id, content, fields, source, num_turns)
     try:
         _encoded(row)
-    except (UnicodeEncodeError, TypeError) as error:  # an unpaired surrogate, or an object of Python
+    except (UnicodeEncodeError, TypeError, RecursionError) as error:  # an unpaired surrogate, or an object of Python
         raise ConfigError(f"each line must be JSON in UTF-8, got {error} at {source}; repair it") from None
     return row
 
 
 # Errors of chat templates, also of missing ones, for messages that they do not support.
-_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def token_ids_of(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.tools.server.engine import Engine
-from hf_speculate.tools.server.errors import RequestError, error_body
+from hf_speculate.tools.server.errors import RequestError, error_body, request_error
 from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format
 from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
@@ -93,9 +93,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
         calls: list[dict[str, Any]] = []
         if asked.has_tools:
             reader = ToolCallReader()
-            said = reader.read(text)
-            rest, calls = reader.end()
-            text = said + rest
+            text, calls = reader.read(text, is_end=True), reader.calls
         reason = results[index].finish_reason
         choices.append(asked.choice(index, text, reason, asked.logprobs(index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
@@ -110,19 +108,20 @@ async def events(
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
     async with aclosing(pieces):
-        for index in range(len(asked.texts) if asked.is_chat else 0):
-            yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
         newest: tuple[int, Piece | DecodeResult] | None = first
         results, offsets = [], [0] * len(asked.texts)
         readers = [ToolCallReader() for _ in asked.texts] if asked.has_tools else None
         try:
+            for index in range(len(asked.texts) if asked.is_chat else 0):
+                yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
             while newest is not None:
                 index, piece = newest
                 if isinstance(piece, DecodeResult):
                     results.append(piece)
-                    rest, calls = readers[index].end() if readers else ("", [])
+                    rest = readers[index].read("", is_end=True) if readers else ""
                     if rest:
                         yield event(asked.choice(index, rest))
+                    calls = readers[index].calls if readers else ()
                     yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
                 else:
                     logprobs = asked.logprobs(index, piece.logprobs, offsets[index])
@@ -131,13 +130,13 @@ async def events(
                         yield event(asked.choice(index, text, logprobs=logprobs))
                     offsets[index] += len("".join((logprobs or {}).get("tokens", ())))
                 newest = await anext(pieces, None)
-        except RequestError as error:  # the status is sent already
-            yield f"data: {json.dumps(error_body(error))}\n\n"
-            return
-        if len(results) < len(asked.texts):
-            return
-        if asked.has_usage:
-            yield event(usage=_usage(asked, results))
+            if len(results) < len(asked.texts):
+                return
+            if asked.has_usage:
+                yield event(usage=_usage(asked, results))
+        except Exception as error:  # noqa: BLE001  # the status is sent, and the client waits for an end
+            told = error if isinstance(error, RequestError) else request_error(error)
+            yield f"data: {json.dumps(error_body(told))}\n\n"
         yield "data: [DONE]\n\n"
 
 

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from hf_speculate.tools.server.answers import Asked, events, whole_answer
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
+from hf_speculate.tools.server.fair_reading import FairProtocol
 from hf_speculate.tools.server.hosts import HostCheck
 from hf_speculate.tools.server.intake import Intake
 from hf_speculate.tools.server.prompts import check_model
@@ -90,7 +91,7 @@ class GracefulServer(uvicorn.Server):
 
     def __init__(self, engine: Engine, grace_s: float, host_names: Collection[str] = ()):
         timeout, app = int(grace_s) + _ANSWER_S, make_app(engine, host_names)
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=timeout))
+        super().__init__(uvicorn.Config(app, http=FairProtocol, log_level="warning", timeout_graceful_shutdown=timeout))
         self._engine, self._grace_s = engine, grace_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -19,7 +19,8 @@ from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Re
 from hf_speculate.tools.server.text_request import TextRequest
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
-_MAX_STOPS = 4
+_MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
+_LEAST_DIVISOR = 1e-10  # smallest temperature and penalty: both divide logits, which must stay finite in float32
 
 
 def text_requests(request: ChatRequest | CompletionRequest, engine: Engine) -> list[TextRequest]:
@@ -73,6 +74,11 @@ def _seed(request: Request, engine: Engine, choice: int) -> int | None:
 
 def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
     """Arguments of `generate()` that do not depend on the prompt."""
+    for name in ("temperature", "repetition_penalty"):
+        value = getattr(request, name)
+        if value and not _LEAST_DIVISOR <= value <= 1 / _LEAST_DIVISOR:
+            allowed = "0 or at least 1e-10" if name == "temperature" else "from 1e-10 to 1e10"
+            raise RequestError(f"{name} must be {allowed}, got {value}; logits divided by it could overflow", name)
     options: dict[str, Any] = {"do_sample": False}
     if request.temperature != 0:
         temperature, top_p = (1.0 if value is None else value for value in (request.temperature, request.top_p))
@@ -176,7 +182,12 @@ def _check_ids(token_ids: list[int], param: str, engine: Engine) -> None:
 def _encoded(
     content: str | list[dict[str, Any]], param: str, engine: Engine, options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    num_chars = len(content) if isinstance(content, str) else len(json.dumps([content, options], ensure_ascii=False))
+    try:
+        num_chars = len(content if isinstance(content, str) else json.dumps([content, options], ensure_ascii=False))
+    except RecursionError:
+        raise RequestError(
+            f"{param} must hold JSON of fewer levels, got too many; send flatter arguments", param
+        ) from None
     if num_chars > engine.max_chars:  # tokenising would take seconds, and the tokens gigabytes
         raise RequestError(
             f"{param} must have at most {engine.max_chars} characters, got {num_chars}; send less text",

@@ -121,7 +121,7 @@ class ToolCall(BaseModel):
         """As chat templates take it: with the arguments as an object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             got = reprlib.repr(self.function.arguments)
             raise RequestError(f"arguments of tool_calls must be JSON, got {got}", "messages") from None
         return {**self.model_dump(exclude_none=True), "function": {"name": self.function.name, "arguments": arguments}}
@@ -138,7 +138,7 @@ class Message(BaseModel):
     @classmethod
     def _fill_content(cls, message: Any) -> Any:
         """A message that only calls tools has no text."""
-        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content") is None:
+        if isinstance(message, Mapping) and "tool_calls" in message and message.get("content") is None:
             return {**message, "content": ""}
         return message
 

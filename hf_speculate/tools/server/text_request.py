@@ -67,7 +67,8 @@ class Answer:
             self._loop.call_soon_threadsafe(self._set, item)
 
     def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        if not isinstance(self._newest, RowResult):  # an error of others comes too late
+        # an error of others comes too late after a result, as do tokens of the decoder's thread after an error
+        if not isinstance(self._newest, RowResult | RequestError):
             self._newest = item
         self._is_new.set()
 

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hf_speculate
+from hf_speculate import compat
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.self_test.compare import NUM_TOKENS
@@ -92,6 +93,19 @@ def test_known_types_and_models_in_training_mode_are_not_tested():
         assert len(counts) == 1 + stats.num_batch_rounds
         assert words in stats.plan
         assert words or "self-test" not in stats.plan
+
+
+@pytest.mark.filterwarnings("ignore:hf_speculate was tested with transformers")
+def test_a_known_class_is_tested_once_with_a_newer_transformers(monkeypatch):
+    monkeypatch.setattr(compat.transformers, "__version__", "5.99.0")
+    num_more = []
+    for _ in range(2):
+        model, stats = hf_speculate.enable(make_model("phi")), hf_speculate.SpeculationStats()
+        counts = count_forwards(model)
+        decode(model, ragged_prompts(1, seed=1), speculation_stats=stats)
+        assert "self-test: passed, difference " in stats.plan
+        num_more.append(len(counts) - 1 - stats.num_batch_rounds)
+    assert num_more == [NUM_FORWARDS, 0]
 
 
 @each_value(model_class=[Strides, Counts], dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -80,7 +80,7 @@ def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(result["id"], result["text"]) for result in results] == list(zip(["def", "cla"], plain_texts, strict=True))
     assert json.loads(output.read_text()) == {"results": results}
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[0]))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"\ufeff{PROMPTS[0]}".encode()), encoding="utf-8"))
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["text"] == plain_texts[0]
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -134,3 +134,54 @@ def test_check_says_whether_a_head_fits(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["level"] == "not supported"
     assert main(["check", "no/such-model", "-d", HEAD]) == 2
     assert "target must be a folder with a config.json" in capsys.readouterr().err
+
+
+def save_chat_model(folder: Path) -> None:
+    """A tiny model with the context of 64 tokens, whose tokens are bytes, and whose template writes messages in []."""
+    tokenizer = byte_level_tokenizer([])
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def chat(folder, typed: bytes, monkeypatch, num_new: int = 8) -> list[int]:
+    """Chat with a saved model; returns the number of tokens of prompt and answer of each call."""
+    lens, generate = [], GenerationMixin.generate
+
+    @functools.wraps(generate)
+    def noted(model, **arguments):
+        lens.append(arguments["input_ids"].shape[1] + arguments["max_new_tokens"])
+        if b"fail" in typed and len(lens) == 1:
+            raise RuntimeError("out of order")
+        return generate(model, **arguments)
+
+    monkeypatch.setattr(GenerationMixin, "generate", noted)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    assert main(["chat", str(folder), "--lookup", "4", *COMMON, "-n", str(num_new)]) == 0
+    return lens
+
+
+def test_chat_goes_on_after_an_error_of_a_turn(tmp_path, monkeypatch, capsys):
+    save_chat_model(tmp_path)
+    assert chat(tmp_path, b"fail\nok\n", monkeypatch) == [len("[fail]") + 8, len("[ok]") + 8]  # without the first turn
+    assert "RuntimeError: out of order; the turn is left out, /clear" in capsys.readouterr().err
+
+
+def test_chat_points_to_clear_once_the_context_is_full(tmp_path, monkeypatch, capsys):
+    save_chat_model(tmp_path)
+    lines = [b"a" * 62, b"b" * 50, b"c", b"/clear", b"d", b""]
+    lens = chat(tmp_path, b"\n".join(lines), monkeypatch, num_new=20)
+    err = capsys.readouterr().err
+    assert lens == [64, len("[d]") + 20]
+    assert "fewer tokens than the model's context of 64, got 64; the turn is left out, /clear starts over" in err
+    assert err.count("fewer tokens than") == 2
+    assert "context of 64 tokens is full; /clear starts over" in err
+
+
+def test_chat_reads_past_a_line_of_other_bytes(tmp_path, monkeypatch, capsys):
+    save_chat_model(tmp_path)
+    typed = "\ufeffä\n".encode() + b"\xe4\n" + "ö\r\n".encode()
+    lens = chat(tmp_path, typed, monkeypatch)
+    err = capsys.readouterr().err
+    assert lens[0] == len("[ä]".encode()) + 8 and len(lens) == 2
+    assert err.count("must be UTF-8, got other bytes in the standard input") == 1

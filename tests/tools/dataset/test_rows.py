@@ -5,8 +5,11 @@ import json
 import pytest
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.generation.config_sources import fields_in
+from hf_speculate.tools.bench.tuning import settings_in
 from hf_speculate.tools.cli.arguments import read_prompts
 from hf_speculate.tools.dataset import files
+from hf_speculate.tools.dataset.decode import DatasetReport
 from hf_speculate.tools.dataset.rows import read_rows
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -37,9 +40,29 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     assert [row.content for row in read_prompts(text)] == [text.read_text()]
 
 
+def test_byte_order_marks_are_no_part_of_a_file(tmp_path):
+    prompts, lines, path = tmp_path / "p.txt", tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("a\nb", encoding="utf-8-sig")
+    assert [row.content for row in read_prompts(prompts)] == ["a\nb"]
+    assert [row.content for row in read_prompts(prompts, text_as="lines")] == ["a", "b"]
+    marked = ['"a"\n'.encode("utf-8-sig"), "\n".encode("utf-8-sig"), '{"prompt": "b"}'.encode("utf-8-sig")]
+    lines.write_bytes(b"".join(marked))
+    assert [(row.id, row.content) for row in read_rows(lines)] == [(1, "a"), (3, "b")]
+    path.write_bytes(WHOLE.decode().encode("utf-8-sig"))
+    assert b"".join(line for _, line in files.read_results(path)) == WHOLE
+    assert list(DatasetReport(path, 3).results()) == RESULTS
+    path.write_bytes('{"id": "torn'.encode("utf-8-sig"))
+    files.cut_torn_line(path)
+    assert path.read_bytes() == b""
+    config = tmp_path / "generation_config.json"
+    config.write_text('{"verifier": "typical"}', encoding="utf-8-sig")
+    assert settings_in(tmp_path) == fields_in(config) == {"verifier": "typical"}
+
+
 def test_a_bad_line_is_named_and_prompts_that_are_none(tmp_path):
     for line, message in (
         (b"{", "must be JSON in UTF-8, got .* at p.jsonl:2"),
+        (b'{"a": ' + 9_999 * b"[", "must be JSON in UTF-8, got .*recursion.* at p.jsonl:2"),
         (b'"\xff"', "must be JSON in UTF-8, got .*codec.* at p.jsonl:2"),
         (b'{"prompt": "\\ud800"}', "surrogates not allowed at p.jsonl:2"),
         (b'{"a": 1}', "one of messages, prompt, text, turns, got a at p.jsonl:2"),

@@ -41,7 +41,7 @@ def client(engine):
             engine.forwards.seconds = SLOW_S
             with client.stream("POST", PATH, json=body(stream=True, max_tokens=MANY)) as response:
                 server.should_exit = True
-                assert "shutting down" in [*response.iter_lines()][-2]
+                assert "shutting down" in [*response.iter_lines()][-4]
         thread.join()
 
 

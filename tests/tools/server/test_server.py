@@ -6,14 +6,18 @@ import json
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import torch
+from tokenizers import decoders
+from transformers import StopStringCriteria
 
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
 from tests.tiny import MAX_LEN
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -24,6 +28,12 @@ schemas = importlib.import_module("hf_speculate.tools.server.schemas")
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+CALL = '<tool_call>{"name": "f"}</tool_call>'
+TAGGED = '{"x": "</tool_call>"}'
+ROW = SimpleNamespace(token_ids=[1], num_rounds=1, num_drafted=0, num_accepted=0)
+NESTED = '<tool_call>{"name": "f", "arguments": ' + 3_000 * "[" + "</tool_call>"
 
 
 def called(arguments):
@@ -111,6 +121,11 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         ({"tools": [{"name": 99 * "x"}]}, 400, "tools.0.function", "tools.0.function must be given"),
         ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice must be 'none' or 'auto', got 'required'"),
         ({"chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs", "variables of the chat template, got"),
+        ({"messages": [called(9_999 * "[")]}, 400, "messages", "arguments of tool_calls must be JSON, got '[[["),
+        ({"temperature": 1e-45}, 400, "temperature", "temperature must be 0 or at least 1e-10, got 1e-45"),
+        ({"repetition_penalty": 1e-45}, 400, "repetition_penalty", "must be from 1e-10 to 1e10, got 1e-45"),
+        ({"repetition_penalty": 1e45}, 400, "repetition_penalty", "must be from 1e-10 to 1e10, got 1e+45"),
+        ({"stop": 17 * ["a"]}, 400, "stop", "stop must be up to 16 strings"),
         ({"messages": [called("{")]}, 400, "messages", "arguments of tool_calls must be JSON, got '{'"),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
         ({"temprature": 1}, 400, "temprature", "temprature must be left out, got 1; this endpoint has no such field"),
@@ -287,6 +302,19 @@ def test_a_chat_template_reads_tools_and_its_own_options(client, engine, monkeyp
         ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}', None, [("f", "{}"), ("g", "{}")]),
         ('<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
         ("no call <tool_", "no call <tool_", []),
+        (f"a {CALL}\n b {CALL} ", "a \n b ", [("f", "{}"), ("f", "{}")]),
+        (f"{{}} in <tool_call> tags: {CALL}", "{} in <tool_call> tags: ", [("f", "{}")]),
+        (f"<tool_call>{{oops}}</tool_call>{CALL}", "<tool_call>{oops}</tool_call>", [("f", "{}")]),
+        (f'<tool_call>{{"a": "</tool_call>{CALL}', '<tool_call>{"a": "</tool_call>', [("f", "{}")]),
+        (f'<tool_call>{{"name": 3}}</tool_call> {CALL}', '<tool_call>{"name": 3}</tool_call> ', [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>', None, [("f", TAGGED)]),
+        ('<tool_call>{"name": "f"}</tool_call>, then', ", then", [("f", "{}")]),
+        ('<tool_call>{"name": "f"} is one', '<tool_call>{"name": "f"} is one', []),
+        ('<tool_call>{"name": "f"}</tool', None, [("f", "{}")]),
+        ('<tool_call>{"name": "f"}<tool_call>{"name": "g"}</tool_call>', None, [("f", "{}"), ("g", "{}")]),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', []),
+        (NESTED, NESTED, []),
+        (" \n", " \n", []),
     ),
 )
 def test_tool_calls_are_taken_out_of_the_text(text, content, calls):
@@ -298,10 +326,7 @@ def test_tool_calls_are_taken_out_of_the_text(text, content, calls):
     async def pieces():
         for character in text:
             yield 0, records.Piece(character, [])
-        yield (
-            0,
-            records.DecodeResult("stop", SimpleNamespace(token_ids=[1], num_rounds=1, num_drafted=0, num_accepted=0)),
-        )
+        yield 0, records.DecodeResult("stop", ROW)
 
     async def run():
         whole = await answers.whole_answer(asked, pieces(), {})
@@ -355,3 +380,122 @@ def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
     assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")  # the end gives what was held
     assert not stream.is_cut
+
+
+def test_special_tokens_are_searched_for_stops_and_not_sent():
+    tokenizer = byte_level_tokenizer(["st", "end"], eos_token="<|end|>", pad_token="<tool_call>")
+    ids = tokenizer("a <tool_call> <|end|> end<|end|>\nmore")["input_ids"]
+    for stop, text in (("<|end|>\n", "a <tool_call>  end"), ("> <|", "a <tool_call"), (" <|end|> ", "a <tool_call>")):
+        stream, read, criterion = TextStream(tokenizer, [stop]), "", StopStringCriteria(tokenizer, [stop])
+        for num_ids in range(1, len(ids) + 1):
+            read += stream.read(ids[:num_ids])
+            assert stream.is_cut or not criterion(torch.tensor([ids[:num_ids]]), None)  # both at the same token
+        assert (read, stream.is_cut) == (text, True)
+    stream = TextStream(tokenizer, ["<|end|>!"])
+    assert stream.read(ids[:-6]) + stream.read(ids, is_end=True) == "a <tool_call>  end\nmore"
+
+
+def test_bytes_of_no_character_are_given_at_linear_cost():
+    tokenizer = byte_level_tokenizer([])
+    (byte,) = {tokenizer("日")["input_ids"][1]}
+    num_decoded = []
+    decode = tokenizer.decode
+    counted = SimpleNamespace(decode=lambda ids, **options: (num_decoded.append(len(ids)), decode(ids, **options))[1])
+    stream, text = TextStream(counted, ["stop"]), ""
+    for num_ids in range(1, 201):
+        text += stream.read(200 * [byte][:num_ids])
+        assert len(text) >= num_ids - 3
+    assert text + stream.read(200 * [byte], is_end=True) == tokenizer.decode(200 * [byte])
+    assert sum(num_decoded) < 50 * 200
+
+
+def test_any_error_in_a_stream_is_an_event_before_the_last_one():
+    answers = importlib.import_module("hf_speculate.tools.server.answers")
+    records = importlib.import_module("hf_speculate.tools.server.text_request")
+    asked = answers.Asked([records.TextRequest(records.RowPrompt([1]))], 1, True, True, False, False, None)
+
+    async def pieces():
+        yield 0, records.Piece("a", [])
+        raise RecursionError("too deep")
+
+    async def run():
+        source = pieces()
+        return [event async for event in answers.events(asked, source, await anext(source), {})]
+
+    *_, error, done = asyncio.run(run())
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "RecursionError: too deep"
+    assert done == "data: [DONE]\n\n"
+
+
+def test_a_message_without_content_and_without_calls_is_empty(client):
+    empty, null = ({"role": "assistant", "content": content, "tool_calls": []} for content in ("", None))
+    assert answered(client, messages=[null])[0] == answered(client, messages=[empty])[0]
+
+
+def test_arguments_of_any_depth_are_served_or_refused(client, engine, monkeypatch):
+    template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    for chat_template in (engine.tokenizer.chat_template, template):
+        monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
+        for depth in (20, 300, *range(500, 1_000, 100), 3_000):
+            response = client.post(PATH, json=body(messages=[called(depth * "[" + depth * "]")], max_tokens=1))
+            assert response.status_code in (200, 400), (depth, response.text)
+
+
+def test_extreme_numbers_are_served_or_refused(client):
+    small = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (1e-45, 1e-10))
+    large = {
+        "repetition_penalty": (1e10, 10**40),
+        **dict.fromkeys(("top_k", "max_tokens", "seed"), (10**40, 2**63 - 129)),
+    }
+    for field, value in ((name, value) for fields in (small, large) for name in fields for value in fields[name]):
+        options = {"temperature": 1e-10, "max_tokens": 3, field: value}
+        assert client.post(PATH, json=body(**options)).status_code in (200, 400), options
+
+
+def test_an_error_is_not_replaced_by_tokens_that_come_later():
+    records = importlib.import_module("hf_speculate.tools.server.text_request")
+
+    async def run():
+        answer = records.Answer(records.TextRequest(records.RowPrompt([1])))
+        answer.put(RequestError("shutting down"))
+        answer.put([3])  # its thread had asked before whether the text is wanted
+        await asyncio.sleep(0)
+        return await answer.get()
+
+    assert isinstance(asyncio.run(run()), RequestError)
+
+
+def test_a_body_in_tiny_chunks_leaves_time_between_its_parts():
+    uvicorn, reading = (importlib.import_module(name) for name in ("uvicorn", "hf_speculate.tools.server.fair_reading"))
+    num_read, is_read = [], asyncio.Event()
+
+    async def application(scope, receive, send):
+        is_more = True
+        while is_more:
+            message = await receive()
+            num_read.append(len(message["body"]))
+            is_more = message["more_body"]
+        is_read.set()
+
+    async def run():
+        config = uvicorn.Config(application, lifespan="off", log_config=None)
+        config.load()
+        protocol = reading.FairProtocol(config, importlib.import_module("uvicorn.server").ServerState(), {})
+        protocol.connection_made(Mock(is_closing=lambda: False, get_extra_info=lambda name: None))
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        protocol.data_received(head + 30_000 * b"1\r\na\r\n" + b"0\r\n\r\n")
+        await asyncio.wait_for(is_read.wait(), WAIT_S)
+
+    asyncio.run(run())
+    assert sum(num_read) == 30_000 and max(num_read) < 2_000
+
+
+def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
+    tokenizer = metaspace_tokenizer([" a"], "abcdef")
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    ids = tokenizer.convert_tokens_to_ids(["\N{LOWER ONE EIGHTH BLOCK}a", "b"])
+    assert tokenizer.decode(ids) == "ab" and StopStringCriteria(tokenizer, [" ab"])(torch.tensor([ids]), None)
+    for stop, text in ((" ab", ""), ("b", "a"), ("  a", "ab")):
+        stream = TextStream(tokenizer, [stop])
+        assert stream.read(ids[:1]) + stream.read(ids, is_end=True) == text
+        assert stream.is_cut == (text != "ab")

@@ -1,0 +1,92 @@
+"""Compare tables and pictures of the pages with the committed results that they show.
+
+python benchmarks/check_results.py
+
+It makes each of them anew from its JSON, prints what is out of date with the command that mends it, and ends with
+status 1 if anything is. The page of results names the results that were measured with other sources than the tree's.
+"""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from statistics import median
+
+import readme_tables
+import results_page
+import speed_plot
+from _harness import RESULTS, ROOT, read_results
+
+from training.pair import report  # found by way of real_models.py
+
+PAIR = ROOT / "examples" / "pair"
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def results_page_problems() -> Iterator[str]:
+    if results_page.PAGE.read_text(encoding="utf-8") != results_page.page(RESULTS):
+        yield "benchmarks/RESULTS.md: run python benchmarks/results_page.py"
+
+
+def picture_problems() -> Iterator[str]:
+    results = read_results("end_to_end")
+    layouts, themes = speed_plot.LAYOUTS.items(), speed_plot.THEMES.items()
+    for (prefix, layout), (name, theme) in itertools.product(layouts, themes):
+        path = f"docs/pictures/speed-{prefix}{name}.svg"
+        if read(path) != speed_plot.picture(results, theme, layout):
+            yield f"{path}: run python benchmarks/speed_plot.py"
+
+
+def table_problems() -> Iterator[str]:
+    parts = readme_tables.parts(read_results("end_to_end"), read_results("real_models"))
+    for page, names in readme_tables.PAGES.items():
+        for name in names:
+            shown = re.findall(rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", read(page), re.S)
+            if shown != [parts[name]]:
+                yield f"{page}, {name}: run python benchmarks/readme_tables.py"
+
+
+def gpu_page_problems() -> Iterator[str]:
+    """Lines of the table of two GPUs that hold other figures than the results of first light."""
+    measured: dict[str, set[tuple[str, ...]]] = {"H100": set(), "H200": set()}
+    for path in (RESULTS / "first_light").glob("*/end_to_end.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        (device,) = [name for name in measured if name in content["environment"]["device"]]
+        for cell in content["cells"]:
+            if cell["what"] == "end to end" and cell["is_right"]:
+                figures = f"{median(cell['tokens_per_s']):.0f}", f"{cell['first_s']:.2f}"
+                measured[device].add((cell["method"], str(cell["batch_size"]), *figures))
+    cell = r" ([\d.]+|-) \|"
+    lines = re.findall(rf"^\| (.+?) \| (\d+) \|{4 * cell}$", read("docs/gpu.md"), re.M)
+    if not lines:
+        yield "docs/gpu.md: there is no table of tokens per second"
+    for line in lines:
+        for device, figures in (("H100", line[2:4]), ("H200", line[4:6])):
+            if figures != ("-", "-") and (*line[:2], *figures) not in measured[device]:
+                yield f"docs/gpu.md, {line[0]}, {line[1]} rows, {device}: no result has {' and '.join(figures)}"
+
+
+def pair_problems() -> Iterator[str]:
+    """What the page of the bundled pair says of its measurements."""
+    measurements = json.loads((PAIR / "measurements.json").read_text(encoding="utf-8"))
+    pair = measurements["pair"]
+    mend = "run cd examples && python -m training.train_pair --stage measure"
+    if (PAIR / "README.md").read_text(encoding="utf-8") != report.render(measurements):
+        yield f"examples/pair/README.md: {mend}"
+    if json.loads(json.dumps(report.pair_bounds(pair["acceptance"], pair["timings"]))) != pair["bounds"]:
+        yield f"examples/pair/measurements.json, bounds: {mend}"
+
+
+def main() -> int:
+    checks = (results_page_problems, picture_problems, table_problems, gpu_page_problems, pair_problems)
+    problems = [problem for check in checks for problem in check()]
+    print("\n".join(problems) if problems else "Tables and pictures show the committed results.")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

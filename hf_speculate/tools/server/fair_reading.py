@@ -1,0 +1,39 @@
+"""Fair reading: a connection whose bytes take long to parse, as a body in tiny chunks, leaves others their time."""
+
+import asyncio
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+_NUM_AT_ONCE = 8192  # bytes; parsing them takes about 20 ms in chunks of one byte, and 20 us in large ones
+
+
+class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """HTTP protocol that parses few bytes at once, and then rests for as long as that took."""
+
+    _unparsed = b""
+    _is_resting = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes of the connection, or keep them while it rests."""
+        self._unparsed += data
+        if self._is_resting:
+            self.transport.pause_reading()  # the protocol goes on reading once its application has read
+        else:
+            self._parse_some()
+
+    def _parse_some(self) -> None:
+        if self.transport.is_closing():
+            self._unparsed = b""
+            return
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        some, self._unparsed = self._unparsed[:_NUM_AT_ONCE], self._unparsed[_NUM_AT_ONCE:]
+        super().data_received(some)
+        if self._unparsed:
+            self._is_resting = True
+            self.transport.pause_reading()
+            loop.call_later(loop.time() - begin_s, self._parse_some)
+        elif self._is_resting:
+            self._is_resting = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
