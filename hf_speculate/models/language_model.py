@@ -24,6 +24,7 @@ class StateCapture(AbstractContextManager["StateCapture", None], Protocol):
     """A context in which the hidden states of chosen layers are kept, forward by forward."""
 
     layers: tuple[int, ...]  # i is the input of decoder layer i, -1 the state after the final norm
+    needs_all_tokens: bool  # whether states of all tokens are read, or those of the last one alone
 
     def concatenated(self) -> Tensor:
         """[B, Q, A * D], the states of all layers in the last forward, in the order of the ids."""
@@ -58,10 +59,14 @@ class LanguageModel(PerRow):
         self._takes_logits_to_keep = parameter is not None
         takes_indices = parameter is not None and "Tensor" in str(parameter.annotation)
         config = model.config.get_text_config(decoder=True)
-        saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
+        shares_states = getattr(config, "num_kv_shared_layers", 0) > 0
+        saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and shares_states
         # A count of logits makes a view of the hidden states, which CPUs take three times as long to multiply by the
         # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
         self._makes_compact = takes_indices and self.device.type == "cpu" and not saves
+        # Layers that share states would skip the tokens that a count leaves out, and their states.
+        self._runs_all_tokens = shares_states and capture is not None and capture.needs_all_tokens
+        self._can_index = takes_indices and not _is_split(model)
 
     @property
     def eos_token_id(self) -> int:
@@ -99,10 +104,12 @@ class LanguageModel(PerRow):
             text["position_ids"] = positions
         options = self.extra_inputs.arguments(text, num_columns) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
-            is_view = self._makes_compact and 0 < logits_to_keep < num_query
-            first = num_query - logits_to_keep
-            kept = torch.arange(first, num_query, device=self.device) if is_view else logits_to_keep
-            options["logits_to_keep"] = kept
+            is_view = 0 < logits_to_keep < num_query
+            if is_view and (self._makes_compact or (self._runs_all_tokens and self._can_index)):
+                first = num_query - logits_to_keep
+                options["logits_to_keep"] = torch.arange(first, num_query, device=self.device)
+            elif not (is_view and self._runs_all_tokens):
+                options["logits_to_keep"] = logits_to_keep
         with self._mode(), folding(), self.capture or nullcontext():
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
@@ -121,6 +128,11 @@ class LanguageModel(PerRow):
         super().join(other)
         if self.max_position is not None and other.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
+
+
+def _is_split(model: PreTrainedModel) -> bool:
+    """Whether the model lies on several devices, of which an index must name the right one."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def cache_name(module: nn.Module) -> str:
