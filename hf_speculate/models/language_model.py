@@ -19,6 +19,9 @@ from hf_speculate.models.text_decoder import text_decoder
 from hf_speculate.per_row import PerRow
 from hf_speculate.types import Scored
 
+COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of states and of weights that are not quantised."""
+
 
 class StateCapture(AbstractContextManager["StateCapture", None], Protocol):
     """A context in which the hidden states of chosen layers are kept, forward by forward."""
@@ -156,8 +159,37 @@ def has_attention(model: PreTrainedModel) -> bool:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward."""
-    devices = (weight.device for weight in model.parameters() if weight.device.type != "meta")
-    return model.device if model.device.type != "meta" else next(devices, torch.device("cpu"))
+    device = model.device
+    return device if device.type != "meta" else module_device(model, torch.device("cpu"))
+
+
+def module_device(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module computes: where its weights are, or where hooks (`_hf_hook`) load them for every forward."""
+    weights = (weight for weights in (module.parameters(), module.buffers()) for weight in weights)
+    device = next((weight.device for weight in weights if weight.device.type != "meta"), None)
+    if device is not None:
+        return device
+    hooks = (hook for part in module.modules() for hook in _loading_hooks(part))
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(place) for place in places if place is not None), default)
+
+
+def _loading_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of accelerate on a module, which loads what is offloaded."""
+    hook = getattr(module, "_hf_hook", None)
+    return list(getattr(hook, "hooks", (hook,)))
+
+
+def dtype_of(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of a model's states: that of its first weight that is not quantised."""
+    dtypes = (weight.dtype for weight in model.parameters() if weight.dtype in COMPUTE_DTYPES)
+    return next(dtypes, None) or getattr(model.config, "dtype", None) or torch.get_default_dtype()
+
+
+def plain_weight(module: nn.Module | None) -> Tensor | None:
+    """The weight of a module; None if it has none, or a quantised one, whose dtype says nothing of the states."""
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) and weight.dtype in COMPUTE_DTYPES else None
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -7,7 +7,7 @@ import torch
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.kv_size import kv_values_per_token
-from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.language_model import dtype_of, vocab_size_of
 from hf_speculate.models.memory import memory_bytes
 from hf_speculate.models.module_walk import has_hooks_of_others, modules_of, parameters_of
 from hf_speculate.models.quirks import growing_rope
@@ -70,7 +70,7 @@ def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
     config, num_columns = plan.model.config.get_text_config(decoder=True), plan.cache.request.max_columns or 0
     num_kv_values = num_columns * kv_values_per_token(config)
     num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
-    return batch_size * (num_kv_values + num_logits) * plan.model.dtype.itemsize
+    return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
 
 
 def _hook_reason(plan: ModelPlan) -> str:

@@ -158,7 +158,8 @@ class DraftHead:
         heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
         weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_LOOKED_UP)}
         shared = None if heads else target.get_output_embeddings()
-        read = [*weights.values(), *(() if shared is None else shared.parameters())]
+        # some libraries keep quantised weights in buffers
+        read = [*weights.values(), *(() if shared is None else (*shared.parameters(), *shared.buffers()))]
         return sum(map(weight_bytes, read))
 
     def __call__(self, setup: DrafterSetup) -> Drafter:

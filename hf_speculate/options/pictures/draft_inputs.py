@@ -15,7 +15,7 @@ from hf_speculate.engine.call import Call, Prompts
 from hf_speculate.engine.draft_faults import is_of_device
 from hf_speculate.generation.model_inputs import OWN_NAMES, target_inputs
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import device_of
+from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.stats import SpeculationStats
 
 ENCODED = "mm_encoder_outputs"  # argument that holds encoded pictures; since transformers 5.24
@@ -92,7 +92,7 @@ def _prepare(call: Call, draft: PreTrainedModel, arguments: Mapping[str, Any]) -
 
     def moved(tensor: Tensor) -> Tensor:
         is_feature = tensor.is_floating_point() and tensor.ndim > 1  # and not the seconds of videos
-        return tensor.to(device, draft.dtype if is_feature else tensor.dtype)
+        return tensor.to(device, dtype_of(draft) if is_feature else tensor.dtype)
 
     def decoding_method(
         model: PreTrainedModel,
