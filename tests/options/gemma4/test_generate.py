@@ -69,9 +69,7 @@ def test_drafts_of_an_assistant_with_a_packed_head_are_the_same(is_ordered):
         assistant = make_assistant(target, is_ordered=is_ordered)
         if is_packed:
             assistant.lm_head = Sealed(assistant.lm_head)
-        stats = assert_decodes_as_plain(
-            target, assistant, ragged_prompts(2, seed=1), max_new_tokens=NUM_NEW, **CONSTANT
-        )
+        stats = assert_decodes_as_plain(target, assistant, inputs, max_new_tokens=NUM_NEW, **CONSTANT)
         drafted.append((stats.num_drafted, stats.accepted_per_position))
     assert drafted[0] == drafted[1]
     assert sum(drafted[0][1]) > 0
