@@ -16,6 +16,7 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import device_of, vocab_size_of
 from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.models.runner import CompiledUnits
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -208,6 +209,7 @@ class DraftHead:
                 "check_layers needs a head that reads the states of layers, got one that reads "
                 f"{self.hidden_layers or 'none'}; there is nothing to shift"
             )
+        target = unwrapped(target, "target")
         shifted = {shift: tuple(layer + shift for layer in self.hidden_layers) for shift in _SHIFTS}
         shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= self.shape.num_layers}
         batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts

@@ -349,4 +349,5 @@ def test_drafts_are_those_of_the_adapter_that_is_active(kind, name, load_kind):
     merged = copy.deepcopy(wrapped).merge_and_unload()
     ours = draft_of(Rounds(head, wrapped.get_base_model(), texts))
     assert_same(ours, draft_of(Rounds(load(merged), merged, texts)))
+    assert_same(ours, draft_of(Rounds(load(wrapped), wrapped.get_base_model(), texts)))
     assert not torch.allclose(ours, draft_of(Rounds(head, target, texts)))

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from peft import LoraConfig, get_peft_model
 
+import hf_speculate
+from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
-from tests.tiny import MAX_LEN
+from tests.tiny import MAX_LEN, make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
@@ -355,3 +358,11 @@ def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
     assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")  # the end gives what was held
     assert not stream.is_cut
+
+
+def test_a_target_in_a_peft_wrapper_is_served_with_its_adapter(engine):
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = hf_speculate.enable(get_peft_model(make_model("llama", vocab_size=engine.vocab_size), lora).eval())
+    served = Engine(wrapped, engine.tokenizer, "org/tiny", {"prompt_lookup_num_tokens": 2})
+    assert served.target is wrapped.get_base_model()
+    assert not served.obstacle
