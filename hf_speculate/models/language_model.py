@@ -1,7 +1,9 @@
 """A causal language model as a function from tokens to logits, with the cache as its memory."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,7 @@ from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
+from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.text_decoder import text_decoder
 from hf_speculate.per_row import PerRow
@@ -31,6 +34,28 @@ class StateCapture(AbstractContextManager["StateCapture", None], Protocol):
 
     def concatenated(self) -> Tensor:
         """[B, Q, A * D], the states of all layers in the last forward, in the order of the ids."""
+
+
+_LOCK = threading.Lock()
+_eager_forwards: list[Any] = []  # the stance that torch had before them, once for each forward that is running
+
+
+@contextmanager
+def running_eagerly() -> Iterator[None]:
+    """Run what the caller compiled eagerly.
+
+    A compiled forward would be traced anew for most forms of the cache's buffers, and breaks in them.
+    """
+    with _LOCK:  # torch has one stance for all threads: the last forward to end restores it
+        stance = _eager_forwards[0] if _eager_forwards else torch.compiler.set_stance("force_eager")
+        _eager_forwards.append(stance)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _eager_forwards.pop()
+            if not _eager_forwards:
+                stance.__exit__(None, None, None)
 
 
 class LanguageModel(PerRow):
@@ -56,6 +81,7 @@ class LanguageModel(PerRow):
         self.device = device_of(model)  # where query tokens are expected
         # Inference mode takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192)
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
+        self._context = running_eagerly if is_compiled(model) else nullcontext
         self._takes_position_ids = takes_positions(model)
         self._cache_name = cache_name(model)
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
@@ -113,7 +139,7 @@ class LanguageModel(PerRow):
                 options["logits_to_keep"] = torch.arange(first, num_query, device=self.device)
             elif not (is_view and self._runs_all_tokens):
                 options["logits_to_keep"] = logits_to_keep
-        with self._mode(), folding(), self.capture or nullcontext():
+        with self._mode(), folding(), self._context(), self.capture or nullcontext():
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
             captured = None if self.capture is None else self.capture.concatenated()
