@@ -22,7 +22,7 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageMode
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
-from hf_speculate.models.language_model import LanguageModel, device_of, vocab_size_of
+from hf_speculate.models.language_model import LanguageModel, device_of, input_table, vocab_size_of
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
@@ -180,7 +180,7 @@ def map_vocabularies(
 def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
     """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
     size = vocab_size_of(model)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = input_table(model), model.get_output_embeddings()
     return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
 
 

@@ -212,6 +212,14 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
     return next(dtypes, None) or getattr(model.config, "dtype", None) or torch.get_default_dtype()
 
 
+def input_table(model: PreTrainedModel) -> Any:
+    """The embeddings of a model's tokens; None if it has no table that can be named."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:  # as transformers does where a class names none
+        return None
+
+
 def plain_weight(module: nn.Module | None) -> Tensor | None:
     """The weight of a module; None if it has none, or a quantised one, whose dtype says nothing of the states."""
     weight = getattr(module, "weight", None)

@@ -11,6 +11,7 @@ from transformers import (
     BitsAndBytesConfig,
     DynamicCache,
     GenerationConfig,
+    LlamaForCausalLM,
     MoshiConfig,
     MoshiForCausalLM,
 )
@@ -107,6 +108,26 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)
     assert_equal_ids(target.generate(**options), ours)
     assert not hf_speculate.is_enabled(models["target"])
+
+
+class Nameless(LlamaForCausalLM):
+    """A class that names no embeddings of its tokens."""
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_a_model_may_name_no_embeddings(part):
+    models = dict(zip(("target", "draft"), (copy.deepcopy(model) for model in pair("llama")), strict=True))
+    models[part].__class__ = Nameless
+    target, draft = hf_speculate.enable(models["target"]), models["draft"]
+    stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=1), max_new_tokens=FEW_NEW)
+    assert stats.num_accepted > 0
+    ahead = torch.zeros(1, 3, target.config.hidden_size, dtype=torch.float64)
+    if part == "draft":  # whose ids are compared with its table
+        options = {"input_ids": torch.ones(1, 3, dtype=torch.int64), "inputs_embeds": ahead, "max_new_tokens": 4}
+        assert_decodes_as_plain(target, draft, options)
 
 
 def compile_forward(model, **options):

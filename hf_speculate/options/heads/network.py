@@ -10,7 +10,15 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
-from hf_speculate.models.language_model import device_of, dtype_of, module_device, plain_weight, vocab_size_of
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.language_model import (
+    device_of,
+    dtype_of,
+    input_table,
+    module_device,
+    plain_weight,
+    vocab_size_of,
+)
 from hf_speculate.options.heads.layers import Rotary, windows_of
 from hf_speculate.options.heads.row_cache import LayerMask
 
@@ -25,7 +33,12 @@ class TargetParts:
     """
 
     def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
-        self._embeddings: Any = target.get_input_embeddings()
+        self._embeddings: Any = input_table(target)
+        if self._embeddings is None:
+            raise UnsupportedModelError(
+                f"a draft head must share the embeddings of its target, got {type(target).__name__}, which names none; "
+                "use another draft"
+            )
         self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
         self._scale, norm = (_member(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
         if isinstance(self._scale, Tensor) and self._scale.is_meta:  # a buffer that is offloaded too

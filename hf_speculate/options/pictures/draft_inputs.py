@@ -128,6 +128,11 @@ def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mappin
     """Raise an error if the prompts [B, T] have not as many tokens for pictures as the encoder has given states."""
     for modality, output in encoded.items():
         states = output.pooler_output  # [N, D] of each picture, or [..., D] of all
+        by_layer = getattr(output, "deepstack_features", None)
+        if states is None and by_layer:  # states of several layers, as many of each
+            states = by_layer[0][1]
+        if states is None:
+            raise _CannotReadError(f"its encoder gives no states for {modality} tokens")
         parts = [states] if isinstance(states, Tensor) else states
         num_states = sum(part.numel() // part.shape[-1] for part in parts)
         token_id = _token_id(config, modality)
