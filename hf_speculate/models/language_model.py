@@ -196,8 +196,8 @@ def module_device(module: nn.Module, default: torch.device) -> torch.device:
     if device is not None:
         return device
     hooks = (hook for part in module.modules() for hook in _loading_hooks(part))
-    places = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((torch.device(place) for place in places if place is not None), default)
+    named = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(name) for name in named if name is not None), default)
 
 
 def _loading_hooks(module: nn.Module) -> list[Any]:
