@@ -22,7 +22,8 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageMode
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
-from hf_speculate.models.language_model import LanguageModel, device_of, vocab_size_of
+from hf_speculate.models.language_model import LanguageModel, device_of, input_table, vocab_size_of
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 
@@ -115,7 +116,7 @@ class AssistantModel(DraftSource):
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
     """The source of `assistant_model`: a model, its name or wrapper, or an object that names another source."""
-    assistant, name = unwrapped(values["assistant_model"]), ""
+    assistant, name = unwrapped(values["assistant_model"], "assistant_model"), ""
     if isinstance(assistant, str | Path):
         name = str(assistant)
         assistant = NamedDrafts.of(target).get(name, target)
@@ -131,18 +132,6 @@ def variant_of(assistant: Any) -> str | None:
     model_type = getattr(getattr(assistant, "config", None), "model_type", None)
     variant: str | None = getattr(assistant, "draft_source", model_type if model_type in VARIANTS else None)
     return variant
-
-
-def unwrapped(assistant: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is."""
-    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
-        return assistant
-    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
-            "use a draft without one, or with LoRA"
-        )
-    return assistant.get_base_model()
 
 
 def map_vocabularies(
@@ -191,7 +180,7 @@ def map_vocabularies(
 def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
     """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
     size = vocab_size_of(model)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = input_table(model), model.get_output_embeddings()
     return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
 
 

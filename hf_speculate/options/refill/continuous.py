@@ -18,6 +18,7 @@ from hf_speculate.generation.mixin import prepare
 from hf_speculate.generation.validate_models import takes_chunks
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.reading import LogitsObserver, Reading
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowSource, alike, left_padded
 from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
@@ -50,6 +51,7 @@ class ContinuousDecoder:
     ends_rows: bool = False  # whether wrong arguments and a lack of memory end the row, too, instead of the run
 
     def __post_init__(self) -> None:
+        self.model = unwrapped(self.model)
         self._clock = StageClock()
         self._readings: deque[Reading] = deque()  # the first one is being read
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length

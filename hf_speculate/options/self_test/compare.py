@@ -30,7 +30,7 @@ from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folded_attention_for
-from hf_speculate.models.language_model import LanguageModel, cache_name
+from hf_speculate.models.language_model import LanguageModel, cache_name, dtype_of
 from hf_speculate.models.preallocated_kind import has_holes
 from hf_speculate.models.quirks import is_known_type, token_without_position
 
@@ -162,5 +162,5 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
     device_type = model.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    is_coarse = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return torch.bfloat16 if is_coarse else model.dtype
+    is_coarse = dtype_of(model) == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return torch.bfloat16 if is_coarse else dtype_of(model)

@@ -14,6 +14,7 @@ from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, Speculati
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.mixin import generate
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
     DifferenceCheck,
@@ -78,7 +79,7 @@ def check_parity(
     with an encoder, or one that reads images, the whole call is repeated instead.
 
     Args:
-        model: the target, enabled or not; it and the assistant are not changed.
+        model: the target, enabled or not, which PEFT may wrap; it and the assistant are not changed.
         assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
         prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of tensors with
             `input_ids` and other model inputs such as `attention_mask`, `pixel_values`, `decoder_input_ids`. Batches
@@ -93,6 +94,7 @@ def check_parity(
         UnsupportedModelError: the target's main input is not token ids, as Whisper's; and see `generate`.
         UnsupportedGenerationError: see `generate`.
     """
+    model = unwrapped(model)
     _check_arguments(model, assistant, generate_kwargs)
     options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
     if (assistant is not None or options.get("drafter")) and "num_assistant_tokens_schedule" not in options:

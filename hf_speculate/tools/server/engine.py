@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
@@ -46,6 +47,7 @@ class Engine:
     max_cache_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        self.target = unwrapped(self.target)
         context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
         self.max_length = min(limits, default=None)  # tokens of prompt and answer

@@ -11,12 +11,15 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import decoders
 from transformers import StopStringCriteria
 
+import hf_speculate
+from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
-from tests.tiny import MAX_LEN
+from tests.tiny import MAX_LEN, make_model
 from tests.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
@@ -499,3 +502,11 @@ def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
         stream = TextStream(tokenizer, [stop])
         assert stream.read(ids[:1]) + stream.read(ids, is_end=True) == text
         assert stream.is_cut == (text != "ab")
+
+
+def test_a_target_in_a_peft_wrapper_is_served_with_its_adapter(engine):
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = hf_speculate.enable(get_peft_model(make_model("llama", vocab_size=engine.vocab_size), lora).eval())
+    served = Engine(wrapped, engine.tokenizer, "org/tiny", {"prompt_lookup_num_tokens": 2})
+    assert served.target is wrapped.get_base_model()
+    assert not served.obstacle
