@@ -67,9 +67,9 @@ class Asked(NamedTuple):
         )
 
 
-def asked_of(request: ChatRequest | CompletionRequest, engine: Engine) -> Asked:
-    """Translate a request, or raise `RequestError` if it is not supported."""
-    texts, options = text_requests(request, engine), request.stream_options
+def asked_of(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None) -> Asked:
+    """Translate a request, or raise `RequestError` if it is not supported; `grammar` as for `text_requests`."""
+    texts, options = text_requests(request, engine, grammar), request.stream_options
     has_usage = options is not None and options.include_usage
     is_chat, has_tools = isinstance(request, ChatRequest), isinstance(request, ChatRequest) and request.has_tools
     return Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.tokenizer)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
 from hf_speculate.tools.server.logprobs import prompt_logprobs
 from hf_speculate.tools.server.merged import merged
-from hf_speculate.tools.server.response_format import GrammarCompiler
+from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
 
@@ -44,13 +44,14 @@ class Engine:
     max_queued: int = 64  # requests that wait for a row at most, >= 0
     # tokens of the target's cache: rows that are decoded at once, times those that the longest may get, with its prompt
     max_cache_tokens: int | None = None
+    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)  # of compiling a schema of `response_format`
 
     def __post_init__(self) -> None:
         context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
         self.max_length = min(limits, default=None)  # tokens of prompt and answer
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # characters of a prompt
-        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
         if self.num_rows > 1:
@@ -160,6 +161,7 @@ class Engine:
 
     def close(self) -> None:
         self.end_requests()
+        self.grammars.close()
         self._thread.shutdown()
 
     def _next(self) -> RowPrompt | None:
@@ -208,11 +210,18 @@ class Engine:
             for results in decoded:
                 for result in results:
                     self._begun.discard(result.prompt.key)
-                    result.prompt.key.put(result)
+                    result.prompt.key.put(self._checked(result))
             with self._lock:
                 if not self._waiting:
                     self._is_decoding = False
                     return
+
+    def _checked(self, result: RowResult) -> RowResult:
+        """A result with an error if its grammar led to no JSON."""
+        for processor in result.prompt.arguments.get("logits_processor", ()) if result.error is None else ():
+            if isinstance(processor, GrammarProcessor):
+                result = result._replace(error=processor.error_of(result.token_ids, self.tokenizer))
+        return result
 
     def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
         """As `ContinuousDecoder.decode`, for models and drafters whose rows cannot be refilled."""

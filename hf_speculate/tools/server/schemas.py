@@ -88,6 +88,17 @@ class Request(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer must be JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None if it may be any JSON, or any text."""
+        wanted = self.response_format
+        return None if wanted is None or wanted.json_schema is None else wanted.json_schema.content
+
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: Any) -> Any:
