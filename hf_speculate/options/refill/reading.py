@@ -33,6 +33,12 @@ class Reading:
         query_ids = self.prepared.plan.call.prompts.query_ids
         return len(query_ids) * (self._chunk_size or query_ids.shape[1])
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one forward of each model reads the prompts."""
+        size = self._chunk_size
+        return size is None or self.prepared.plan.call.prompts.query_ids.shape[1] <= size
+
     def read_chunk(self) -> bool:
         """Read a chunk; False once all is read."""
         clock = self._decoder.clock

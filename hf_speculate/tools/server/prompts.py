@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import LogitsProcessor, StopStringCriteria
+from transformers import LogitsProcessor
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.options.refill.row_prompts import RowPrompt
@@ -17,6 +17,7 @@ from hf_speculate.tools.server.penalties import PenaltiesProcessor
 from hf_speculate.tools.server.response_format import GrammarProcessor
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
 from hf_speculate.tools.server.text_request import TextRequest
+from hf_speculate.tools.server.token_bytes import StopTexts
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
 _MAX_STOPS = 4
@@ -44,7 +45,8 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, gram
         for choice in range(request.n):
             processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"), grammar)
             own = options | ({"logits_processor": processors} if processors else {})
-            texts.append(TextRequest(RowPrompt(token_ids, _seed(request, engine, choice), own), echoed, num_top))
+            row = RowPrompt(token_ids, _seed(request, engine, choice), own)
+            texts.append(TextRequest(row, echoed, num_top, isinstance(request, CompletionRequest)))
     return texts
 
 
@@ -55,7 +57,11 @@ def _echoed(request: ChatRequest | CompletionRequest, prompts: list[list[int]], 
     if isinstance(request.prompt, str):
         return [request.prompt]
     prompts_as_sent: Any = request.prompt if isinstance(request.prompt[0], str) else prompts
-    return [prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt)) for prompt in prompts_as_sent]
+    return [prompt if isinstance(prompt, str) else _text_of(prompt, engine) for prompt in prompts_as_sent]
+
+
+def _text_of(token_ids: list[int], engine: Engine) -> str:
+    return str(engine.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def check_model(name: str, engine: Engine) -> None:
@@ -97,15 +103,11 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
         raise RequestError(
             f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {reprlib.repr(stops)}", "stop"
         )
-    if stops:
-        try:
-            StopStringCriteria(engine.tokenizer, stops)  # kept for the rows, as it takes a second
-        except ValueError:
-            raise RequestError(
-                f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave out the others",
-                "stop",
-            ) from None
-        options |= {"stop_strings": stops, "tokenizer": engine.tokenizer}
+    if not all(map(engine.token_bytes.can_write, stops)):
+        raise RequestError(
+            f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave out the others",
+            "stop",
+        )
     if request.stop_token_ids or request.ignore_eos:
         _check_ids(request.stop_token_ids or [], "stop_token_ids", engine)
         ends = sorted({*(request.stop_token_ids or ()), *(() if request.ignore_eos else engine.eos_token_ids)})
@@ -126,7 +128,11 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-    return {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    if stops := tuple([request.stop] if isinstance(request.stop, str) else request.stop or ()):
+        is_chat = isinstance(request, ChatRequest)
+        options["stopping_criteria"] = [StopTexts(engine.token_bytes, stops, num_prompt, is_chat)]
+    return options
 
 
 def _processors(

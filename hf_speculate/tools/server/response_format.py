@@ -152,8 +152,8 @@ class _Worker:
         answer = self._ask(schema, self._limits.seconds + _GRACE_S)
         if answer is None:
             raise _refused(
-                f"that xgrammar compiles in {self._limits.seconds:g} s and {self._limits.memory_bytes} bytes of memory, "
-                "got one that takes more; send a smaller schema"
+                f"that xgrammar compiles in {self._limits.seconds:g} s and {self._limits.memory_bytes} bytes of "
+                "memory, got one that takes more; send a smaller schema"
             )
         return str(answer)
 

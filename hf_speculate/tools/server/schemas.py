@@ -14,6 +14,7 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
 
 _MAX_MESSAGES = 10_000  # and parts of messages; their checks keep all threads waiting, 10 us for each
+_MAX_STOP_CHARS = 512  # of a stop string; as many last tokens are searched for it after each new token
 # Values of fields that are not supported with which they change nothing. None is one for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -87,6 +88,17 @@ class Request(BaseModel):
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        longest = max(map(len, [stop] if isinstance(stop, str) else stop or ()), default=0)
+        if longest > _MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop must be strings of at most {_MAX_STOP_CHARS} characters, got one of {longest}; send a part",
+                "stop",
+            )
+        return stop
 
     @property
     def has_grammar(self) -> bool:
