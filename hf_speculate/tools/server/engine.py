@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.options.refill.continuous import PREFILL_CHUNK_TOKENS, ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
@@ -226,7 +227,7 @@ class Engine:
     @property
     def _chunk_size(self) -> int | None:
         """Tokens of a forward that reads a prompt for its log probabilities; None to read all in one."""
-        if recurrent_cache(self.target) is not None:
+        if recurrent_cache(self.target) is not None or not cache_name(self.target):
             return None
         return self.target.generation_config.prefill_chunk_size or PREFILL_CHUNK_TOKENS
 

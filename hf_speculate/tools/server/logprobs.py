@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from hf_speculate.models.language_model import cache_name, device_of
 from hf_speculate.tools.server.token_bytes import TokenBytes
 
 _LEAST = -9999.0  # in place of -inf, which JSON lacks
@@ -48,16 +49,17 @@ def prompt_logprobs(
         chunk_size: tokens of a forward; None to read all in one.
     """
     model: Any = target
-    read_ids, cache = token_ids[:-1], None
-    size = min(chunk_size or len(token_ids), len(token_ids))
+    read_ids, size = token_ids[:-1], chunk_size or len(token_ids)
+    options: dict[str, Any] = {"use_cache": len(read_ids) > size}
+    if options["use_cache"]:
+        options[cache_name(target)] = DynamicCache(config=target.config)
     yield [TokenLogprob(token_ids[0], None, [])]
     for begin in range(0, len(read_ids), size):
-        some, is_last = read_ids[begin : begin + size], begin + size >= len(read_ids)
+        some = read_ids[begin : begin + size]
         with torch.no_grad():
-            input_ids = torch.tensor([some], device=target.device)  # [1, N]
-            output = model(input_ids=input_ids, past_key_values=cache, use_cache=not is_last or begin > 0)
-        cache = output.past_key_values
-        yield token_logprobs(token_ids[begin + 1 : begin + 1 + len(some)], output.logits[0], num_top)
+            input_ids = torch.tensor([some], device=device_of(target))  # [1, N]
+            logits = model(input_ids=input_ids, **options).logits[0]
+            yield token_logprobs(token_ids[begin + 1 : begin + 1 + len(some)], logits, num_top)
 
 
 def completion_format(
