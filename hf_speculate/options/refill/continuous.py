@@ -139,7 +139,7 @@ class ContinuousDecoder:
         while self._readings and not results:
             reading = self._next_reading(may_overtake)
             num_tokens = reading.chunk_tokens
-            if has_read and num_tokens > num_left:
+            if has_read and (num_tokens > num_left or not _is_short(reading)):
                 break
             num_left, has_read = num_left - num_tokens, True
             self._may_overtake = reading is self._readings[0]

@@ -121,7 +121,6 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
         ({"stop": ["a", 513 * "b"]}, 400, "stop", "strings of at most 512 characters, got one of 513; send"),
         ({"stop": 101 * ["a"]}, 400, "stop", "stop must have at most 100 values, got 101; send fewer"),
-        ({"logit_bias": dict.fromkeys(range(10_001), 1)}, 400, "logit_bias", "at most 10000 values, got 10001"),
         (dict.fromkeys(map(str, range(98)), 1), 400, None, "the body must have at most 100 fields, got 102"),
         ({"stop": "~"}, 400, "stop", "stop must be strings that the tokenizer can write, got ['~']"),
         ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
@@ -282,6 +281,23 @@ def test_messages_are_counted_before_they_are_checked():
     messages = [{"role": "user", "content": []}] * 3 + 9_999 * [MESSAGE] + [{"role": "user", "content": 2 * [None]}]
     with pytest.raises(RequestError, match="at most 10000 parts, got 10001"):
         schemas.parse(schemas.ChatRequest, json.dumps({"messages": messages}).encode())
+
+
+def test_values_are_counted_before_they_are_checked():
+    called_often = {**MESSAGE, "role": "assistant", "tool_calls": 10_001 * [None]}
+    for fields, words in (
+        ({"logit_bias": dict.fromkeys(range(10_001), "x")}, "logit_bias must have at most 10000 values, got 10001"),
+        ({"tools": 10_001 * [None]}, "tools must have at most 10000 values, got 10001"),
+        ({"stop": 101 * [None]}, "stop must have at most 100 values, got 101"),
+        ({"prompt": 10_001 * [[1]]}, "prompt must have at most 10000 values, got 10001"),
+        ({"messages": [called_often]}, "messages must have at most 10000 parts, got 10002"),
+        ({"stop_token_ids": 100_000 * ["x"]}, "stop_token_ids.0 must be a valid integer"),
+    ):
+        kind = schemas.CompletionRequest if "prompt" in fields else schemas.ChatRequest
+        with pytest.raises(RequestError, match=words):
+            schemas.parse(kind, json.dumps(fields if "prompt" in fields else {"messages": [MESSAGE]} | fields).encode())
+    many_ids = schemas.parse(schemas.CompletionRequest, json.dumps({"prompt": 20_000 * [1]}).encode())
+    assert len(many_ids.prompt) == 20_000
 
 
 def test_requests_are_described_and_no_page_loads_scripts(client):

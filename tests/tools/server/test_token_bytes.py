@@ -52,8 +52,9 @@ def test_bytes_of_log_probabilities_join_to_the_text(kind):
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == shown == TEXT
     assert any(entry["token"].startswith("bytes:\\x") for entry in content)
     for token, entry in zip(tokens, content, strict=True):
-        assert [entry["bytes"], entry["token"]] == [[one["bytes"], one["token"]] for one in entry["top_logprobs"]][0]
-        assert len(entry["top_logprobs"]) == len(token.top)
+        first, *others = entry["top_logprobs"]
+        assert (entry["bytes"], entry["token"]) == (first["bytes"], first["token"])
+        assert len(others) == len(token.top) - 1
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -85,7 +86,7 @@ def test_offsets_count_the_characters_of_the_text(kind):
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "letters"])
 def test_stops_are_found_where_transformers_finds_them(kind):
-    tokenizer = letters_tokenizer([*"abstop ,", END], eos_token=END) if kind == "letters" else TOKENIZERS[kind]()
+    tokenizer = letters_tokenizer([*"abcdefstop ,", END], eos_token=END) if kind == "letters" else TOKENIZERS[kind]()
     draw, stops = random.Random(2), ("stop", "pp", "t" + END, " the ", "a")
     likely = [number for word in ("stop", "pptop", " the ", "a", END) for number in tokenizer(word)["input_ids"]]
     criterion = StopStringCriteria(tokenizer, list(stops[:4]))
