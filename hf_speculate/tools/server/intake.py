@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from hf_speculate.tools.server.answers import Asked, asked_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, busy_error
+from hf_speculate.tools.server.prompts import check_ends
 from hf_speculate.tools.server.schemas import AnyRequest, Request, parse
 
 _BYTES_PER_CHAR = 2  # bytes of a text of the largest length, which is mostly ASCII; JSON escapes some characters
@@ -66,6 +67,7 @@ class Intake:
 
     async def _compile(self, request: Request) -> Any:
         """The grammar of a request, compiled in a thread of its own."""
+        check_ends(request, self._engine)
         grammars, loop = self._engine.grammars, asyncio.get_running_loop()
         return await loop.run_in_executor(grammars.thread, grammars.compile, request.answer_schema)
 

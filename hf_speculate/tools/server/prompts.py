@@ -135,6 +135,15 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
     return options
 
 
+def check_ends(request: Request, engine: Engine) -> None:
+    """Check that an answer in JSON can end."""
+    if request.ignore_eos or not (request.stop_token_ids or engine.eos_token_ids):
+        raise RequestError(
+            "response_format must be text if no EOS id ends the answer, got another type; leave out ignore_eos",
+            "response_format",
+        )
+
+
 def _processors(
     request: Request, num_prompt: int, engine: Engine, end_ids: list[int] | None, grammar: Any
 ) -> list[LogitsProcessor]:
@@ -144,14 +153,9 @@ def _processors(
     if any(penalties):
         processors.append(PenaltiesProcessor(num_prompt, *penalties))
     if request.has_grammar:
-        end_ids = engine.eos_token_ids if end_ids is None else end_ids
-        if request.ignore_eos or not end_ids:
-            raise RequestError(
-                "response_format must be text if no EOS id ends the answer, got another type; leave out ignore_eos",
-                "response_format",
-            )
+        check_ends(request, engine)
         grammar = grammar or engine.grammars.compile(request.answer_schema)
-        processors.append(GrammarProcessor(grammar, num_prompt, end_ids))
+        processors.append(GrammarProcessor(grammar, num_prompt, engine.eos_token_ids if end_ids is None else end_ids))
     return processors
 
 
