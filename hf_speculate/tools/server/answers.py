@@ -1,5 +1,6 @@
 """Answers in OpenAI's format, whole or as server-sent events."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -20,6 +21,7 @@ Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of t
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
+_NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
 
 
 class Asked(NamedTuple):
@@ -105,7 +107,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
             rest, calls = reader.end()
             text = said + rest
         reason = results[index].finish_reason
-        choices.append(asked.choice(index, text, reason, asked.logprobs(index, tokens), calls))
+        choices.append(asked.choice(index, text, reason, await _logprobs(asked, index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
@@ -133,7 +135,7 @@ async def events(
                         yield event(asked.choice(index, rest))
                     yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
                 else:
-                    logprobs = asked.logprobs(index, piece.logprobs, offsets[index])
+                    logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
                     text = readers[index].read(piece.text) if readers else piece.text
                     if text or logprobs:
                         yield event(asked.choice(index, text, logprobs=logprobs))
@@ -147,6 +149,13 @@ async def events(
         if asked.has_usage:
             yield event(usage=_usage(asked, results))
         yield "data: [DONE]\n\n"
+
+
+async def _logprobs(asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
+    """Format log probabilities, those of a whole prompt in a thread: 20,000 tokens may take a second."""
+    if len(tokens) < _NUM_IN_THREAD:
+        return asked.logprobs(index, tokens, offset)
+    return await asyncio.to_thread(asked.logprobs, index, tokens, offset)
 
 
 def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:

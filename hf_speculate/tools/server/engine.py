@@ -48,7 +48,7 @@ class Engine:
     max_queued: int = 64  # requests that wait for a row at most, >= 0
     # tokens of the target's cache: rows that are decoded at once, times those that the longest may get, with its prompt
     max_cache_tokens: int | None = None
-    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)  # of compiling a schema of `response_format`
+    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)  # limits of compiling a `response_format`
 
     def __post_init__(self) -> None:
         context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)

@@ -35,7 +35,7 @@ class GrammarLimits:
     """Bounds of compiling one schema; a request that needs more gets status 400."""
 
     seconds: float = 10.0  # > 0
-    schema_bytes: int = 1_000_000  # of the schema as JSON
+    schema_bytes: int = 1_000_000  # length of the schema as JSON
     memory_bytes: int = 1_000_000_000  # allocated by the worker, on Linux
 
 
@@ -57,7 +57,7 @@ class GrammarCompiler:
         self._worker: _Worker | None = None
         self._is_closed = False
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # grammars and errors by digest, the newest last
-        self._num_bytes = 0  # of these grammars
+        self._num_bytes = 0  # size of these grammars
 
     def compile(self, schema: dict[str, Any] | None) -> Any:
         """The grammar of a JSON schema, or of all JSON; `RequestError` if there is none."""

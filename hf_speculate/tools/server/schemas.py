@@ -23,10 +23,10 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
 
 _MAX_MESSAGES = 10_000  # and parts of messages, calls and prompts; a check keeps all threads waiting for 10 us
-_MAX_VALUES = 10_000  # of a field that is a list or an object; pydantic takes 30 us for each wrong one
-_MAX_FIELDS = 100  # of a request
+_MAX_VALUES = 10_000  # entries of a list or an object; pydantic takes 30 us for each wrong one
+_MAX_FIELDS = 100  # fields of a request
 _MAX_LISTED_STOPS = 100
-_MAX_STOP_CHARS = 512  # of a stop string; as many last tokens are searched for it after each new token
+_MAX_STOP_CHARS = 512  # characters of a stop string; as many last tokens are searched for it after each new token
 # Values of fields that are not supported with which they change nothing. None is one for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

@@ -12,13 +12,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_speculate.processors.registry import register_row_wise
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's byte-level tokens
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # as GPT-2 writes bytes
 
 
 class TokenBytes:
     """Bytes of each token of a tokenizer; those of a text's tokens join to the text.
 
-    Bytes of an id are found when they are first asked for.
+    Bytes of an id are looked up once, when they are first asked for.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -35,20 +35,20 @@ class TokenBytes:
 
     def __call__(self, token_id: int) -> bytes:
         """The bytes of a token inside a text; empty for an id that no token has."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._find(token_id)
-        return found
+        spelled = self._bytes.get(token_id)
+        if spelled is None:
+            spelled = self._bytes[token_id] = self._find(token_id)
+        return spelled
 
     def first(self, token_id: int) -> bytes:
         """The bytes of a text's first token, from which decoders of SentencePiece drop a space."""
-        found = self._first.get(token_id)
-        if found is None:
-            found = self(token_id)
-            if found.startswith(b" ") and not self._decode([token_id]).startswith(" "):
-                found = found[1:]
-            self._first[token_id] = found
-        return found
+        spelled = self._first.get(token_id)
+        if spelled is None:
+            spelled = self(token_id)
+            if spelled.startswith(b" ") and not self._decode([token_id]).startswith(" "):
+                spelled = spelled[1:]
+            self._first[token_id] = spelled
+        return spelled
 
     def can_write(self, text: str) -> bool:
         """Whether tokens can spell a text."""
