@@ -114,7 +114,7 @@ def test_a_schema_that_no_value_fits_is_refused(engine, schema):
         assert caught.value.status == 400
 
 
-def test_a_grammar_without_a_next_token_ends_its_row_with_an_error(engine):
+def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
     endless = {"$ref": "#/$defs/x"}
     schema = {"type": "object", "properties": {"a": endless}, "required": ["a"], "$defs": {"x": endless}}
     (text,) = text_requests(schema_request(schema), engine)
