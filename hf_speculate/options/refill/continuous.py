@@ -1,6 +1,5 @@
 """Continuous batching: a finished row is replaced by the next prompt of a source."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,7 +52,8 @@ class ContinuousDecoder:
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
         self._clock = StageClock()
-        self._readings: deque[Reading] = deque()  # the first one is being read
+        self._readings: list[Reading] = []  # in order of arrival; short ones may overtake long ones
+        self._may_overtake = False  # whether the oldest reading had its chunk since others overtook it
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
         self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
         self._on_logits = LogitsObserver(self._prompts)
@@ -132,24 +132,30 @@ class ContinuousDecoder:
         return []
 
     def _read(self) -> list[RowResult]:
-        """Read prompts: one chunk or some short prompts between two rounds, all prompts while no row is decoded.
+        """Read one chunk or some short prompts, between two rounds of the rows that are decoded.
 
-        Returns the rows that are finished by then.
+        Short prompts overtake a long one after each of its chunks. Returns the rows that are finished by then.
         """
         results: list[RowResult] = []
-        num_left, has_read = PREFILL_CHUNK_TOKENS, False
+        num_left, has_read, may_overtake = PREFILL_CHUNK_TOKENS, False, self._may_overtake
         while self._readings and not results:
-            num_tokens = self._readings[0].chunk_tokens
-            if self._running and has_read and num_tokens > num_left:
+            reading = self._next_reading(may_overtake)
+            num_tokens = reading.chunk_tokens
+            if has_read and (num_tokens > num_left or not _is_short(reading)):
                 break
             num_left, has_read = num_left - num_tokens, True
-            reading = self._readings.popleft()
+            self._may_overtake = reading is self._readings[0]
+            at = self._readings.index(reading)
+            del self._readings[at]
             try:
-                if not reading.read_chunk():
+                is_unread = reading.read_chunk()
+                while is_unread and _is_short(reading) and self._is_wanted(reading):
+                    is_unread = reading.read_chunk()  # by the draft model
+                if not is_unread:
                     finished = self._join(reading)
                 elif self._is_wanted(reading):
                     finished, num_left = [], 0
-                    self._readings.appendleft(reading)
+                    self._readings.insert(at, reading)
                 else:
                     finished = [FinishedRow(row_id, [], 0, 0, 0, None) for row_id in reading.row_ids]
             except Exception as error:
@@ -159,6 +165,11 @@ class ContinuousDecoder:
             else:
                 results += [self._result(row) for row in finished]
         return results
+
+    def _next_reading(self, may_overtake: bool) -> Reading:
+        """The oldest reading, or the oldest of the short ones if these may overtake."""
+        short = filter(_is_short, self._readings) if may_overtake else ()
+        return next(iter(short), self._readings[0])
 
     def _is_wanted(self, reading: Reading) -> bool:
         """Whether any row whose prompt is being read is not cancelled."""
@@ -237,6 +248,10 @@ class ContinuousDecoder:
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source
         return prepared
+
+
+def _is_short(reading: Reading) -> bool:
+    return reading.is_whole and reading.chunk_tokens <= PREFILL_CHUNK_TOKENS
 
 
 def _most_drafted(config: SpeculationConfig) -> int | None:

@@ -31,7 +31,13 @@ class Reading:
     def chunk_tokens(self) -> int:
         """Tokens of all rows in a chunk."""
         query_ids = self.prepared.plan.call.prompts.query_ids
-        return len(query_ids) * (self._chunk_size or query_ids.shape[1])
+        return len(query_ids) * min(self._chunk_size or query_ids.shape[1], query_ids.shape[1])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one forward of each model reads the prompts."""
+        size = self._chunk_size
+        return size is None or self.prepared.plan.call.prompts.query_ids.shape[1] <= size
 
     def read_chunk(self) -> bool:
         """Read a chunk; False once all is read."""

@@ -150,6 +150,41 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
     assert decoder.num_live == 0
 
 
+@pytest.mark.parametrize("source", ["model", "lookup"])
+def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
+    target, draft = pair("llama")
+    options, events = sources(draft)[source] | {"prefill_chunk_size": 32}, []
+    long = RowPrompt([1 + num % 60 for num in range(320)], arguments={"max_new_tokens": 8}, key="long")
+    shorts = [RowPrompt([3, 4, 5 + num], arguments={"max_new_tokens": 20}, key=num) for num in range(3)]
+    waiting = [long]
+
+    def count(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 16:
+            events.append("chunk")
+            if events.count("chunk") in (1, 3, 6):
+                events.append("asked")
+                waiting.append(shorts.pop())
+
+    def on_tokens(prompt, token_ids):
+        if token_ids and prompt.key not in events:
+            events.append(prompt.key)
+        return True
+
+    hooks = [model.register_forward_pre_hook(count, with_kwargs=True) for model in (target, draft)]
+    decoder = ContinuousDecoder(target, len(shorts) + 1, options, on_tokens=on_tokens)
+    results = [one for some in decoder.decode(lambda: waiting.pop(0) if waiting else None) for one in some]
+    for hook in hooks:
+        hook.remove()
+    asked = [at for at, event in enumerate(events) if event == "asked"]
+    begun = [at for at, event in enumerate(events) if isinstance(event, int)]
+    assert len(asked) == len(begun) == 3
+    for ask, begin in zip(asked, begun, strict=True):
+        assert "chunk" not in events[ask:begin]
+    assert events.count("chunk") == (20 if source == "model" else 10)  # 320 tokens, read by each model
+    for result in results:
+        assert result.token_ids == alone(target, result.prompt, **options), result.prompt.key
+
+
 class MakesNan(LogitsProcessor):
     """Gives rows with a token no distribution, or raises an error for them."""
 
