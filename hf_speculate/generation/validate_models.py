@@ -148,6 +148,9 @@ def check_target(
 
 
 def takes_chunks(target: PreTrainedModel) -> bool:
-    """Whether a target reads a prompt in chunks: the path for several tokens of some layers ignores earlier states."""
+    """Whether plain decoding of a target takes a `prefill_chunk_size`.
+
+    With attention layers it does, also where `reads_prompts_in_chunks` is False: the text then depends on the size.
+    """
     cache = recurrent_cache(target)
-    return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target, cache)
+    return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target)

@@ -34,8 +34,10 @@ class HybridKVCache(DynamicKVCache):
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
+        steps_after_states: bool = False,  # whether only the first forward reads tokens at once
     ):
         super().__init__(cache, batch_size, attention_mask, device)
+        self._steps_after_states = steps_after_states
         self.states = states
         self._attach = attach
         self._hooks: list[RemovableHandle] = []
@@ -143,6 +145,8 @@ class HybridKVCache(DynamicKVCache):
         if self._num_announced == num_query:
             return
         self._num_announced = num_query
+        if self._steps_after_states and self.num_columns and not self._is_recording:
+            self.begin_recording()
         is_prompt = not self._is_recording and (num_query > 1 or not self.num_columns)
         again = [min(num, num_query) for num in self._num_reread] if any(self._num_reread) else None
         self.states.begin(num_query, is_prompt=is_prompt, num_skipped=again)
