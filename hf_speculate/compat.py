@@ -68,6 +68,19 @@ def has_own_loop(model: PreTrainedModel) -> bool:
     return model_class._sample is not GenerationMixin._sample
 
 
+def plain_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode prompts [B, T] int64 in the loop of `GenerationMixin`; returns what `generate` returns."""
+    decode: Any = model._sample
+    return decode(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+
+
 class PlainSteps(NamedTuple):
     """Output of plain greedy decoding."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.base import checked_drops, gathered
+from hf_speculate.cache.base import ShortLayer, checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_cached
 from hf_speculate.cache.row_lens import RowLens
@@ -92,6 +92,9 @@ class HybridKVCache(DynamicKVCache):
             self._num_reread = [num - gone for num, gone in zip(self._num_reread, passed, strict=True)]
             self._num_passed = [num + gone for num, gone in zip(self._num_passed, passed, strict=True)]
             self._drop_common_padding()
+
+    def short_layer(self, num_columns: int) -> ShortLayer | None:
+        return super().short_layer(self.num_columns)
 
     def begin_recording(self) -> None:
         super().begin_recording()
