@@ -71,14 +71,12 @@ def has_own_loop(model: PreTrainedModel) -> bool:
 def plain_decoding(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    prepared: tuple[LogitsProcessorList, StoppingCriteriaList, GenerationConfig],
     **model_kwargs: Any,
 ) -> Any:
     """Decode prompts [B, T] int64 in the loop of `GenerationMixin`; returns what `generate` returns."""
     decode: Any = model._sample
-    return decode(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    return decode(input_ids, *prepared, **model_kwargs)
 
 
 class PlainSteps(NamedTuple):

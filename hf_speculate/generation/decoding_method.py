@@ -227,7 +227,7 @@ class SpeculativeDecoding:
     ) -> GenerateOutput | Tensor:
         """Decode in transformers' own loop, over a cache that holds what transformers puts there."""
         self.stats.plan = f"Plan(drafter: none; {self.stats.fallbacks[-1]})"
-        options: dict[str, Any] = {"streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
+        options = {**model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
         device, seeds = call.prompts.input_ids.device, None
         if call.do_sample and (call.config.seed is not None or call.config.generator is not None):
             seeds = call.config.row_seeds(call.batch_size, do_sample=True)
@@ -235,7 +235,7 @@ class SpeculativeDecoding:
         with torch.random.fork_rng(devices, enabled=seeds is not None, device_type=device.type if devices else "cuda"):
             if seeds is not None:
                 torch.manual_seed(int(seeds.sum()))
-            output: Any = plain_decoding(call.target, call.prompts.input_ids, *plain, **options, **model_kwargs)
+            output: Any = plain_decoding(call.target, call.prompts.input_ids, plain, **options)
         if static_cache is not None:
             static_copies().write_back(call.cache, static_cache)
         if isinstance(output, ModelOutput):

@@ -191,6 +191,7 @@ class ContinuousDecoder:
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)
+        stats.status |= read.status
         stats.rounds_s += seconds.draft  # plain decoding reads no prompt a second time
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
