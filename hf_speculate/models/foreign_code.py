@@ -78,9 +78,14 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
     if not touched and not classes:
         return tuple(found)
     parts: list[tuple[nn.Module, str, Any]] = []
+    is_foreign: dict[int, bool] = {}  # by the id of a hook, which many layers may share
     for module in touched:
-        for kind, table in zip(kinds, (module._forward_pre_hooks, module._forward_hooks), strict=True):
-            parts += [(module, kind, hook) for hook in table.values() if _is_foreign(hook)]
+        for kind, table in (kinds[0], module._forward_pre_hooks), (kinds[1], module._forward_hooks):
+            for hook in table.values():
+                if id(hook) not in is_foreign:
+                    is_foreign[id(hook)] = _is_foreign(hook)
+                if is_foreign[id(hook)]:
+                    parts.append((module, kind, hook))
         if "forward" in vars(module) and _is_foreign_forward(module, packages):
             parts.append((module, "replaced forward", vars(module)["forward"]))
     parts += [(module, kind, function) for cls, (kind, function) in classes.items() for module in modules[cls]]
