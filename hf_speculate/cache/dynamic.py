@@ -108,9 +108,9 @@ class DynamicKVCache(KVCache):
 
     def short_layer(self, num_columns: int) -> ShortLayer | None:
         for index, layer in enumerate(self._text_layers):
-            held, window = layer.keys.shape[2], window_of(layer)
-            if held < (num_columns if window is None else min(num_columns, window - 1)):
-                return ShortLayer(index, held)
+            num_held, window = layer.keys.shape[2], window_of(layer)
+            if num_held < (num_columns if window is None else min(num_columns, window - 1)):
+                return ShortLayer(index, num_held)
         return None
 
     def update(self, states: Sequence[KVState]) -> None:

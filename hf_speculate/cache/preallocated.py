@@ -150,9 +150,9 @@ class PreallocatedKVCache(KVCache):
 
     def short_layer(self, num_columns: int) -> ShortLayer | None:
         for index, layer in enumerate(self._layers):
-            held = layer.base + layer.buffers.keys.shape[2] if layer.is_initialized else num_columns
-            if held < num_columns:
-                return ShortLayer(index, held)
+            num_held = layer.base + layer.buffers.keys.shape[2] if layer.is_initialized else num_columns
+            if num_held < num_columns:
+                return ShortLayer(index, num_held)
         return None
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:

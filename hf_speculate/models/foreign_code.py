@@ -40,29 +40,29 @@ class _Identity:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        found = self._find()
-        return isinstance(other, _Identity) and found is not None and other._find() is found
+        thing = self._find()
+        return isinstance(other, _Identity) and thing is not None and other._find() is thing
 
 
 class ForeignCode(NamedTuple):
     """A hook, a replaced forward or a module of an unknown package."""
 
-    place: str  # name of the module; empty for the model itself
+    module_name: str  # empty for the model itself
     kind: str  # "forward hook", "forward pre-hook", "replaced forward" or "module"
-    name: str  # of the function or class
-    identity: tuple[_Identity, ...]  # of the function
+    name: str  # name of the function or class
+    identity: tuple[_Identity, ...]  # identity of the function
 
     def __str__(self) -> str:
-        return f"the {self.kind} {self.name} of {self.place or 'the model'}"
+        return f"the {self.kind} {self.name} of {self.module_name or 'the model'}"
 
 
 def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
-    """The foreign code in a model; a part of it is equal in two calls if its place and its function are the same."""
+    """The foreign code in a model; a part of it is equal in two calls if its module and its function are the same."""
     tables = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-    kinds = "forward pre-hook", "forward hook"
-    found: list[ForeignCode] = [
+    hook_kinds = "forward pre-hook", "forward hook"
+    entries: list[ForeignCode] = [
         _entry(_ALL_MODULES, kind, hook)
-        for kind, table in zip(kinds, tables, strict=True)
+        for kind, table in zip(hook_kinds, tables, strict=True)
         for hook in table.values()
         if _is_foreign(hook)
     ]
@@ -76,11 +76,11 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
             touched.append(module)
     classes = {cls: code for cls in modules if (code := _foreign_class(cls, packages)) is not None}
     if not touched and not classes:
-        return tuple(found)
+        return tuple(entries)
     parts: list[tuple[nn.Module, str, Any]] = []
     is_foreign: dict[int, bool] = {}  # by the id of a hook, which many layers may share
     for module in touched:
-        for kind, table in (kinds[0], module._forward_pre_hooks), (kinds[1], module._forward_hooks):
+        for kind, table in (hook_kinds[0], module._forward_pre_hooks), (hook_kinds[1], module._forward_hooks):
             for hook in table.values():
                 if id(hook) not in is_foreign:
                     is_foreign[id(hook)] = _is_foreign(hook)
@@ -90,7 +90,7 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
             parts.append((module, "replaced forward", vars(module)["forward"]))
     parts += [(module, kind, function) for cls, (kind, function) in classes.items() for module in modules[cls]]
     names = {id(module): name for name, module in model.named_modules()} if parts else {}
-    return tuple(found + [_entry(names.get(id(module), ""), kind, function) for module, kind, function in parts])
+    return tuple(entries + [_entry(names.get(id(module), ""), kind, function) for module, kind, function in parts])
 
 
 def described(code: Sequence[ForeignCode]) -> str:
@@ -112,12 +112,12 @@ def has_activated_adapters(model: nn.Module) -> bool:
     return any(offset is not None for row_offsets in offsets for offset in row_offsets)
 
 
-def _entry(place: str, kind: str, function: Any) -> ForeignCode:
+def _entry(module_name: str, kind: str, function: Any) -> ForeignCode:
     parts = [function] if not hasattr(function, "__func__") else [function.__self__, function.__func__]
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
-    return ForeignCode(place, kind, named.__qualname__, tuple(map(_Identity, parts)))
+    return ForeignCode(module_name, kind, named.__qualname__, tuple(map(_Identity, parts)))
 
 
 def _foreign_class(cls: type, packages: set[str]) -> tuple[str, Any] | None:
