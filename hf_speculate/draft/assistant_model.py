@@ -23,6 +23,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel, device_of, input_table, vocab_size_of
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
@@ -78,7 +79,7 @@ class AssistantModel(DraftSource):
         has_others = is_synced or plan.processors.can_join  # rows of other ranks, or later ones, may be longer
         if context is not None and context.num_tokens >= plan.max_length and not has_others:
             context = None  # out of reach
-        reads_whole = is_synced or plan.inputs.awaits_prompt
+        reads_whole = is_synced or plan.inputs.awaits_prompt or not reads_prompts_in_chunks(model)
         chunk_size = None if reads_whole else draft_chunk_size(plan.target, model, plan.num_query)
         settings = DraftSettings(
             eos_token_ids=upload(sorted(plan.eos_token_ids), device) if plan.eos_token_ids else None,

@@ -18,6 +18,7 @@ from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.row_progress import RowProgress
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.quirks import token_without_position
+from hf_speculate.models.recurrent_layers import reads_prompts_otherwise
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
@@ -55,6 +56,7 @@ class DraftSession(PerRow):
     token_without_position: int | None = None
     hidden_states: TargetStates | None = None
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
+    reads_prompt_alone: bool = False  # whether tokens that a draft model reads with the prompt get other states
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
@@ -69,7 +71,8 @@ class DraftSession(PerRow):
             if call.config.draft_state is not None:
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, draft.model, kv_cache)
         padding_id = plan.pad_token_id if plan.is_lock_step else None
-        rest = reuse, token_without_position(plan.target.model), states, call.ranks
+        reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
+        rest = reuse, token_without_position(plan.target.model), states, call.ranks, reads_alone
         return cls(drafter, kv_cache, plan.draft_strategy, padding_id, *rest)
 
     def begin(self, batch: Batch) -> None:
@@ -107,7 +110,12 @@ class DraftSession(PerRow):
 
         `meet` is called once the drafter is done, before what waits for other processes.
         """
-        self.num_fed = num_fed = self._num_unseen(batch)
+        self.num_fed = self._num_unseen(batch)
+        if self.reads_prompt_alone and self.kv_cache is not None and not self.kv_cache.num_columns:
+            prompt = self._tokens(batch).token_ids[:, self._num_seen[0] : batch.prompt_len]
+            self.drafter.read(prompt, self.kv_cache)
+            self._num_seen = [batch.prompt_len] * batch.num_rows
+        num_fed = self._num_unseen(batch)
         lens = batch.tokens.lens
         # a finished row may lack fewer tokens than are fed
         num_known = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]

@@ -18,7 +18,7 @@ from hf_speculate.engine.runners import Runners, draft_lens, find_runners
 from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
-from hf_speculate.models.module_walk import adapters_by_row, is_compiled
+from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.stats import SpeculationStats
@@ -149,7 +149,7 @@ def make_plan(call: Call, self_test: str = "") -> Plan:
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or runners.parts or reuses_draft_cache)
-        or (call.batch_size > 1 and adapters_by_row(call.target)),
+        or (call.batch_size > 1 and call.binds_rows),
         self_test=self_test,
         fallbacks=tuple(fallbacks),
     )
@@ -192,7 +192,7 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     num_columns = max_columns(call.target)
     if num_columns is None or call.max_columns <= num_columns:
         return ""
-    if call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target):
+    if call.is_cache_kept or call.config.draft_state is not None or call.binds_rows:
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 

@@ -13,9 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import only_attends
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES
-from hf_speculate.errors import ShapeError
+from hf_speculate.errors import ShapeError, UnsupportedModelError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
+from hf_speculate.models.foreign_code import described, foreign_code
 from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.text_decoder import text_decoder
@@ -73,8 +74,10 @@ class LanguageModel(PerRow):
         keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
         capture: StateCapture | None = None,  # captures hidden states, which forwards return in `Scored.captured`
+        is_watched: bool = False,  # whether hooks of others may shorten the cache
     ):
         self.model = model
+        self._is_watched = is_watched
         self.capture = capture
         self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
@@ -144,9 +147,21 @@ class LanguageModel(PerRow):
             output = self.model(use_cache=True, return_dict=True, **options)
             captured = None if self.capture is None else self.capture.concatenated()
         kv_cache.advance(num_query)
+        if self._is_watched:
+            self._check_lens(kv_cache, num_columns + num_query)
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
         return Scored(logits, hidden_states, output.get("attentions"), captured)
+
+    def _check_lens(self, kv_cache: KVCache, num_columns: int) -> None:
+        """Raise an error if somebody else has shortened a layer of the cache, which then has no rollback."""
+        short = kv_cache.short_layer(num_columns)
+        if short is not None:
+            raise UnsupportedModelError(
+                f"layers of the cache must keep all columns of a forward, got {short.num_columns} of {num_columns} in "
+                f"layer {short.layer} of {type(self.model).__name__}, which has {described(foreign_code(self.model))}; "
+                "remove what shortens the cache, or set speculation_hooks='plain'"
+            )
 
     def run_unpadded(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
         """As `run`, eagerly, in a forward that holds the query's tokens and no others."""

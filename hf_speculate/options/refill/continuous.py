@@ -14,9 +14,9 @@ from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
-from hf_speculate.generation.validate_models import takes_chunks
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.reading import LogitsObserver, Reading
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowSource, alike, left_padded
@@ -112,8 +112,16 @@ class ContinuousDecoder:
             self.on_begin(waiting)
         results: list[RowResult] = []
         for group in alike(waiting):
-            results += self._begin(group)
+            for prompts in [group] if self._can_be_padded(group[0]) else [[prompt] for prompt in group]:
+                results += self._begin(prompts)
         return results
+
+    def _can_be_padded(self, prompt: RowPrompt) -> bool:
+        """Whether prompts like this one may be read with padding: it moves the borders of a call's own chunks."""
+        arguments = {**self.arguments, **prompt.arguments}
+        config = arguments.get("generation_config") or self.model.generation_config
+        chunk_size = arguments.get("prefill_chunk_size") or config.prefill_chunk_size
+        return chunk_size is None or reads_prompts_in_chunks(self.model)
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
         """Begin to read prompts together; returns the rows that have failed by then."""
@@ -196,6 +204,7 @@ class ContinuousDecoder:
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)
+        stats.status |= read.status
         stats.rounds_s += seconds.draft  # plain decoding reads no prompt a second time
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
@@ -243,7 +252,7 @@ class ContinuousDecoder:
             arguments["num_assistant_tokens"] = arguments["num_assistant_tokens"] * len(prompts)
         config = arguments.get("generation_config") or self.model.generation_config
         is_long = is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS
-        if is_long and config.prefill_chunk_size is None and takes_chunks(self.model):
+        if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source

@@ -14,6 +14,7 @@ from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, Speculati
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.mixin import generate
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
@@ -177,6 +178,7 @@ def _compared(
     num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
     passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
     is_text = not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
+    is_text = is_text and reads_prompts_in_chunks(model)  # or its own forward over several tokens loses states
     for row in range(len(ours)):
         plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
         pairs = enumerate(zip_longest(plain_ids, our_ids, fillvalue=pad))

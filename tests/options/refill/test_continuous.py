@@ -10,10 +10,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import generate, register_row_wise
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import BadLogitsError, UnsupportedGenerationError
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
-from tests.cases import pair
+from tests.cases import new_pair, pair
 from tests.tiny import cheaper_copy
 
 NUM_ROWS = 3
@@ -211,6 +211,22 @@ def test_a_failing_row_ends_alone(raises, message):
     for key, result in results.items():
         assert (message in str(result.error)) == (key in fails)
         assert key in fails or result.token_ids == texts[key]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
+    def spoil(module, args, kwargs, output):
+        output.logits[(kwargs["input_ids"] == 7).any(1)] = torch.nan
+
+    target, options = new_pair("llama")[0], {"do_sample": do_sample, "prompt_lookup_num_tokens": 3}
+    options |= {"num_assistant_tokens_schedule": "constant", "max_new_tokens": 6}
+    target.register_forward_hook(spoil, with_kwargs=True)
+    prompts = [RowPrompt(ids, seed=key, key=key) for key, ids in enumerate([[1, 2, 3], [1, 7], [4, 5]])]
+    results, decoder = decoded(target, prompts, **options)
+    assert [isinstance(results[key].error, BadLogitsError) for key in range(3)] == [False, do_sample, False]
+    for prompt in prompts[::2] if do_sample else prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
+    assert do_sample or decoder.stats.status
 
 
 @pytest.mark.fallback("lock step")
