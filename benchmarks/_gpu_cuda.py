@@ -15,6 +15,10 @@ from _subjects import Oracle, load_pair, random_pair
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hf_speculate.models.foreign_code import KNOWN_PACKAGES
+
+KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
+
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync")
 _NUM_KERNELS, _MAX_NAME = 24, 90  # that are named, and characters of a name
 _FORWARD, _ROUND_END = "a model's forward", "the end of a round"

@@ -15,7 +15,10 @@ from _harness import ROOT, wait
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from hf_speculate.tools.bench.decoding import Batch, make_batches
+
+KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
 
 PAIR = ROOT / "examples" / "pair"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

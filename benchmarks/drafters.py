@@ -20,6 +20,9 @@ from tqdm import tqdm
 
 import hf_speculate
 from hf_speculate.engine.step_weights import cost_ratio
+from hf_speculate.models.foreign_code import KNOWN_PACKAGES
+
+KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
 
 NAME = "drafters"
 DRAFTERS = ("copying", "model", "hybrid")

@@ -25,12 +25,15 @@ from transformers import LlamaConfig, PreTrainedModel
 import hf_speculate
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
+from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from hf_speculate.options.heads.chain import ChainDrafter
 from hf_speculate.options.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.options.heads.head import DraftHead, HeadSpec
 from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import NetworkPlan
 from hf_speculate.types import DraftOut
+
+KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
 
 NAME = "heads"
 SHAPES = {

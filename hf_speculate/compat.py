@@ -84,6 +84,17 @@ def has_own_loop(model: PreTrainedModel) -> bool:
     return model_class._sample is not GenerationMixin._sample
 
 
+def plain_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    prepared: tuple[LogitsProcessorList, StoppingCriteriaList, GenerationConfig],
+    **model_kwargs: Any,
+) -> Any:
+    """Decode prompts [B, T] int64 in the loop of `GenerationMixin`; returns what `generate` returns."""
+    decode: Any = model._sample
+    return decode(input_ids, *prepared, **model_kwargs)
+
+
 class PlainSteps(NamedTuple):
     """Output of plain greedy decoding."""
 

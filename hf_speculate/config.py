@@ -43,6 +43,7 @@ _CHECKS: dict[str, Check] = {
     "verifier_backend": one_of("auto", "torch", "triton"),
     "speculation_cache": one_of("auto", "dynamic", "preallocated"),
     "speculation_graphs": one_of("auto", "on", "off"),
+    "speculation_hooks": one_of("check", "trusted", "plain"),
     "posterior_threshold": real("in (0, 1)", lambda x: 0 < x < 1),
     "posterior_alpha": real("> 0 and finite", lambda x: 0 < x <= _LARGEST),
     "entropy_epsilon": real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
@@ -124,6 +125,9 @@ class SpeculationConfig:
             has seen that they are right on such a device, and where a trial on the model shows that they are right and
             faster, but not for models with forward hooks or KV buffers that may take more than an eighth of the
             device's memory.
+        speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, forwards or modules that are
+            not those of known packages; "check" compares verifications with plain decoding once, and decodes plainly
+            where they differ; "trusted" drafts without a comparison; "plain" decodes plainly.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -146,6 +150,7 @@ class SpeculationConfig:
     verifier_backend: str = "auto"
     speculation_cache: str = "auto"
     speculation_graphs: str = "auto"
+    speculation_hooks: str = "check"
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
     speculation_stats: SpeculationStats | None = None

@@ -296,6 +296,7 @@ OWN_FIELDS = (
     same("speculation_cache", value="dynamic", rows=3),
     supported("seed", value=7, samples=True),
     same("speculation_graphs", "CUDA graphs on a GPU", "on"),
+    same("speculation_hooks", "targets with [hooks of your own](supported.md#hooks)", "trusted"),
     *_each(supported, "generator speculation_stats", OBJECT),
     supported("speculation_callback", "called with a `RoundReport`, never in JSON"),
     supported("candidate_generator", f"{OBJECT}; one row"),

@@ -36,6 +36,7 @@ VALUES = {
     "verifier_backend": ("auto", "torch", "auto", "torch", "auto"),
     "speculation_cache": ("auto", "dynamic", "auto", "dynamic", "auto"),
     "speculation_graphs": ("off", "on", "off", "on", "auto"),
+    "speculation_hooks": ("plain", "trusted", "plain", "trusted", "check"),
     "seed": (1, 2, 3, 4, None),
 }
 

@@ -22,6 +22,13 @@ class LayerView(NamedTuple):
     hidden: Tensor | None
 
 
+class ShortLayer(NamedTuple):
+    """A layer that holds fewer columns than the forwards have given it."""
+
+    layer: int
+    num_columns: int
+
+
 class KVCache(Protocol):
     """States of B rows that can be rolled back row by row."""
 
@@ -50,6 +57,10 @@ class KVCache(Protocol):
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
         return
+
+    def short_layer(self, num_columns: int) -> ShortLayer | None:
+        """The first layer with fewer than `num_columns` columns, or its window of them; None if no layer has."""
+        return None
 
     def get_num_tokens(self) -> int:
         """Real tokens in the longest row; 0 before the first update."""

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hf_speculate.cache.base import KVCache, LayerView, checked_drops, leading
+from hf_speculate.cache.base import KVCache, LayerView, ShortLayer, checked_drops, leading
 from hf_speculate.cache.layers import (
     ATTENTION_LAYERS,
     attention_layers,
     check_layers,
     layers_snapshot,
     text_cache,
+    window_of,
 )
 from hf_speculate.cache.left_padding import LeftPadding, shift_rows
 from hf_speculate.cache.row_lens import RowLens
@@ -104,6 +105,13 @@ class DynamicKVCache(KVCache):
         if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._text_layers):
             return None
         return [leading(state, self._padding.pads, max(counts)) for state in self.get_kv_states()]
+
+    def short_layer(self, num_columns: int) -> ShortLayer | None:
+        for index, layer in enumerate(self._text_layers):
+            num_held, window = layer.keys.shape[2], window_of(layer)
+            if num_held < (num_columns if window is None else min(num_columns, window - 1)):
+                return ShortLayer(index, num_held)
+        return None
 
     def update(self, states: Sequence[KVState]) -> None:
         self.mask(states[0].keys.shape[2] if states else 0)  # the new columns are real tokens

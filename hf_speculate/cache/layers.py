@@ -43,7 +43,8 @@ def holding(layers: Iterable[Any]) -> list[Any]:
 
 def fixed_layers(config: PreTrainedConfig) -> frozenset[int]:
     """The layers of a text config that hold what the prompt's pictures gave, which grows with no token."""
-    return frozenset(getattr(config, "cross_attention_layers", None) or ())
+    layers = getattr(config, "cross_attention_layers", None) or ()
+    return frozenset(layer for layer in layers if layer < config.num_hidden_layers)  # a cut model keeps the list
 
 
 def check_layers(cache: Cache, types: Sequence[type]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import KVCache, LayerView, checked_drops, gathered, leading
+from hf_speculate.cache.base import KVCache, LayerView, ShortLayer, checked_drops, gathered, leading
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.lookahead import Lookahead
 from hf_speculate.cache.masks import hidden
@@ -147,6 +147,13 @@ class PreallocatedKVCache(KVCache):
 
     def advance(self, num_query: int) -> None:
         self._lookahead.advance(num_query)
+
+    def short_layer(self, num_columns: int) -> ShortLayer | None:
+        for index, layer in enumerate(self._layers):
+            num_held = layer.base + layer.buffers.keys.shape[2] if layer.is_initialized else num_columns
+            if num_held < num_columns:
+                return ShortLayer(index, num_held)
+        return None
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)

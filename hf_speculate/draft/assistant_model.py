@@ -22,7 +22,9 @@ from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageMode
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
-from hf_speculate.models.language_model import LanguageModel, device_of, vocab_size_of
+from hf_speculate.models.language_model import LanguageModel, device_of, input_table, vocab_size_of
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
 
@@ -77,7 +79,7 @@ class AssistantModel(DraftSource):
         has_others = is_synced or plan.processors.can_join  # rows of other ranks, or later ones, may be longer
         if context is not None and context.num_tokens >= plan.max_length and not has_others:
             context = None  # out of reach
-        reads_whole = is_synced or plan.inputs.awaits_prompt
+        reads_whole = is_synced or plan.inputs.awaits_prompt or not reads_prompts_in_chunks(model)
         chunk_size = None if reads_whole else draft_chunk_size(plan.target, model, plan.num_query)
         settings = DraftSettings(
             eos_token_ids=upload(sorted(plan.eos_token_ids), device) if plan.eos_token_ids else None,
@@ -115,7 +117,7 @@ class AssistantModel(DraftSource):
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
     """The source of `assistant_model`: a model, its name or wrapper, or an object that names another source."""
-    assistant, name = unwrapped(values["assistant_model"]), ""
+    assistant, name = unwrapped(values["assistant_model"], "assistant_model"), ""
     if isinstance(assistant, str | Path):
         name = str(assistant)
         assistant = NamedDrafts.of(target).get(name, target)
@@ -131,18 +133,6 @@ def variant_of(assistant: Any) -> str | None:
     model_type = getattr(getattr(assistant, "config", None), "model_type", None)
     variant: str | None = getattr(assistant, "draft_source", model_type if model_type in VARIANTS else None)
     return variant
-
-
-def unwrapped(assistant: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is."""
-    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
-        return assistant
-    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
-            "use a draft without one, or with LoRA"
-        )
-    return assistant.get_base_model()
 
 
 def map_vocabularies(
@@ -191,7 +181,7 @@ def map_vocabularies(
 def table_sizes(model: PreTrainedModel) -> tuple[int, int]:
     """Ids that a model has embeddings for, and ids that it scores; those of its config if a table does not tell."""
     size = vocab_size_of(model)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = input_table(model), model.get_output_embeddings()
     return int(getattr(embeddings, "num_embeddings", size)), int(getattr(head, "out_features", size))
 
 

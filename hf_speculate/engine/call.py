@@ -17,6 +17,8 @@ from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.row_lists import ONE_CALL, RowLists
 from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.models.foreign_code import ForeignCode
+from hf_speculate.models.module_walk import adapters_by_row
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 
@@ -91,6 +93,7 @@ class Call:
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     row_lists: RowLists = ONE_CALL  # whether rows leave, so that others may join
+    foreign_code: tuple[ForeignCode, ...] = ()  # the target's hooks of others, which may know rows by their index
 
     @property
     def do_sample(self) -> bool:
@@ -133,6 +136,11 @@ class Call:
     @property
     def models(self) -> list[PreTrainedModel]:
         return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @cached_property
+    def binds_rows(self) -> bool:
+        """Whether code in the target may hold an adapter or a vector for each row, by its index in the batch."""
+        return bool(self.foreign_code) or adapters_by_row(self.target)
 
     @property
     def row_ids(self) -> range:

@@ -1,7 +1,6 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
 import importlib
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +18,7 @@ from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.row_progress import RowProgress
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.quirks import token_without_position
+from hf_speculate.models.recurrent_layers import reads_prompts_otherwise
 from hf_speculate.per_row import PerRow
 from hf_speculate.schedule import Choice
 from hf_speculate.transfers import upload
@@ -57,6 +57,7 @@ class DraftSession(PerRow):
     token_without_position: int | None = None
     hidden_states: TargetStates | None = None
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
+    reads_prompt_alone: bool = False  # whether tokens that a draft model reads with the prompt get other states
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _num_looked_up: list[int] = field(default_factory=list, init=False)  # tokens of each row that `look_up` has seen
@@ -72,7 +73,8 @@ class DraftSession(PerRow):
             if call.config.draft_state is not None:
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, draft.model, kv_cache)
         padding_id = plan.pad_token_id if plan.is_lock_step else None
-        rest = reuse, token_without_position(plan.target.model), states, call.ranks
+        reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
+        rest = reuse, token_without_position(plan.target.model), states, call.ranks, reads_alone
         return cls(drafter, kv_cache, plan.draft_strategy, padding_id, *rest)
 
     def begin(self, batch: Batch) -> None:
@@ -91,7 +93,7 @@ class DraftSession(PerRow):
         """
         if self.drafter.is_free or not self.drafter.reads_prompt:
             return 0
-        return max(map(operator.sub, lens, self._num_seen))
+        return max(length - num for length, num in zip(lens, self._num_seen, strict=True))
 
     def look_up(self, batch: Batch) -> list[list[float]]:
         """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
@@ -136,8 +138,9 @@ class DraftSession(PerRow):
             meet: called once the drafter is done, before what waits for other processes.
             target_cache: the target's states, which drafters may read.
         """
-        self.num_fed = 0
+        self.num_fed = num_read = 0
         if choice.num_model_tokens:
+            num_read = self._read_prompt_alone(batch)
             self._make_even(batch)
             draft = self._draft(batch, choice.num_draft_tokens, keys, target_cache)
             has_cache = self.kv_cache is not None
@@ -148,11 +151,25 @@ class DraftSession(PerRow):
         draft = self.ranks.broadcast_draft(draft, choice.num_draft_tokens, has_cache)
         if self.num_fed:
             self._follow(batch, draft)
+            self.num_fed += num_read
         draft = self._before_token_without_position(batch, _within_room(draft, batch, room))
         if self.padding_id is not None and any(batch.is_finished):
             finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
         return draft
+
+    def _read_prompt_alone(self, batch: Batch) -> int:
+        """Read the prompt in a forward of its own where other tokens would get other states with it.
+
+        Returns the tokens of each row that were read.
+        """
+        cache = self.kv_cache
+        if not self.reads_prompt_alone or cache is None or cache.num_columns:
+            return 0
+        num_seen = self._num_seen[0]
+        self.drafter.read(self._tokens(batch).token_ids[:, num_seen : batch.prompt_len], cache)
+        self._num_seen = [batch.prompt_len] * batch.num_rows
+        return batch.prompt_len - num_seen
 
     def _draft(
         self,

@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.engine.call import Call
-from hf_speculate.models.cache_kinds import CachePlan, CacheRequest, plan_cache
+from hf_speculate.models.cache_kinds import CachePlan, CacheRequest, find_kind, plan_cache
 from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.models.foreign_code import described
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.wrapper_probe import HandedOn
 
@@ -87,7 +88,12 @@ def plan_target_cache(call: Call) -> CachePlan:
         num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
         handed_on=HandedOn.of(call.target),
     )
-    return plan_cache(request)
+    plan = plan_cache(request)
+    if not call.foreign_code or plan.kind != "preallocated" or request.requested != "auto":
+        return plan
+    if call.static.is_static or call.config.speculation_graphs == "on" or find_kind("dynamic").obstacle(request):
+        return plan
+    return CachePlan(request, "dynamic", f"{described(call.foreign_code)} may read or edit its layers")
 
 
 def _moved(mask: Tensor | None, device: torch.device) -> Tensor | None:

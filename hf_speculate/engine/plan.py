@@ -3,12 +3,14 @@
 import functools
 import logging
 import pkgutil
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
 from hf_speculate.cache.layers import is_recurrent
+from hf_speculate.caller import caller_level
 from hf_speculate.compat import attention_name
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
@@ -16,7 +18,7 @@ from hf_speculate.engine.runners import Runners, draft_lens, find_runners
 from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
-from hf_speculate.models.module_walk import adapters_by_row
+from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.stats import SpeculationStats
@@ -133,7 +135,7 @@ def make_plan(call: Call, self_test: str = "") -> Plan:
     draft = None if call.draft is None else plan_draft(call, call.draft, target)
     models = [target] if draft is None else [target, draft]
     runners = find_runners(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
-    fallbacks += [*_cache_fallbacks(models), *runners.reasons]
+    fallbacks += [*_cache_fallbacks(models), *_compiled_fallbacks(models, runners), *runners.reasons]
     reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         call=call,
@@ -147,7 +149,7 @@ def make_plan(call: Call, self_test: str = "") -> Plan:
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
         keeps_rows=bool(lock_step or call.is_cache_kept or runners.parts or reuses_draft_cache)
-        or (call.batch_size > 1 and adapters_by_row(call.target)),
+        or (call.batch_size > 1 and call.binds_rows),
         self_test=self_test,
         fallbacks=tuple(fallbacks),
     )
@@ -190,7 +192,7 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     num_columns = max_columns(call.target)
     if num_columns is None or call.max_columns <= num_columns:
         return ""
-    if call.is_cache_kept or call.config.draft_state is not None or adapters_by_row(call.target):
+    if call.is_cache_kept or call.config.draft_state is not None or call.binds_rows:
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 
@@ -223,6 +225,19 @@ def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: b
         return call
     fallbacks.append(f"rejection in place of block, {reason}")
     return replace(call, config=replace(call.config, verifier="rejection"))
+
+
+def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterator[str]:
+    """Which models run eagerly though the caller compiled them."""
+    for part, model in ((model_plan.part, model_plan.model) for model_plan in models):
+        if part in runners.settings or not is_compiled(model):
+            continue
+        reason = (
+            f"eager forwards of the {part} {type(model).__name__}, because a forward that the caller compiled would be "
+            "traced anew for each form of the cache; pass compile_config= to compile speculative forwards"
+        )
+        warnings.warn(reason, stacklevel=caller_level())
+        yield reason
 
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.model_state import model_state
+from hf_speculate.models.language_model import input_table
 from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.schedule import DraftPrior
 
@@ -35,7 +36,7 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     """The weights of a step: no encoder's, and no table of embeddings (a step reads rows) unless it is the head."""
     is_composite = model.config.get_text_config(decoder=True) is not model.config  # it has an encoder of its own
     decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder or is_composite else model
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    head, table = model.get_output_embeddings(), input_table(model)
     parts = [decoder] if head is None else [decoder, head]
     weights: dict[int, Tensor] = {id(weight): weight for part in parts for weight in part.parameters()}
     # libraries mark quantised weights by a class of their own; those of a split model have one, too
@@ -46,7 +47,7 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
     if is_quantised:  # some libraries keep them in buffers
         weights |= {id(buffer): buffer for buffer in chain(*(part.buffers() for part in parts))}
     shared = set() if head is None else set(map(id, head.parameters()))
-    unread = set(map(id, table.parameters())) - shared
+    unread = set() if table is None else set(map(id, table.parameters())) - shared
     num_bytes = sum(weight_bytes(weight) for key, weight in weights.items() if key not in unread)
     return StepWeights(num_bytes // tensor_parallel_size(model), is_quantised)
 

@@ -125,6 +125,7 @@ class TargetSession(PerRow):
             call.is_cache_kept or call.ranks.is_distributed,
             call.target_inputs,
             capture=capture,
+            is_watched=bool(call.foreign_code),
         )
         wanted = {
             "output_hidden_states": (states is not None and states.wanted) or call.recorded.hidden_states,

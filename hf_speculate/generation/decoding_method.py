@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,10 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_cached
 from hf_speculate.cache.static import is_static, static_copies
-from hf_speculate.compat import CACHE_NAMES
+from hf_speculate.caller import caller_level
+from hf_speculate.compat import CACHE_NAMES, plain_decoding
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import VARIANTS, DraftSource, load_entry
 from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call, Prompts
@@ -37,8 +40,9 @@ from hf_speculate.generation.validate_call import (
     check_synced,
 )
 from hf_speculate.generation.validate_models import check_target
-from hf_speculate.models.extra_inputs import MEDIA
+from hf_speculate.models.extra_inputs import MEDIA, ExtraInputs
 from hf_speculate.models.folded_attention import folded_attention_for
+from hf_speculate.models.foreign_code import described, foreign_code
 from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
 from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -114,11 +118,20 @@ class SpeculativeDecoding:
         is_fixed = self.is_static or static_cache is not None
         call = replace(call, ranks=self._ranks(call, is_fixed))
         call = self._with_draft_inputs(call, inputs_tensor, model_kwargs)
-        call = replace(call, static=static_request(call, is_fixed))
+        call = replace(call, static=static_request(call, is_fixed), foreign_code=foreign_code(model))
         self_test = ""
         if not is_tested_type(model):
             check_decoding = importlib.import_module(_SELF_TEST).check_decoding
             self_test = check_decoding(call, generation_config, model_kwargs, self.source)
+        reason = self._why_plainly(call, generation_config, model_kwargs)
+        if reason:
+            self._warn(reason)
+            if config.verifier != "coupled":
+                plain = logits_processor, stopping_criteria, generation_config
+                return self._decode_plainly(call, plain, model_kwargs, static_cache)
+            source = NoDrafts(self.source.argument, self.source.hint, is_token_by_token=True)
+            call = replace(call, source=source, draft_inputs=ExtraInputs())
+            call = replace(call, static=static_request(call, is_fixed))
         call = with_working_kernels(call, self.stats)
         for_generators = _for_generators(call, generation_config, inputs_tensor, model_kwargs)
         call = begin_source(call, self.stats, for_generators)
@@ -185,6 +198,54 @@ class SpeculativeDecoding:
             return replace(call, draft_inputs=inputs)
         source = call.source.without_model()
         return replace(call, source=source, config=source.settings(call.config))
+
+    def _why_plainly(self, call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> str:
+        """Why a call decodes without drafts because of foreign code in its target; empty if it drafts."""
+        choice = call.config.speculation_hooks
+        if self.on_prepared is not None or not self.source.drafts or choice == "trusted":
+            return ""
+        if not call.ranks.max(int(bool(call.foreign_code))):
+            return ""
+        reason = 'speculation_hooks is "plain"'
+        if choice == "check":
+            obstacle_of = importlib.import_module(_SELF_TEST).foreign_code_obstacle
+            reason = obstacle_of(call, generation_config, model_kwargs, self.source)
+        code = described(call.foreign_code) or "hooks on another rank"
+        return f"plain decoding, because of {code}: {reason}" if reason else ""
+
+    def _warn(self, reason: str) -> None:
+        """Record a fallback, and warn of it."""
+        self.stats.add_fallback(reason)
+        warnings.warn(reason, stacklevel=caller_level())
+
+    def _decode_plainly(
+        self,
+        call: Call,
+        plain: tuple[LogitsProcessorList, StoppingCriteriaList, GenerationConfig],
+        model_kwargs: Mapping[str, Any],
+        static_cache: Cache | None,
+    ) -> GenerateOutput | Tensor:
+        """Decode in transformers' own loop, over a cache that holds what transformers puts there."""
+        self.stats.plan = f"Plan(drafter: none; {self.stats.fallbacks[-1]})"
+        options = {**model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
+        device, seeds = call.prompts.input_ids.device, None
+        if call.do_sample and (call.config.seed is not None or call.config.generator is not None):
+            seeds = call.config.row_seeds(call.batch_size, do_sample=True)
+        devices = [device.index or 0] if seeds is not None and device.type not in ("cpu", "meta") else []
+        with torch.random.fork_rng(devices, enabled=seeds is not None, device_type=device.type if devices else "cuda"):
+            if seeds is not None:
+                torch.manual_seed(int(seeds.sum()))
+            output: Any = plain_decoding(call.target, call.prompts.input_ids, plain, **options)
+        if static_cache is not None:
+            static_copies().write_back(call.cache, static_cache)
+        if isinstance(output, ModelOutput):
+            cache = self._returned_cache(call) if static_cache is None else static_cache
+            for name in CACHE_NAMES:
+                if output.get(name) is not None:
+                    output[name] = cache
+        self.clock.enter(Stage.INPUTS)
+        self.stats.add_seconds(self.clock.lap())
+        return output  # type: ignore[no-any-return]
 
     def _decode(self, prepared: Prepared, static_cache: Cache | None, encoded: object) -> GenerateOutput | Tensor:
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call

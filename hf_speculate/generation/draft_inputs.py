@@ -13,7 +13,7 @@ from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.errors import SpeculateError, UnsupportedGenerationError
 from hf_speculate.models.context import encoder_context_len
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import device_of, text_prefix
+from hf_speculate.models.language_model import device_of, dtype_of, text_prefix
 from hf_speculate.stats import SpeculationStats
 
 _BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")  # which an encoder may read
@@ -79,7 +79,7 @@ def _encoded(call: Call, draft: PreTrainedModel, inputs: Tensor | None, model_kw
 
 def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
     """A copy of a tensor, or of an output's, where the model is; numbers with a fraction in the model's dtype."""
-    device, dtype = device_of(model), model.dtype
+    device, dtype = device_of(model), dtype_of(model)
     return tree_map_only(
         Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype), value
     )

@@ -40,6 +40,7 @@ from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -92,7 +93,7 @@ def generate(
     repository's `custom_generate/generate.py` can call this.
 
     Args:
-        model: the target.
+        model: the target, which PEFT may wrap.
         *args: as `model.generate`.
         fields_from: a `generation_config.json`, or its content; its fields count where the call leaves them open.
         **kwargs: as `model.generate`, and the fields of `SpeculationConfig`.
@@ -105,9 +106,10 @@ def generate(
         UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
         UnsupportedModelError: a model cannot take part.
     """
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
-            f"model must be a transformers model, got {type(model).__name__}; enable() serves PEFT models"
+            f"model must be a transformers model, or one in a PEFT wrapper, got {type(model).__name__}; pass the model"
         )
     return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
 

@@ -15,7 +15,7 @@ from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
-from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.language_model import input_table, vocab_size_of
 
 # Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
 _COMMON = (
@@ -183,9 +183,9 @@ def check_extra_inputs(call: Call) -> None:
             f"prefill_chunk_size must be left out with {', '.join(names)}, got {size}; feed such a prompt at once"
         )
     if call.draft is not None and input_ids.shape[1]:
-        embeddings: Any = call.draft.get_input_embeddings()
         vocabulary = call.vocabulary
-        size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.table.draft_ids)
+        num_read: int = getattr(input_table(call.draft), "num_embeddings", vocab_size_of(call.draft))
+        size = num_read if vocabulary is None else len(vocabulary.table.draft_ids)
         smallest, largest = int(input_ids.min()), int(input_ids.max())
         if largest >= size or smallest < 0:
             raise UnsupportedGenerationError(

@@ -12,6 +12,7 @@ from hf_speculate.compat import has_own_loop
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.plan import attention_of
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.foreign_code import has_activated_adapters
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks, recurrent_cache, rollback_obstacle
@@ -32,6 +33,11 @@ def check_models(models: Sequence[Any], source: DraftSource) -> None:
         raise UnsupportedModelError(
             f"the target must decode in the loop of GenerationMixin, got {type(models[0]).__name__} with a loop "
             f"(_sample) of its own; {source.hint}"
+        )
+    if has_activated_adapters(models[0]) and not source.is_token_by_token:
+        raise UnsupportedModelError(
+            f"adapters of the target must treat each token by itself, got activated LoRA (aLoRA) in "
+            f"{type(models[0]).__name__}, which adapts the last tokens of every forward; {source.hint}"
         )
     for model in models:
         _check_model(model, source)
@@ -148,6 +154,9 @@ def check_target(
 
 
 def takes_chunks(target: PreTrainedModel) -> bool:
-    """Whether a target reads a prompt in chunks: the path for several tokens of some layers ignores earlier states."""
+    """Whether plain decoding of a target takes a `prefill_chunk_size`.
+
+    With attention layers it does, also where `reads_prompts_in_chunks` is False: the text then depends on the size.
+    """
     cache = recurrent_cache(target)
-    return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target, cache)
+    return cache is None or bool(attention_layers(cache.layers)) or reads_prompts_in_chunks(target)

@@ -11,7 +11,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import ArangeCache
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.chosen_tokens import Chosen, ChosenTokens, joined
-from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.models.language_model import LanguageModel, dtype_of
 from hf_speculate.models.module_walk import modules_of
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
@@ -138,4 +138,4 @@ def widest_bytes(model: PreTrainedModel) -> int:
     # torch's name in a linear layer, or transformers' in GPT-2's
     parts = [vars(module) for module in modules_of(model) if module is not head]
     widths = [part.get("out_features") or part.get("nf", 0) for part in parts]
-    return max([width for width in widths if isinstance(width, int)], default=0) * model.dtype.itemsize
+    return max([width for width in widths if isinstance(width, int)], default=0) * dtype_of(model).itemsize

@@ -1,4 +1,4 @@
-"""Module walk: a model's modules, parameters and forward hooks in one plain loop.
+"""Module walk: a model's modules, parameters, forward hooks and compiled forwards in one plain loop.
 
 torch's `modules()` and `parameters()` make the name of each, in a generator for every level. That takes four to eight
 times as long, and shows in each call of a deep model.
@@ -32,6 +32,16 @@ def weight_bytes(weight: Tensor) -> int:
     if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "device_mesh"):
         return weight.numel() * weight.element_size()
     return sum(weight_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the caller compiled the forward of the model, or of a module in it."""
+    return any(
+        attributes.get("_compiled_call_impl") is not None
+        or hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
+        or "_orig_mod" in attributes["_modules"]
+        for attributes in map(vars, modules_of(model))
+    )
 
 
 def adapters_by_row(model: nn.Module) -> bool:

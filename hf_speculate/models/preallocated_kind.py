@@ -13,7 +13,7 @@ from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.compat import attention_name
 from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest, windows_in
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
-from hf_speculate.models.language_model import takes_positions
+from hf_speculate.models.language_model import dtype_of, takes_positions
 from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn
@@ -34,7 +34,7 @@ class PreallocatedKind(CacheKind):
         windows = tuple(window_of(layer) for layer in holding(request.layers.layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
         is_mask_per_row = bool(limit_reason(request.model, Limit.MASK_PER_ROW))
-        mask_spec = MaskSpec(windows, by_name, request.model.dtype, is_mask_per_row)
+        mask_spec = MaskSpec(windows, by_name, dtype_of(request.model), is_mask_per_row)
         shape = batch_size, request.attention_mask, request.device, request.max_columns
         return PreallocatedKVCache(mask_spec, *shape, kept_cache, *buffers)
 

@@ -31,6 +31,19 @@ def rollback_obstacle(model: PreTrainedModel) -> str:
     return str(importlib.import_module(_MIXERS).rollback_obstacle(model, cache))
 
 
-def reads_prompts_in_chunks(model: PreTrainedModel, cache: Cache) -> bool:
-    """Whether recurrent layers read several tokens as they read single ones, after earlier states in `cache` too."""
-    return bool(importlib.import_module(_MIXERS).stepped_model(model, cache).reads_at_once)
+def reads_prompts_in_chunks(model: PreTrainedModel) -> bool:
+    """Whether the text does not depend on how a prompt is cut into forwards, of several tokens or of one.
+
+    Recurrent layers may lose earlier states where they read several tokens, or read single ones in another way.
+    """
+    cache = recurrent_cache(model)
+    return cache is None or bool(importlib.import_module(_MIXERS).stepped_model(model, cache).reads_at_once)
+
+
+def reads_prompts_otherwise(model: PreTrainedModel) -> bool:
+    """Whether tokens that are read with the prompt get other states than in steps, though none are lost."""
+    cache = recurrent_cache(model)
+    if cache is None:
+        return False
+    stepped = importlib.import_module(_MIXERS).stepped_model(model, cache)
+    return bool(stepped.continues and not stepped.reads_at_once)

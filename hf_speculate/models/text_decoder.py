@@ -1,9 +1,11 @@
-"""The text decoder inside a model, which readers of pictures and sounds wrap."""
+"""The text decoder inside a model, which readers of pictures and sounds wrap, and the model inside a PEFT wrapper."""
 
 import sys
 from typing import Any
 
 from transformers import PreTrainedModel
+
+from hf_speculate.errors import UnsupportedModelError
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -15,6 +17,27 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
             break
         decoder = inner
     return decoder  # type: ignore[no-any-return]
+
+
+def unwrapped(model: Any, role: str = "model") -> Any:
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
+
+    Raises:
+        UnsupportedModelError: the wrapper adds to each forward what the model inside cannot know.
+    """
+    if isinstance(model, PreTrainedModel) or not callable(getattr(model, "get_base_model", None)):
+        return model
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        addition = "a learned prompt"
+    elif getattr(config, "alora_invocation_tokens", None):
+        addition = "an activated LoRA (alora_invocation_tokens)"
+    else:
+        return model.get_base_model()
+    raise UnsupportedModelError(
+        f"{role} must read the text alone, got {type(model).__name__} with {addition}; use a model without one, or "
+        "with an ordinary LoRA"
+    )
 
 
 def makes_causal_masks(decoder: PreTrainedModel) -> bool:

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -58,10 +59,12 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     has_two_masks = len({window_of(layer) for layer in holding(layers)}) > 1
     failure = ""
-    for num_layers in (1, None):  # some parts cannot be made with one layer
+    # some parts cannot be made with one layer, and some forwards fail for a mask of each type of layer
+    for num_layers, is_by_type in product((1, None), (True, False) if has_two_masks else (False,)):
         try:
             with torch.random.fork_rng(devices=[]), _META, torch.no_grad():
-                return _probed(type(model)(_shortened(model.config, num_layers)).eval(), has_two_masks)
+                handed_on = _probed(type(model)(_shortened(model.config, num_layers)).eval(), is_by_type)
+            return handed_on._replace(mask=handed_on.mask and is_by_type == has_two_masks)
         except Exception as error:  # noqa: BLE001  # whatever the code of an unknown class raises
             failure = f"{type(error).__name__}: {error}".partition("\n")[0]
     return HandedOn(False, _names_positions(model), failure)

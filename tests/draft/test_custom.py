@@ -9,14 +9,14 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate import DrafterSetup
 from hf_speculate.compat import CACHE_NAME
-from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.errors import ConfigError, ShapeError, UnsupportedModelError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Stream
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.options.heads.rounds import states_of
-from tests.tiny import PAD_TOKEN_ID, make_small_model, ragged_prompts
+from tests.tiny import PAD_TOKEN_ID, make_model, make_small_model, ragged_prompts
 
 NUM_NEW = 24
 VOCAB_SIZE = 64
@@ -96,6 +96,9 @@ def followed(target, inputs, num_cached=0, layers=(-1,), **options):
         ("llama", 3, "dynamic", (1,)),
         ("gpt2", 3, "preallocated", (-1,)),
         ("mistral_window", 1, "dynamic", (-1,)),
+        ("gemma4", 3, "preallocated", (1, 3)),  # whose last two layers share states: 3 is behind one of them
+        ("gemma4", 1, "dynamic", (4,)),
+        ("gemma4", 3, "dynamic", (-1,)),
     ],
 )
 def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_size, cache, layers):
@@ -104,6 +107,21 @@ def test_a_reader_is_told_every_state_and_greedy_text_is_plain(family, batch_siz
     assert 0.5 < stats.verified_acceptance_rate < 1
     assert sum(watcher.told[0]) == int(inputs["attention_mask"].sum())
     assert batch_size == 1 or any(len(set(counts)) > 1 for counts in watcher.told[1:])
+
+
+def test_newest_states_of_layers_that_share_are_of_one_token():
+    target, inputs, seen = hf_speculate.enable(make_model("gemma4")), ragged_prompts(1, seed=3), []
+    drafter = functools.partial(Repeats, seen=seen, hidden_layers=(1, 3), reads_prompt=False)
+    assert_decodes_as_plain(target, None, inputs, max_new_tokens=4, drafter=drafter, num_assistant_tokens=2)
+    states = states_of(target, inputs["input_ids"][0].tolist(), (1, 3))[-1:]
+    torch.testing.assert_close(seen[0].kept.hidden_states[0], states, rtol=0, atol=STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", [(-1,), (1, 3)])
+def test_states_of_several_streams_are_refused_by_name(layers):
+    target, inputs = make_model("gemma3n"), ragged_prompts(2, seed=3)
+    with pytest.raises(UnsupportedModelError, match=r"hidden state.* (one vector for|for every) .*token"):
+        followed(hf_speculate.enable(target), inputs, layers=layers)
 
 
 LOCK_STEP = {"logits_processor": [Unchanged()]}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import hf_speculate
@@ -213,11 +213,29 @@ def test_fields_that_transformers_will_lose_earn_a_warning(models):
         hf_speculate.enable(target)
 
 
+@pytest.mark.parametrize(
+    ("config", "addition"),
+    [
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "a learned prompt"),
+        (
+            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3]),
+            "an activated LoRA",
+        ),
+    ],
+)
+def test_what_a_wrapper_adds_to_each_forward_is_refused(config, addition, models):
+    target, draft = models
+    wrapped = get_peft_model(target, config)
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=f"got PeftModelForCausalLM with {addition}"):
+        hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
+
+
 def test_a_peft_model_is_enabled_through_its_base(models):
     target, draft = models
-    wrapped = with_lora(target)
-    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"got PeftModel; enable\(\) serves PEFT models"):
-        hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
+    wrapped, inputs = with_lora(target), ragged_prompts(2, seed=4)
+    ours = hf_speculate.generate(wrapped, **inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=10)
+    assert_equal_ids(wrapped.generate(**inputs, max_new_tokens=10), ours)
+    assert not hf_speculate.is_enabled(wrapped)
     assert hf_speculate.enable(wrapped) is wrapped
     assert hf_speculate.is_enabled(wrapped)
     assert assert_decodes_as_plain(wrapped, draft, ragged_prompts(2, seed=4), max_new_tokens=10).num_rounds > 0

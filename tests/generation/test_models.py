@@ -1,5 +1,6 @@
 """Kinds of decoder-only models, and models that other libraries have wrapped: greedy text equals plain `generate`."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import (
     BitsAndBytesConfig,
     DynamicCache,
     GenerationConfig,
+    LlamaForCausalLM,
     MoshiConfig,
     MoshiForCausalLM,
 )
@@ -106,6 +108,61 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)
     assert_equal_ids(target.generate(**options), ours)
     assert not hf_speculate.is_enabled(models["target"])
+
+
+class Nameless(LlamaForCausalLM):
+    """A class that names no embeddings of its tokens."""
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_a_model_may_name_no_embeddings(part):
+    models = dict(zip(("target", "draft"), (copy.deepcopy(model) for model in pair("llama")), strict=True))
+    models[part].__class__ = Nameless
+    target, draft = hf_speculate.enable(models["target"]), models["draft"]
+    stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=1), max_new_tokens=FEW_NEW)
+    assert stats.num_accepted > 0
+    ahead = torch.zeros(1, 3, target.config.hidden_size, dtype=torch.float64)
+    if part == "draft":  # whose ids are compared with its table
+        options = {"input_ids": torch.ones(1, 3, dtype=torch.int64), "inputs_embeds": ahead, "max_new_tokens": 4}
+        assert_decodes_as_plain(target, draft, options)
+
+
+def compile_forward(model, **options):
+    model.forward = torch.compile(model.forward, **options)
+
+
+def compile_layers(model, **options):
+    for layer in model.model.layers:
+        layer.compile(**options)
+
+
+FORMS = {
+    "forward": compile_forward,
+    "in place": lambda model, **options: model.compile(**options),
+    "layers": compile_layers,
+}
+
+
+@pytest.mark.fallback("eager forwards of the")
+@pytest.mark.parametrize(("form", "part"), [("forward", "target"), ("in place", "draft"), ("layers", "target")])
+def test_a_forward_that_the_caller_compiled_runs_eagerly_and_says_so(form, part):
+    target, draft = (copy.deepcopy(model) for model in pair("llama"))
+    model, traced = target if part == "target" else draft, []
+    options = {**ragged_prompts(3, seed=1), "max_new_tokens": FEW_NEW}
+    plain = target.generate(**options)
+    FORMS[form](model, fullgraph=True, backend=lambda graph, _: traced.append(graph) or graph.forward)
+    stats = hf_speculate.SpeculationStats()
+    drafts = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    with pytest.warns(UserWarning, match=f"eager forwards of the {part} LlamaForCausalLM, because a forward that the"):
+        assert_equal_ids(plain, hf_speculate.generate(target, **options, **drafts))
+    assert stats.num_accepted > 0
+    assert not traced
+    assert f"eager forwards of the {part}" in " ".join(stats.fallbacks)
+    model(torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
+    assert traced, "the caller's own forwards are compiled"
 
 
 def int8(model, folder):

@@ -109,6 +109,17 @@ def assert_same_layers(one, other):
 
 
 @pytest.mark.fallback(KEEPS_PICTURES)
+@pytest.mark.skipif(not HAS_STATIC, reason="transformers' own static cache fails")
+def test_layers_of_pictures_that_a_cut_config_still_names_are_none():
+    target, inputs, _ = READERS["aspect_ratio_ids"]()
+    target.config.text_config.cross_attention_layers = [1, 9]  # of three layers
+    drafts = {"assistant_model": noisy_copy(target, LITTLE_NOISE), "num_assistant_tokens": 3}
+    plain = decode(target, inputs, max_cache_len=96).sequences
+    ours = decode(hf_speculate.enable(target), inputs, cache_implementation="static", max_cache_len=96, **drafts)
+    assert_equal_ids(plain, ours.sequences)
+
+
+@pytest.mark.fallback(KEEPS_PICTURES)
 @pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize(
     "family", ["dynamic", pytest.param("static", marks=[] if HAS_STATIC else pytest.mark.xfail(strict=True))]

@@ -12,7 +12,7 @@ from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
 from tests.cases import assert_decodes_as_plain
 from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import make_llava, text_draft
+from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, make, make_llava, text_draft
 
 NUM_NEW = 12
 INPUTS = ragged_prompts(3, seed=3, vocab_size=60)
@@ -96,6 +96,15 @@ def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
     assert len(models) == 2 * num_models  # probed once by the two calls
     assert sum("the target cache of Own is dynamic: " in text for text in caplog.messages) == bool(fallbacks)
     assert models[0] == 1  # of the two layers
+
+
+def test_a_wrapper_that_takes_one_mask_for_layers_of_two_types_has_no_failure():
+    """PaliGemma 2, whose text decoder takes one for each type."""
+    vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 4, "vision_use_head": False}
+    text = {"model_type": "gemma2", **TEXT, "head_dim": 8, "query_pre_attn_scalar": 8}
+    own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID, "projection_dim": 32}
+    target = make("PaliGemmaForConditionalGeneration", **own)
+    assert find_handed_on(target) == HandedOn(mask=False)
 
 
 def test_the_probe_leaves_the_model_and_the_random_state_alone():

@@ -7,9 +7,9 @@ import torch
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.kv_size import kv_values_per_token
-from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.language_model import dtype_of, vocab_size_of
 from hf_speculate.models.memory import memory_bytes
-from hf_speculate.models.module_walk import has_hooks_of_others, modules_of, parameters_of
+from hf_speculate.models.module_walk import has_hooks_of_others, is_compiled, modules_of, parameters_of
 from hf_speculate.models.quirks import growing_rope
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.graphs import FAILURE_KEY
@@ -70,7 +70,7 @@ def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
     config, num_columns = plan.model.config.get_text_config(decoder=True), plan.cache.request.max_columns or 0
     num_kv_values = num_columns * kv_values_per_token(config)
     num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
-    return batch_size * (num_kv_values + num_logits) * plan.model.dtype.itemsize
+    return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
 
 
 def _hook_reason(plan: ModelPlan) -> str:
@@ -79,7 +79,7 @@ def _hook_reason(plan: ModelPlan) -> str:
     return f'no graphs of the {plan.part}: its hooks would run in a capture only; "on" allows that'
 
 
-def _ungraphed_reason(plan: ModelPlan, is_compiled: bool = False) -> str:
+def _ungraphed_reason(plan: ModelPlan, runs_compiled: bool = False) -> str:
     model = plan.model
     failure = CompiledUnits.of(model).failures.get(FAILURE_KEY)
     if failure is not None:
@@ -89,11 +89,12 @@ def _ungraphed_reason(plan: ModelPlan, is_compiled: bool = False) -> str:
         return f"{name}, {plan.eager_reason}"
     obstacles = {
         plan.ungraphed: bool(plan.ungraphed),
-        "it runs compiled": is_compiled,
+        "it runs compiled": runs_compiled,
         f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
         "its weights lie on several devices": len({weight.device for weight in parameters_of(model)}) > 1,
         "its states are not preallocated": plan.cache.kind != "preallocated",
         "it reads more than its text": not plan.inputs.is_empty,
+        "its forward was compiled by the caller": is_compiled(model),
         "it is split over processes": tensor_parallel_size(model) > 1,
         "its rotary embedding changes with the length": growing_rope(model) is not None,
         "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in modules_of(model)),

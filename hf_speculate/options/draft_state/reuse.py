@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache, gathered
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
-from hf_speculate.models.language_model import device_of
+from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.models.module_walk import modules_of
 from hf_speculate.options.draft_state.state import DraftCacheKey, DraftState, SavedDraftCache
 from hf_speculate.types import KVState
@@ -66,7 +66,7 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
     adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]
     adapters = tuple((*module.active_adapters, module.disable_adapters, *module.merged_adapters) for module in adapted)
     table = None if call.vocabulary is None else call.vocabulary.table
-    key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, table)
+    key = DraftCacheKey(parts, device_of(draft), dtype_of(draft), adapters, table)
     return DraftCacheReuse(state, key, kv_cache, call.prompts.num_pads)
 
 

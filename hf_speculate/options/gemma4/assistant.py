@@ -22,7 +22,7 @@ from hf_speculate.compat import attention_name
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.models.language_model import device_of, dtype_of, plain_weight, vocab_size_of
 from hf_speculate.models.module_walk import weight_bytes
 
 LAST_READ, NEWEST = -1, 0  # positions of the query less n: that of the last token read, or of the newest one
@@ -84,10 +84,10 @@ class Gemma4Assistant:
     def num_step_bytes(self) -> int:
         """Bytes of the weights that a step reads; of ordered embeddings, the share of the centroids that are read."""
         model, embedder = self.model, self.model.masked_embedding
-        tables = {id(module.weight) for module in (model.lm_head, model.model.embed_tokens)}
+        tables = {id(weight) for module in (model.lm_head, model.model.embed_tokens) for weight in module.parameters()}
         others = sum(weight_bytes(weight) for weight in model.parameters() if id(weight) not in tables)
         share = 1.0 if embedder is None else embedder.centroid_intermediate_top_k / embedder.num_centroids
-        return others + int(weight_bytes(model.lm_head.weight) * share)
+        return others + int(sum(map(weight_bytes, model.lm_head.parameters())) * share)
 
     def sources(self, target: PreTrainedModel) -> dict[str, int]:
         """The target's last layer that stores states, by type of layer; of types that the assistant has, if present."""
@@ -117,8 +117,9 @@ class Gemma4Assistant:
             problems.append(f"it reads states of width {width}, and the target's are {text.hidden_size}")
         if abs(sizes[0] - sizes[1]) > MAX_PADDING:
             problems.append(f"its vocabulary has {sizes[0]} tokens, and the target's {sizes[1]}")
-        if self.model.dtype != target.dtype:
-            problems.append(f"it is in {self.model.dtype}, and the target in {target.dtype}")
+        dtypes = [dtype_of(model) for model in (self.model, target)]
+        if dtypes[0] != dtypes[1]:
+            problems.append(f"it is in {dtypes[0]}, and the target in {dtypes[1]}")
         if tensor_parallel_size(target) > 1:
             problems.append("it reads whole keys, and each process has a part of the target's")
         sources = self.sources(target)
@@ -134,9 +135,11 @@ class Gemma4Assistant:
                     f"it reads keys of {shapes[0]} (heads, width) in {layer_type}, and the target's are {shapes[1]}"
                 )
         devices = {weight.device for attention in attentions.values() for weight in attention.parameters()}
-        elsewhere = {device for device in devices if device.type != "meta"} - {self.model.device}
+        elsewhere = {device for device in devices if device.type != "meta"} - {device_of(self.model)}
         if elsewhere:
-            problems.append(f"it is on {self.model.device}, and keys that it reads on {', '.join(map(str, elsewhere))}")
+            problems.append(
+                f"it is on {device_of(self.model)}, and keys that it reads on {', '.join(map(str, elsewhere))}"
+            )
         return list(dict.fromkeys(problems))
 
     def step(self, embeddings: Tensor, states: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -166,8 +169,12 @@ class Gemma4Assistant:
             return logits if cap is None else torch.tanh(logits / cap) * cap
         best = embedder.centroids(normed).topk(embedder.centroid_intermediate_top_k).indices  # [B, m]
         ids = embedder.token_ordering.view(embedder.num_centroids, -1)[best].flatten(1)  # [B, N]
-        scores: Tensor = (head.weight[ids] @ normed[..., None])[..., 0]  # [B, N]
-        return scores.new_full((len(ids), head.weight.shape[0]), -torch.inf).scatter_(1, ids, scores)
+        weight = plain_weight(head)
+        if weight is None or weight.is_meta:  # rows that the module alone can read
+            every: Tensor = head(normed)  # [B, V]
+            return torch.full_like(every, -torch.inf).scatter_(1, ids, every.gather(1, ids))
+        scores: Tensor = (weight[ids] @ normed[..., None])[..., 0]  # [B, N]
+        return scores.new_full((len(ids), weight.shape[0]), -torch.inf).scatter_(1, ids, scores)
 
 
 def _key_shape(attention: Any, config: Any) -> Sequence[int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.gemma4.assistant import LAST_READ, NEWEST, Context, Gemma4Assistant
 
 _FEWEST_READ = 8  # tokens before the first that it predicts, if the texts are that long
@@ -46,6 +47,7 @@ def check_positions(
         ConfigError: the prompts hold fewer than three tokens.
         UnsupportedModelError: the assistant does not fit the target.
     """
+    target = unwrapped(target, "target")
     assistant.check_target(target)
     batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts
     masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))

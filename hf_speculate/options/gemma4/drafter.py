@@ -9,6 +9,7 @@ from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.token_choice import DraftSettings, TokenChooser
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ShapeError
+from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.options.gemma4.assistant import Context, Gemma4Assistant
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
@@ -24,8 +25,8 @@ class Gemma4Drafter(PerRow, Drafter):
 
     def __init__(self, assistant: Gemma4Assistant, setup: DrafterSetup):
         assistant.check_target(setup.target)
-        weight = assistant.model.pre_projection.weight
-        self.assistant, self.device, self.dtype = assistant, weight.device, weight.dtype
+        self.assistant = assistant
+        self.device, self.dtype = device_of(assistant.model), dtype_of(assistant.model)
         longest = assistant.config.max_position_embeddings
         is_reached = longest < setup.max_length or setup.processors.can_join
         self.context_len = longest if is_reached else None  # rows that join may be longer

@@ -5,17 +5,16 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.models.language_model import COMPUTE_DTYPES
 from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, unserved
 from hf_speculate.options.heads.weight_files import PATTERNS, first_file, read_names, read_weights
 
 _QUANTISED = ("weight_scale", "weight_scale_inv", "input_scale", ".scales", "qweight", "weight_packed")
-_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VOCABULARY_WEIGHTS = ("d2t", "t2d")  # which hold ids and marks
 
 
@@ -67,7 +66,7 @@ class HeadFolder:
         """
         weights = read_weights(self._folder, is_wanted)
         for name, weight in sorted(weights.items()):
-            is_plain = weight.dtype in _PLAIN or name.removeprefix("model.") in VOCABULARY_WEIGHTS
+            is_plain = weight.dtype in COMPUTE_DTYPES or name.removeprefix("model.") in VOCABULARY_WEIGHTS
             if name.endswith(_QUANTISED) or not is_plain:
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise unserved(f"quantised weights ({name} in {dtype})", PLAIN_WEIGHTS)

@@ -16,6 +16,7 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import device_of, vocab_size_of
 from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.models.runner import CompiledUnits
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -158,7 +159,8 @@ class DraftHead:
         heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
         weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_LOOKED_UP)}
         shared = None if heads else target.get_output_embeddings()
-        read = [*weights.values(), *(() if shared is None else shared.parameters())]
+        # some libraries keep quantised weights in buffers
+        read = [*weights.values(), *(() if shared is None else (*shared.parameters(), *shared.buffers()))]
         return sum(map(weight_bytes, read))
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
@@ -207,6 +209,7 @@ class DraftHead:
                 "check_layers needs a head that reads the states of layers, got one that reads "
                 f"{self.hidden_layers or 'none'}; there is nothing to shift"
             )
+        target = unwrapped(target, "target")
         shifted = {shift: tuple(layer + shift for layer in self.hidden_layers) for shift in _SHIFTS}
         shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= self.shape.num_layers}
         batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture, concatenated
+from hf_speculate.options.heads.layer_capture import FINAL_STATE, STATE_NDIM, LayerCapture, concatenated
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
@@ -20,7 +20,9 @@ def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
     layers = plan.hidden_layers or ()  # numbered for candidate generators as `output_hidden_states` numbers them
     project = drafter.project_states
     if not drafter.reads_prompt:
-        return NewestStates(layers, LayerCapture(plan.target.model, layers), project)
+        # states of several layers must be of the same tokens to be joined
+        capture = LayerCapture(plan.target.model, layers, needs_all_tokens=len(layers) > 1)
+        return NewestStates(layers, capture, project)
     is_eager = "target" not in plan.runners.parts
     is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
     return HiddenStates(layers, None if is_returned else LayerCapture(plan.target.model, layers), project)
@@ -90,7 +92,11 @@ class HiddenStates(PerRow):
         returned = output.hidden_states or ()
         num = len(returned)
         few = [layer for layer in self._layers if not -num <= layer < num or returned[layer] is None]
-        if few or any(returned[layer].shape[1] < output.logits.shape[1] for layer in self._layers):
+        is_whole = not few and all(
+            returned[layer].ndim == STATE_NDIM and returned[layer].shape[1] >= output.logits.shape[1]
+            for layer in self._layers
+        )
+        if not is_whole:
             raise UnsupportedModelError(
                 f"the target must return a hidden state for every token, got none with output_hidden_states="
                 f"{self.wanted}; use a drafter that does not read them"

@@ -18,6 +18,7 @@ from hf_speculate.errors import UnsupportedModelError
 
 FINAL_STATE = -1  # the state after the final norm, as the language modelling head reads it
 _LAYERS = ("layers", "h", "blocks")
+STATE_NDIM = 3  # rows, tokens, width
 _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
 
@@ -25,14 +26,16 @@ class LayerCapture:
     """A context in which the hidden states of chosen layers are kept, forward by forward of this thread.
 
     Layer i is the input of decoder layer i, the number of layers is the output of the last one before the final norm,
-    and `FINAL_STATE` is the state after that norm.
+    and `FINAL_STATE` is the state after that norm. `needs_all_tokens` is false if the states of the last token of a
+    prompt are read alone.
 
     Raises:
         UnsupportedModelError: the model's decoder layers or its final norm are not found.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], needs_all_tokens: bool = True):
         self.layers = tuple(layers)
+        self.needs_all_tokens = needs_all_tokens
         self._name = type(model).__name__
         decoder = model.get_decoder()
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -86,6 +89,11 @@ class LayerCapture:
             self._keep(0, args[0] if args else kwargs["hidden_states"])
 
     def _keep(self, layer: int, states: Tensor) -> None:
+        if states.ndim != STATE_NDIM:
+            raise UnsupportedModelError(
+                f"hidden states must be one vector for each token, got the shape {list(states.shape)} at layer "
+                f"{layer} of {self._name}; use a drafter that reads the state after the final norm alone, or none"
+            )
         self._states[layer] = states.clone()  # a later layer may add to its input in place
 
 

@@ -16,7 +16,8 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.field_checks import integer, is_int
 from hf_speculate.models.context import context_len as context_len_of
-from hf_speculate.models.language_model import device_of
+from hf_speculate.models.language_model import device_of, dtype_of
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.heads.chain import ChainDrafter
 from hf_speculate.options.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
 from hf_speculate.options.heads.dflash2 import DFlash2Network, SelectingDrafter, read_dflash2
@@ -128,6 +129,7 @@ def load_drafter(
             other, or `aux_layers`, `context_len` or `merged_embeddings` cannot be.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
+    target = unwrapped(target, "target")
     folder, shape = HeadFolder(head, subfolder), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
     spec, loader = fit.spec, _KINDS[fit.spec.kind]
@@ -143,7 +145,7 @@ def load_drafter(
         spec = replace(spec, max_position_embeddings=context_len)
     if merged_embeddings is not None:
         spec = replace(spec, merges_media=_merges_media(spec, merged_embeddings))
-    dtype = target.dtype if dtype is None else dtype
+    dtype = dtype_of(target) if dtype is None else dtype
     device = device_of(target) if device is None else torch.device(device)
     network = loader.load(LoadRequest(folder, spec, options, target, dtype, device))
     loaded = DraftHead(spec, network, target.config, partial(loader.drafter, network))

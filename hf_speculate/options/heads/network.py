@@ -10,7 +10,15 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
-from hf_speculate.models.language_model import vocab_size_of
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.language_model import (
+    device_of,
+    dtype_of,
+    input_table,
+    module_device,
+    plain_weight,
+    vocab_size_of,
+)
 from hf_speculate.options.heads.layers import Rotary, windows_of
 from hf_speculate.options.heads.row_cache import LayerMask
 
@@ -25,13 +33,24 @@ class TargetParts:
     """
 
     def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
-        self._embeddings: Any = target.get_input_embeddings()
+        self._embeddings: Any = input_table(target)
+        if self._embeddings is None:
+            raise UnsupportedModelError(
+                f"a draft head must share the embeddings of its target, got {type(target).__name__}, which names none; "
+                "use another draft"
+            )
         self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
         self._scale, norm = (_member(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
+        if isinstance(self._scale, Tensor) and self._scale.is_meta:  # a buffer that is offloaded too
+            self._scale = _member(self._embeddings, "scalar_embed_scale")
         self._is_normed = norm is not None
         self._head: Any = target.get_output_embeddings()
         self._rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
         self._vocab_size = vocab_size_of(target)
+        self._token_device = module_device(self._embeddings, device_of(target))
+        self._head_device = None if self._head is None else module_device(self._head, device_of(target))
+        head_weight = plain_weight(self._head)
+        self._head_dtype = dtype_of(target) if head_weight is None else head_weight.dtype
         self.vocabulary = vocabulary.resized(self._vocab_size)  # the head's, in the target's ids
         self.device, self.dtype = device, dtype
 
@@ -41,14 +60,24 @@ class TargetParts:
 
     def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
         """[..., Ht] embeddings of ids [...] int64, without a norm, and with a scale of the family if `is_scaled`."""
-        weight = self._embeddings.weight
-        token_ids = self.known(token_ids, len(weight)).to(weight.device)
+        weight = plain_weight(self._embeddings)  # rows of a quantised one are known to the module alone
+        num_rows = _member(self._embeddings, "num_embeddings") if weight is None else len(weight)
+        token_ids = self.known(token_ids, num_rows or self._vocab_size).to(self._token_device)
         needs_unscaled = not is_scaled and self._scale is not None
-        is_bare = self._is_normed or (needs_unscaled and not self._is_wrapped)
-        rows: Tensor = embedding(token_ids, weight) if is_bare else self._embeddings(token_ids)
+        is_bare = weight is not None and (self._is_normed or (needs_unscaled and not self._is_wrapped))
+        rows: Tensor = self._bare_rows(token_ids) if is_bare else self._embeddings(token_ids)
         if needs_unscaled and not is_bare:
             rows = rows / self._scale
         return rows.to(self.device, self.dtype)
+
+    def _bare_rows(self, token_ids: Tensor) -> Tensor:
+        """[..., Ht] rows of the table itself, which a hook may have to load first."""
+        hook = getattr(self._embeddings, "_hf_hook", None)
+        if hook is None:
+            return embedding(token_ids, self._embeddings.weight)
+        (token_ids,), _ = hook.pre_forward(self._embeddings, token_ids)
+        rows: Tensor = hook.post_forward(self._embeddings, embedding(token_ids, self._embeddings.weight))
+        return rows
 
     def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines [B, N, R] at positions [B, N] or [3, B, N] in the dtype of states; None without rotary."""
@@ -62,8 +91,7 @@ class TargetParts:
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., Ht] after a final norm."""
-        weight = self._head.weight
-        logits: Tensor = self._head(states.to(weight.device, weight.dtype))
+        logits: Tensor = self._head(states.to(self._head_device, self._head_dtype))
         return logits.to(self.device, self.dtype)
 
 

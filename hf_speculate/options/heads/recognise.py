@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from hf_speculate.field_checks import is_int
-from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, check_config, unserved, unserved_kind
+from hf_speculate.options.heads.unserved import check_config, unserved, unserved_kind
 
 SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -43,8 +43,6 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
     if "draft_vocab_size" in config or "Eagle3" in architectures:
         return HeadKind("eagle3", "original")
     if is_mtp_checkpoint(config, target_type):
-        if config.get("quantization_config"):
-            raise unserved("MTP layers of a quantised checkpoint (quantization_config)", PLAIN_WEIGHTS)
         return HeadKind("mtp", "transformers")
     names = {name.removeprefix("model.") for name in weight_names()}
     if "fc.weight" in names and ("d2t" in names or any(name.startswith("midlayer.") for name in names)):

@@ -1,6 +1,7 @@
 """Reads the weight files of a folder; errors name the file that is damaged or missing."""
 
 import json
+import zipfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,9 +112,9 @@ def _read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> _File:
 
 
 def _read_pickle(path: Path, is_wanted: Callable[[str], bool]) -> _File:
-    """Code in the file is not run."""
+    """Code in the file is not run. Weights are mapped into memory, but for files of torch before 1.6."""
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged pickle may raise anything
         raise _damaged(path, error) from error
     if not isinstance(loaded, dict) or not all(isinstance(weight, Tensor) for weight in loaded.values()):

@@ -15,7 +15,7 @@ from hf_speculate.engine.call import Call, Prompts
 from hf_speculate.engine.draft_faults import is_of_device
 from hf_speculate.generation.model_inputs import OWN_NAMES, target_inputs
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import device_of
+from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.stats import SpeculationStats
 
 ENCODED = "mm_encoder_outputs"  # argument that holds encoded pictures; since transformers 5.24
@@ -92,7 +92,7 @@ def _prepare(call: Call, draft: PreTrainedModel, arguments: Mapping[str, Any]) -
 
     def moved(tensor: Tensor) -> Tensor:
         is_feature = tensor.is_floating_point() and tensor.ndim > 1  # and not the seconds of videos
-        return tensor.to(device, draft.dtype if is_feature else tensor.dtype)
+        return tensor.to(device, dtype_of(draft) if is_feature else tensor.dtype)
 
     def decoding_method(
         model: PreTrainedModel,
@@ -128,6 +128,11 @@ def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mappin
     """Raise an error if the prompts [B, T] have not as many tokens for pictures as the encoder has given states."""
     for modality, output in encoded.items():
         states = output.pooler_output  # [N, D] of each picture, or [..., D] of all
+        by_layer = getattr(output, "deepstack_features", None)
+        if states is None and by_layer:  # states of several layers, as many of each
+            states = by_layer[0][1]
+        if states is None:
+            raise _CannotReadError(f"its encoder gives no states for {modality} tokens")
         parts = [states] if isinstance(states, Tensor) else states
         num_states = sum(part.numel() // part.shape[-1] for part in parts)
         token_id = _token_id(config, modality)

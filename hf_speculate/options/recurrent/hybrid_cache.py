@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.base import checked_drops, gathered
+from hf_speculate.cache.base import ShortLayer, checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_cached
 from hf_speculate.cache.row_lens import RowLens
@@ -34,8 +34,10 @@ class HybridKVCache(DynamicKVCache):
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
+        steps_after_states: bool = False,  # whether only the first forward reads tokens at once
     ):
         super().__init__(cache, batch_size, attention_mask, device)
+        self._steps_after_states = steps_after_states
         self.states = states
         self._attach = attach
         self._hooks: list[RemovableHandle] = []
@@ -91,6 +93,9 @@ class HybridKVCache(DynamicKVCache):
             self._num_passed = [num + gone for num, gone in zip(self._num_passed, passed, strict=True)]
             self._drop_common_padding()
 
+    def short_layer(self, num_columns: int) -> ShortLayer | None:
+        return super().short_layer(self.num_columns)
+
     def begin_recording(self) -> None:
         super().begin_recording()
         self._num_passed = [0] * self.batch_size
@@ -143,6 +148,8 @@ class HybridKVCache(DynamicKVCache):
         if self._num_announced == num_query:
             return
         self._num_announced = num_query
+        if self._steps_after_states and self.num_columns and not self._is_recording:
+            self.begin_recording()
         is_prompt = not self._is_recording and (num_query > 1 or not self.num_columns)
         again = [min(num, num_query) for num in self._num_reread] if any(self._num_reread) else None
         self.states.begin(num_query, is_prompt=is_prompt, num_skipped=again)

@@ -50,7 +50,7 @@ def make_hybrid_cache(
     max_kept_bytes: int | None = None,
 ) -> HybridKVCache:
     """The hybrid KV cache of a model with recurrent layers, over what transformers made or the user passed."""
-    config = model.config.get_text_config(decoder=True)
+    config, is_drafts = model.config.get_text_config(decoder=True), cache is None
     if cache is None:
         cache = _with_full_attention(DynamicCache(config=config))
     stepped = stepped_model(model, cache)
@@ -61,7 +61,9 @@ def make_hybrid_cache(
         )
     states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
     attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in stepped.mixers]
-    return HybridKVCache(cache, states, attach, batch_size, attention_mask, device)
+    # A target loses earlier states as it does in plain decoding; a draft model that does would only draft badly.
+    steps = is_drafts and not stepped.reads_at_once
+    return HybridKVCache(cache, states, attach, batch_size, attention_mask, device, steps)
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:

@@ -35,6 +35,7 @@ class StepProtocol(NamedTuple):
     writes_recurrent: bool  # whether it writes recurrent states in place
     reads_at_once: bool  # whether several tokens at once give the states of single ones
     num_bytes: int  # bytes of the states of one row
+    continues: bool = True  # whether tokens read at once in two parts give the states of one part
 
     @property
     def reads_columns(self) -> bool:

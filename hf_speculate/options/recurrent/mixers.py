@@ -46,6 +46,11 @@ class SteppedModel(NamedTuple):
         """Whether several tokens at once, after earlier states, give the states of single ones in every mixer."""
         return all(protocol.reads_at_once for _, protocol in self.mixers)
 
+    @property
+    def continues(self) -> bool:
+        """Whether several tokens at once go on from earlier states in every mixer."""
+        return all(protocol.continues for _, protocol in self.mixers)
+
 
 def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
     """The mixers of a model, by the layers of its cache."""
@@ -137,7 +142,7 @@ def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
     tokens = hidden[:, _NUM_PREFIX:]
     layer = StepLayer(num_states)
     _run(mixer, mixer.module, hidden[:, :_NUM_PREFIX], layer)
-    before = states_of(layer)
+    before = {slot: state.clone() for slot, state in states_of(layer).items()}
     is_short = bool(before) and not any(slot.type == "recurrent" for slot in before)
     num_bytes = sum(state.numel() * state.element_size() for state in before.values()) // _NUM_ROWS
     protocol = StepProtocol(frozenset(before), frozenset(), None, None, True, is_short, num_bytes)
@@ -148,8 +153,12 @@ def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
     if hidden.is_meta:
         return protocol
     at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before)))
-    agrees = _is_close(at_once, steps.output)
-    protocol = protocol._replace(writes_recurrent=steps.writes_recurrent, reads_at_once=agrees)
+    whole = _flat(_run(mixer, mixer.module, hidden, StepLayer(num_states)))
+    protocol = protocol._replace(
+        writes_recurrent=steps.writes_recurrent,
+        reads_at_once=_is_close(at_once, steps.output),
+        continues=_is_close(whole[:, _NUM_PREFIX:], at_once),
+    )
     if protocol.prepared is not None and not _holds(protocol, mixer, tokens, before, steps):
         protocol = protocol._replace(inputs=protocol.inputs - {protocol.prepared}, prepared=None)
     if not _holds(protocol, mixer, tokens, before, steps):

@@ -1,6 +1,5 @@
 """Continuous batching: a finished row is replaced by the next prompt of a source."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +14,10 @@ from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
-from hf_speculate.generation.validate_models import takes_chunks
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.reading import LogitsObserver, Reading
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowSource, alike, left_padded
 from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
@@ -50,8 +50,10 @@ class ContinuousDecoder:
     ends_rows: bool = False  # whether wrong arguments and a lack of memory end the row, too, instead of the run
 
     def __post_init__(self) -> None:
+        self.model = unwrapped(self.model)
         self._clock = StageClock()
-        self._readings: deque[Reading] = deque()  # the first one is being read
+        self._readings: list[Reading] = []  # in order of arrival; short ones may overtake long ones
+        self._may_overtake = False  # whether the oldest reading had its chunk since others overtook it
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
         self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
         self._on_logits = LogitsObserver(self._prompts)
@@ -110,8 +112,16 @@ class ContinuousDecoder:
             self.on_begin(waiting)
         results: list[RowResult] = []
         for group in alike(waiting):
-            results += self._begin(group)
+            for prompts in [group] if self._can_be_padded(group[0]) else [[prompt] for prompt in group]:
+                results += self._begin(prompts)
         return results
+
+    def _can_be_padded(self, prompt: RowPrompt) -> bool:
+        """Whether prompts like this one may be read with padding: it moves the borders of a call's own chunks."""
+        arguments = {**self.arguments, **prompt.arguments}
+        config = arguments.get("generation_config") or self.model.generation_config
+        chunk_size = arguments.get("prefill_chunk_size") or config.prefill_chunk_size
+        return chunk_size is None or reads_prompts_in_chunks(self.model)
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
         """Begin to read prompts together; returns the rows that have failed by then."""
@@ -130,24 +140,30 @@ class ContinuousDecoder:
         return []
 
     def _read(self) -> list[RowResult]:
-        """Read prompts: one chunk or some short prompts between two rounds, all prompts while no row is decoded.
+        """Read one chunk or some short prompts, between two rounds of the rows that are decoded.
 
-        Returns the rows that are finished by then.
+        Short prompts overtake a long one after each of its chunks. Returns the rows that are finished by then.
         """
         results: list[RowResult] = []
-        num_left, has_read = PREFILL_CHUNK_TOKENS, False
+        num_left, has_read, may_overtake = PREFILL_CHUNK_TOKENS, False, self._may_overtake
         while self._readings and not results:
-            num_tokens = self._readings[0].chunk_tokens
-            if self._running and has_read and num_tokens > num_left:
+            reading = self._next_reading(may_overtake)
+            num_tokens = reading.chunk_tokens
+            if has_read and (num_tokens > num_left or not _is_short(reading)):
                 break
             num_left, has_read = num_left - num_tokens, True
-            reading = self._readings.popleft()
+            self._may_overtake = reading is self._readings[0]
+            at = self._readings.index(reading)
+            del self._readings[at]
             try:
-                if not reading.read_chunk():
+                is_unread = reading.read_chunk()
+                while is_unread and _is_short(reading) and self._is_wanted(reading):
+                    is_unread = reading.read_chunk()  # by the draft model
+                if not is_unread:
                     finished = self._join(reading)
                 elif self._is_wanted(reading):
                     finished, num_left = [], 0
-                    self._readings.appendleft(reading)
+                    self._readings.insert(at, reading)
                 else:
                     finished = [FinishedRow(row_id, [], 0, 0, 0, None) for row_id in reading.row_ids]
             except Exception as error:
@@ -157,6 +173,11 @@ class ContinuousDecoder:
             else:
                 results += [self._result(row) for row in finished]
         return results
+
+    def _next_reading(self, may_overtake: bool) -> Reading:
+        """The oldest reading, or the oldest of the short ones if these may overtake."""
+        short = filter(_is_short, self._readings) if may_overtake else ()
+        return next(iter(short), self._readings[0])
 
     def _is_wanted(self, reading: Reading) -> bool:
         """Whether any row whose prompt is being read is not cancelled."""
@@ -183,6 +204,7 @@ class ContinuousDecoder:
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)
+        stats.status |= read.status
         stats.rounds_s += seconds.draft  # plain decoding reads no prompt a second time
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
@@ -230,11 +252,15 @@ class ContinuousDecoder:
             arguments["num_assistant_tokens"] = arguments["num_assistant_tokens"] * len(prompts)
         config = arguments.get("generation_config") or self.model.generation_config
         is_long = is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS
-        if is_long and config.prefill_chunk_size is None and takes_chunks(self.model):
+        if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._source = prepared.plan.call.source
         return prepared
+
+
+def _is_short(reading: Reading) -> bool:
+    return reading.is_whole and reading.chunk_tokens <= PREFILL_CHUNK_TOKENS
 
 
 def _most_drafted(config: SpeculationConfig) -> int | None:

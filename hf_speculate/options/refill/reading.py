@@ -10,6 +10,7 @@ from hf_speculate.engine.builder import Prepared
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.target_session import PromptChunk
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.options.refill.running_batch import FinishedRow
 from hf_speculate.types import RoundRecord
@@ -31,7 +32,13 @@ class Reading:
     def chunk_tokens(self) -> int:
         """Tokens of all rows in a chunk."""
         query_ids = self.prepared.plan.call.prompts.query_ids
-        return len(query_ids) * (self._chunk_size or query_ids.shape[1])
+        return len(query_ids) * min(self._chunk_size or query_ids.shape[1], query_ids.shape[1])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one forward of each model reads the prompts."""
+        size = self._chunk_size
+        return size is None or self.prepared.plan.call.prompts.query_ids.shape[1] <= size
 
     def read_chunk(self) -> bool:
         """Read a chunk; False once all is read."""
@@ -52,13 +59,19 @@ class Reading:
     def _chunk_size(self) -> int | None:
         return self.prepared.plan.call.prefill_chunk_size
 
+    @property
+    def _draft_chunk_size(self) -> int | None:
+        """Tokens of each row that a draft model reads between two rounds; None for all at once."""
+        draft = self.prepared.plan.draft
+        return self._chunk_size if draft is None or reads_prompts_in_chunks(draft.model) else None
+
     def _read(self) -> bool:
         decoder, batch = self._decoder, self.prepared.batch
         if self._chunks is None:
             self._chunks = deque(decoder.begin(batch))
         if not self._chunks:
             decoder.clock.enter(Stage.DRAFT)
-            return decoder.drafts.read_ahead(batch, self._chunk_size)
+            return decoder.drafts.read_ahead(batch, self._draft_chunk_size)
         scored = decoder.read_chunk(batch, self._chunks.popleft())
         if not self._chunks:
             decoder.emit_first(batch, scored)

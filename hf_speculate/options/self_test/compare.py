@@ -1,8 +1,9 @@
 """The self-test: compares a model's forwards of several tokens with plain decoding, once for each type of call.
 
-A model whose type is not in `hf_speculate.models.quirks.TESTED_TYPES` decodes `NUM_TOKENS` tokens plainly. Then it
-reads the same tokens in one forward after the same prompt, is rolled back, and reads the last of them again. A model
-of a type in the table does so with versions of transformers that are not tested; its result holds for its class.
+A model whose type is not in `hf_speculate.models.quirks.TESTED_TYPES`, or in which there is foreign code such as hooks,
+decodes `NUM_TOKENS` tokens plainly, with foreign code as many as a round verifies. Then it reads the same tokens in one
+forward after the same prompt, is rolled back, and reads the last of them again. A model of a type in the table does so
+with versions of transformers that are not tested; its result holds for its class.
 
 The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
 norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
@@ -30,11 +31,13 @@ from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
 from hf_speculate.models.folded_attention import folded_attention_for
-from hf_speculate.models.language_model import LanguageModel, cache_name
+from hf_speculate.models.language_model import LanguageModel, cache_name, dtype_of
 from hf_speculate.models.preallocated_kind import has_holes
 from hf_speculate.models.quirks import is_known_type, token_without_position
 
 LOGGER = logging.getLogger("hf_speculate")
+MAX_TOKENS = 16  # the most that are read together
+_MAX_SETS = 16  # sets of foreign code whose results are kept
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
@@ -49,12 +52,7 @@ def check_decoding(
         return ""
     if model.training:  # dropout draws anew in every forward
         return "skipped, for the model is in training mode"
-    mask, dtype = call.prompts.attention_mask, _dtype(model)
-    padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
-    # Calls that agree in this are decoded alike.
-    model_type, cache_choice = (attention_of(model), dtype), (call.config.speculation_cache, call.is_cache_passed)
-    prompt_type = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
-    situation = model_type, cache_choice, prompt_type
+    situation, padding = _situation(call, num_tokens)
     owner = type(model) if is_known_type(model) else model  # of a known type only the version is new
     differences: dict[Hashable, float] = model_state(owner).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
@@ -62,6 +60,7 @@ def check_decoding(
         difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
         differences[situation] = difference = call.ranks.broadcast_number(difference)
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
+    dtype = _dtype(model)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
     if call.ranks.max(int(has_failed)):
@@ -72,6 +71,62 @@ def check_decoding(
             f"{got if has_failed else 'another difference on another rank'}; {source.hint}"
         )
     return f"passed, difference {difference:.1e} of {tolerance:g} allowed"
+
+
+def foreign_code_obstacle(
+    call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
+) -> str:
+    """Why drafts would change the text with the foreign code in the target of this call; empty if they do not.
+
+    Compared once for each set of foreign code; its hooks see the forwards of the comparison.
+    """
+    model = call.target
+    num_tokens = min(max(NUM_TOKENS, call.config.max_draft_tokens + 1), MAX_TOKENS, call.max_new_tokens - 1)
+    if num_tokens < 1:
+        return ""
+    by_code: dict[Hashable, dict[Hashable, str]] = model_state(model).get(foreign_code_obstacle, dict)
+    obstacles = by_code.setdefault(call.foreign_code, {})
+    situation, _ = _situation(call, num_tokens)
+    if call.ranks.max(int(situation not in obstacles)):  # forwards wait for those of the other ranks
+        obstacles[situation] = _compared(call, generation_config, model_kwargs, num_tokens, source)
+        while len(by_code) > _MAX_SETS:
+            del by_code[next(iter(by_code))]
+    obstacle = obstacles[situation]
+    return obstacle or ("the target of another rank differs" if call.ranks.max(int(bool(obstacle))) else "")
+
+
+def _compared(
+    call: Call,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    num_tokens: int,
+    source: DraftSource,
+) -> str:
+    """Why a target differs from its plain steps; empty if it does not."""
+    dtype = _dtype(call.target)
+    tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
+    try:
+        difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
+    except SpeculateError as error:
+        return str(error).partition("; ")[0]
+    if difference <= tolerance:
+        return ""
+    return (
+        f"several tokens in one forward give other logits than one by one, a difference of {difference:.2g} where "
+        f"{tolerance:g} is allowed"
+    )
+
+
+def _situation(call: Call, num_tokens: int) -> tuple[Hashable, str]:
+    """A key for calls that are decoded alike, and the kind of padding among their prompts."""
+    model, mask = call.target, call.prompts.attention_mask
+    padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
+    model_type, cache_choice = (
+        (attention_of(model), _dtype(model)),
+        (call.config.speculation_cache, call.is_cache_passed),
+    )
+    prompt_type = num_tokens, call.batch_size > 1, padding, *call.target_inputs.prompt_names
+    return (model_type, cache_choice, prompt_type, call.foreign_code), padding
 
 
 def relative_difference(plain: Tensor, ours: Tensor) -> float:
@@ -122,7 +177,8 @@ def _measure(
 
 def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: int) -> float:
     model, batch_size, device = call.target, call.batch_size, call.prompts.input_ids.device
-    language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
+    is_watched = bool(call.foreign_code)
+    language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs, is_watched=is_watched)
     for chunk in call.prompts.query_ids.split(call.prefill_chunk_size or call.prompts.query_ids.shape[1], dim=1):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)
     cache.begin_recording()
@@ -162,5 +218,5 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
     device_type = model.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    is_coarse = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return torch.bfloat16 if is_coarse else model.dtype
+    is_coarse = dtype_of(model) == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return torch.bfloat16 if is_coarse else dtype_of(model)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.generation.mixin import generate
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.row_prompts import left_padded
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSFORMERS, Method
@@ -111,13 +112,14 @@ class Decoder:
     """Decodes batches with views of one target and draft; `arguments` of `generate()` are those of all methods."""
 
     def __init__(self, target: PreTrainedModel, draft_arguments: Mapping[str, Any], arguments: Mapping[str, Any]):
-        self.target = _view(target)
+        self.target = _view(unwrapped(target))
         self.tokenizer: PreTrainedTokenizerBase | None = draft_arguments.get("tokenizer")
         eos = getattr(self.target.generation_config, "eos_token_id", None)
         self.eos_token_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
         self.draft: PreTrainedModel | None = None  # also if a head drafts
         self._draft_arguments = dict(draft_arguments)
-        if isinstance(draft := draft_arguments.get("assistant_model"), PreTrainedModel):
+        draft = unwrapped(draft_arguments.get("assistant_model"), "assistant_model")
+        if isinstance(draft, PreTrainedModel):
             self.draft = self._draft_arguments["assistant_model"] = _view(draft)
         self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' method
         self._arguments = arguments

@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.field_checks import real
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
 from hf_speculate.tools.checks.near_ties import DifferenceCheck, GapRecorder, keep_logits, logits_after_text
@@ -67,6 +68,8 @@ class TextCheck:
         num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
+        if not reads_prompts_in_chunks(self._target):
+            num_drafted = 0  # the target's own forward over several tokens loses states
         num_rows = len(plain) if method.engine == OURS else 1
         positions = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
         last = max((at for at in positions if at is not None), default=None)

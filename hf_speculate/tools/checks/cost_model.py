@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.config import DEFAULT_MAX_ASSISTANT_TOKENS
 from hf_speculate.models.kv_size import kv_values_per_token
+from hf_speculate.models.language_model import input_table
 from hf_speculate.models.module_walk import weight_bytes
 
 ACCEPTANCE_PROBABILITIES = (0.6, 0.7, 0.8, 0.9)
@@ -81,10 +82,7 @@ def estimate_gains(target: ModelSize, draft: ModelSize) -> tuple[Gain, ...]:
 
 
 def _lookup_table(model: PreTrainedModel) -> nn.Parameter | None:
-    try:
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:
-        return None
+    table, head = input_table(model), model.get_output_embeddings()
     weight: nn.Parameter | None = getattr(table, "weight", None)
     return None if head is None or weight is getattr(head, "weight", None) else weight
 

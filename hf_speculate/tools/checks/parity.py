@@ -14,6 +14,8 @@ from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, Speculati
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
 from hf_speculate.generation.mixin import generate
+from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
     DifferenceCheck,
@@ -78,7 +80,7 @@ def check_parity(
     with an encoder, or one that reads images, the whole call is repeated instead.
 
     Args:
-        model: the target, enabled or not; it and the assistant are not changed.
+        model: the target, enabled or not, which PEFT may wrap; it and the assistant are not changed.
         assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
         prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of tensors with
             `input_ids` and other model inputs such as `attention_mask`, `pixel_values`, `decoder_input_ids`. Batches
@@ -93,6 +95,7 @@ def check_parity(
         UnsupportedModelError: the target's main input is not token ids, as Whisper's; and see `generate`.
         UnsupportedGenerationError: see `generate`.
     """
+    model = unwrapped(model)
     _check_arguments(model, assistant, generate_kwargs)
     options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
     if (assistant is not None or options.get("drafter")) and "num_assistant_tokens_schedule" not in options:
@@ -175,6 +178,7 @@ def _compared(
     num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
     passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
     is_text = not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
+    is_text = is_text and reads_prompts_in_chunks(model)  # or its own forward over several tokens loses states
     for row in range(len(ours)):
         plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
         pairs = enumerate(zip_longest(plain_ids, our_ids, fillvalue=pad))

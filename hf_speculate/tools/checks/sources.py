@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.tools.checks.cost_model import ModelSize, size_of
 
 ModelSource = PreTrainedModel | PreTrainedConfig | str | Path
@@ -43,9 +44,7 @@ def describe(
     options: Mapping[str, Any],
 ) -> Described:
     """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for its config's."""
-    get_base_model = getattr(source, "get_base_model", None)
-    if callable(get_base_model) and not isinstance(source, PreTrainedModel):
-        source = get_base_model()
+    source = unwrapped(source, role)
     if isinstance(source, PreTrainedModel):
         model, config, generation_config = source, source.config, source.generation_config
         name, dtype, bytes_per_param = config.name_or_path or type(model).__name__, model.dtype, None

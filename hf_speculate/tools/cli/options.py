@@ -273,6 +273,13 @@ class Serve(Drafting, Models):
             show_default="no limit",
         ),
     ] = None
+    grammar_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that compiling the schema of a response_format may take.")
+    ] = 10.0
+    max_schema_bytes: Annotated[int, typer.Option(min=1, help="Bytes of such a schema as JSON.")] = 1_000_000
+    grammar_memory_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of memory that compiling it may take, on Linux.")
+    ] = 1_000_000_000
     host: Annotated[
         str, typer.Option(help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
     ] = "127.0.0.1"

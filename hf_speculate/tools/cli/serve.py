@@ -14,6 +14,7 @@ from hf_speculate.tools.cli.console import OK, note
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Serve
 from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.response_format import GrammarLimits
 
 _GRACE_S = 10  # that requests in flight have after Ctrl-C or SIGTERM
 
@@ -24,7 +25,8 @@ def run(options: Serve) -> int:
     def load() -> Engine:
         pair, name = load_pair(options), options.name or options.target
         limits = options.rows, options.max_queued, options.max_cache_tokens
-        return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, *limits)
+        grammars = GrammarLimits(options.grammar_seconds, options.max_schema_bytes, options.grammar_memory_bytes)
+        return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, *limits, grammars)
 
     return serve(load, options.host, options.port, options.allowed_hosts or ())
 

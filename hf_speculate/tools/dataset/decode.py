@@ -13,6 +13,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.field_checks import integer
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.tools.dataset.files import Job, append_json, ids_in
 from hf_speculate.tools.dataset.ranks import Ranks, check_model, find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
@@ -131,7 +132,7 @@ def decode_dataset(
     with its own model; all must call this function with the same arguments and share the folder of the output.
 
     Args:
-        model: the target, enabled or not.
+        model: the target, enabled or not, which PEFT may wrap.
         tokenizer: the target's; not changed.
         prompts: a file with one JSON value per line, or such values: strings, or objects with "prompt", "text",
             "messages" or "turns" (whose first entry counts), and optionally "id" (default: the line's number).
@@ -153,7 +154,7 @@ def decode_dataset(
         ConfigError: a prompt is invalid, ids repeat, the output belongs to another run, or a setting is wrong.
         UnsupportedModelError: there are several processes, and the model is distributed over them.
     """
-    rows = read_rows(prompts)
+    model, rows = unwrapped(model), read_rows(prompts)
     integer("at least 1", 1, math.inf, "leave it out for 8")("batch_size", batch_size)
     decoder = RowDecoder(model, tokenizer, {"max_new_tokens": max_new_tokens, **arguments}, is_chat)
     ranks = find_ranks(is_cpu=model.device.type == "cpu")

@@ -26,6 +26,7 @@ from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, left_padded
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
@@ -123,6 +124,7 @@ class RowDecoder:
     is_chat: bool = False  # whether texts also pass through the chat template
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", unwrapped(self.model))
         if taken := [name for name in RESERVED_ARGUMENTS if name in self.arguments]:
             raise ConfigError(
                 f"arguments must not include {', '.join(RESERVED_ARGUMENTS)}, which the data set controls, got "

@@ -1,5 +1,6 @@
 """Answers in OpenAI's format, whole or as server-sent events."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -7,20 +8,20 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
-from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format
+from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format, num_chars
 from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
 from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
+from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.tool_calls import ToolCallReader
 
 Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
+_NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
 
 
 class Asked(NamedTuple):
@@ -32,7 +33,7 @@ class Asked(NamedTuple):
     is_streamed: bool
     has_usage: bool  # whether a stream has it; a whole answer always does
     has_tools: bool
-    tokenizer: PreTrainedTokenizerBase
+    token_bytes: TokenBytes
 
     def head(self, model: str) -> dict[str, Any]:
         """The fields that all parts of an answer share."""
@@ -62,17 +63,26 @@ class Asked(NamedTuple):
         """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
         if self.texts[index].num_top is None:
             return None
-        return (
-            chat_format(tokens, self.tokenizer) if self.is_chat else completion_format(tokens, self.tokenizer, offset)
-        )
+        is_begin = self._is_begin(index, offset)
+        if self.is_chat:
+            return chat_format(tokens, self.token_bytes, is_begin)
+        return completion_format(tokens, self.token_bytes, offset, is_begin)
+
+    def num_chars(self, index: int, tokens: list[TokenLogprob], offset: int) -> int:
+        """Number of characters of the tokens that follow so many characters of a text."""
+        return num_chars(tokens, self.token_bytes, self._is_begin(index, offset))
+
+    def _is_begin(self, index: int, offset: int) -> bool:
+        """Whether a text begins here: a completion without its prompt goes on with that."""
+        return offset == 0 and (self.is_chat or bool(self.texts[index].echoed))
 
 
-def asked_of(request: ChatRequest | CompletionRequest, engine: Engine) -> Asked:
-    """Translate a request, or raise `RequestError` if it is not supported."""
-    texts, options = text_requests(request, engine), request.stream_options
+def asked_of(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None) -> Asked:
+    """Translate a request, or raise `RequestError` if it is not supported; `grammar` as for `text_requests`."""
+    texts, options = text_requests(request, engine, grammar), request.stream_options
     has_usage = options is not None and options.include_usage
     is_chat, has_tools = isinstance(request, ChatRequest), isinstance(request, ChatRequest) and request.has_tools
-    return Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.tokenizer)
+    return Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.token_bytes)
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
@@ -95,7 +105,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
             reader = ToolCallReader()
             text, calls = reader.read(text, is_end=True), reader.calls
         reason = results[index].finish_reason
-        choices.append(asked.choice(index, text, reason, asked.logprobs(index, tokens), calls))
+        choices.append(asked.choice(index, text, reason, await _logprobs(asked, index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
@@ -124,11 +134,11 @@ async def events(
                     calls = readers[index].calls if readers else ()
                     yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
                 else:
-                    logprobs = asked.logprobs(index, piece.logprobs, offsets[index])
+                    logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
                     text = readers[index].read(piece.text) if readers else piece.text
                     if text or logprobs:
                         yield event(asked.choice(index, text, logprobs=logprobs))
-                    offsets[index] += len("".join((logprobs or {}).get("tokens", ())))
+                    offsets[index] += asked.num_chars(index, piece.logprobs, offsets[index])
                 newest = await anext(pieces, None)
             if len(results) < len(asked.texts):
                 return
@@ -138,6 +148,13 @@ async def events(
             told = error if isinstance(error, RequestError) else request_error(error)
             yield f"data: {json.dumps(error_body(told))}\n\n"
         yield "data: [DONE]\n\n"
+
+
+async def _logprobs(asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
+    """Format log probabilities, those of a whole prompt in a thread: 20,000 tokens may take a second."""
+    if len(tokens) < _NUM_IN_THREAD:
+        return asked.logprobs(index, tokens, offset)
+    return await asyncio.to_thread(asked.logprobs, index, tokens, offset)
 
 
 def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:

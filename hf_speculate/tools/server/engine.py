@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.options.refill.continuous import ContinuousDecoder
+from hf_speculate.models.language_model import cache_name
+from hf_speculate.models.recurrent_layers import recurrent_cache
+from hf_speculate.models.text_decoder import unwrapped
+from hf_speculate.options.refill.continuous import PREFILL_CHUNK_TOKENS, ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
-from hf_speculate.tools.server.logprobs import prompt_logprobs
+from hf_speculate.tools.server.logprobs import TokenLogprob, prompt_logprobs
 from hf_speculate.tools.server.merged import merged
-from hf_speculate.tools.server.response_format import GrammarCompiler
+from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.token_bytes import TokenBytes
 
 _CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
 _USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose context has no end
@@ -44,13 +49,16 @@ class Engine:
     max_queued: int = 64  # requests that wait for a row at most, >= 0
     # tokens of the target's cache: rows that are decoded at once, times those that the longest may get, with its prompt
     max_cache_tokens: int | None = None
+    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)  # limits of compiling a `response_format`
 
     def __post_init__(self) -> None:
+        self.target = unwrapped(self.target)
         context: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         limits = [limit for limit in (context, self.max_cache_tokens) if limit is not None]
         self.max_length = min(limits, default=None)  # tokens of prompt and answer
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # characters of a prompt
-        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
+        self.token_bytes = TokenBytes(self.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
         if self.num_rows > 1:
@@ -64,6 +72,10 @@ class Engine:
         self._open: set[Answer] = set()
         self._waiting: deque[Answer] = deque()
         self._begun: set[Answer] = set()  # rows of the decoder, those of clients that have left too
+        # Answers that will have a row once the log probabilities of their prompts are known; the decoder's thread reads
+        # the first one, chunk by chunk.
+        self._echoing: deque[tuple[Answer, Iterator[list[TokenLogprob]]]] = deque()
+        self._has_overtaken = False  # whether a prompt has begun since the latest of these chunks
         self._is_decoding = self._is_closed = False
 
     @property
@@ -120,7 +132,10 @@ class Engine:
         self, answer: Answer, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[Piece | DecodeResult, None]:
         arguments, echoed, num_sent = answer.prompt.arguments, answer.request.echoed, 0
-        text = TextStream(self.tokenizer, arguments.get("stop_strings", ()))
+        text = TextStream(
+            self.tokenizer, [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops]
+        )
+        has_begun = not answer.request.continues
         while not await is_gone():
             try:
                 new = await asyncio.wait_for(answer.get(), _POLL_S)
@@ -136,6 +151,8 @@ class Engine:
             is_end = isinstance(new, RowResult)
             token_ids = new.token_ids if isinstance(new, RowResult) else new
             piece, logprobs = text.read(token_ids, is_end), answer.logprobs[num_sent : len(token_ids)]
+            if piece and not has_begun:
+                piece, has_begun = self._lost_space(token_ids) + piece, True
             if piece or (is_end and logprobs):
                 yield Piece(piece, logprobs)
                 num_sent += len(logprobs)
@@ -145,6 +162,12 @@ class Engine:
                     self._leave(answer)  # other texts of the request may go on
                 yield DecodeResult("stop" if has_ended else "length", new)
                 return
+
+    def _lost_space(self, token_ids: Sequence[int]) -> str:
+        """A space with which a text continues its prompt's, if its first token loses it where it is decoded alone."""
+        bytes_of = self.token_bytes
+        shown = next((token_id for token_id in token_ids if token_id not in bytes_of.hidden_ids), None)
+        return " " if shown is not None and bytes_of(shown) != bytes_of.first(shown) else ""
 
     def _leave(self, answer: Answer) -> None:
         answer.is_wanted = False
@@ -160,25 +183,55 @@ class Engine:
 
     def close(self) -> None:
         self.end_requests()
+        self.grammars.close()
         self._thread.shutdown()
 
     def _next(self) -> RowPrompt | None:
-        """The `RowSource` of the decoder."""
+        """The `RowSource` of the decoder: in order of arrival, those that echo their log probabilities once read."""
+        if self._echoing and self._has_overtaken:
+            return self._read_echoing()
         while True:
             with self._lock:
                 if not self._waiting or not self._fits(self._waiting[0]):
-                    return None  # in order of arrival: shorter ones do not overtake
+                    break  # shorter ones do not overtake
                 answer = self._waiting.popleft()
+                request = answer.request
+                if not request.echoed or request.num_top is None:
+                    self._begun.add(answer)
+                    self._has_overtaken = bool(self._echoing)
+                    return answer.prompt
+            chunks = prompt_logprobs(self.target, answer.prompt.token_ids, request.num_top, self._chunk_size)
+            self._echoing.append((answer, chunks))
+        return self._read_echoing() if self._echoing else None
+
+    def _read_echoing(self) -> RowPrompt | None:
+        """Read a chunk for log probabilities of a prompt; the prompt once all is read and its row fits."""
+        self._has_overtaken = False
+        answer, chunks = self._echoing[0]
+        try:
+            chunk = next(chunks, None) if answer.is_wanted else []
+        except _ROW_ERRORS as error:
+            answer.put(request_error(error))
+            chunk = []
+        if chunk:
+            answer.prompt_logprobs += chunk
+            return None
+        with self._lock:
+            if chunk is None and not self._fits(answer):
+                self._has_overtaken = True  # nobody else may now
+                return None
+            self._echoing.popleft()
+            if chunk is None:
                 self._begun.add(answer)
-            request = answer.request
-            if not request.echoed or request.num_top is None:
                 return answer.prompt
-            try:
-                answer.prompt_logprobs = prompt_logprobs(self.target, answer.prompt.token_ids, request.num_top)
-                return answer.prompt
-            except _ROW_ERRORS as error:
-                self._begun.discard(answer)
-                answer.put(request_error(error))
+        return None
+
+    @property
+    def _chunk_size(self) -> int | None:
+        """Tokens of a forward that reads a prompt for its log probabilities; None to read all in one."""
+        if recurrent_cache(self.target) is not None or not cache_name(self.target):
+            return None
+        return self.target.generation_config.prefill_chunk_size or PREFILL_CHUNK_TOKENS
 
     def _fits(self, answer: Answer) -> bool:
         lens = [row.max_tokens for row in (*self._begun, answer)]
@@ -208,11 +261,18 @@ class Engine:
             for results in decoded:
                 for result in results:
                     self._begun.discard(result.prompt.key)
-                    result.prompt.key.put(result)
+                    result.prompt.key.put(self._checked(result))
             with self._lock:
-                if not self._waiting:
+                if not (self._waiting or self._echoing):
                     self._is_decoding = False
                     return
+
+    def _checked(self, result: RowResult) -> RowResult:
+        """A result with an error if its grammar led to no JSON."""
+        for processor in result.prompt.arguments.get("logits_processor", ()) if result.error is None else ():
+            if isinstance(processor, GrammarProcessor):
+                result = result._replace(error=processor.error_of(result.token_ids, self.tokenizer))
+        return result
 
     def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
         """As `ContinuousDecoder.decode`, for models and drafters whose rows cannot be refilled."""
@@ -239,10 +299,10 @@ class Engine:
         answer: Answer = prompt.key
         ids = [*prompt.token_ids, *token_ids]
         try:
-            logprobs = prompt_logprobs(self.target, ids, answer.request.num_top or 0)
+            chunks = prompt_logprobs(self.target, ids, answer.request.num_top or 0, self._chunk_size)
+            answer.logprobs = [*chain.from_iterable(chunks)][len(prompt.token_ids) :]
         except _ROW_ERRORS as error:
             return error
-        answer.logprobs = logprobs[len(prompt.token_ids) :]
         return None
 
     def _on_end(self, done: "Future[None]") -> None:
@@ -252,6 +312,7 @@ class Engine:
             with self._lock:
                 self._decoder, self._is_decoding = self._make_decoder(), False
                 self._begun.clear()
+                self._echoing.clear()
                 self._end_all(request_error(error))
 
     def _end_all(self, error: RequestError) -> None:

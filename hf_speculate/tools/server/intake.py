@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.datastructures import Headers
@@ -11,7 +12,8 @@ from starlette.requests import ClientDisconnect
 from hf_speculate.tools.server.answers import Asked, asked_of
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, busy_error
-from hf_speculate.tools.server.schemas import AnyRequest, parse
+from hf_speculate.tools.server.prompts import check_ends
+from hf_speculate.tools.server.schemas import AnyRequest, Request, parse
 
 _BYTES_PER_CHAR = 2  # bytes of a text of the largest length, which is mostly ASCII; JSON escapes some characters
 _OTHER_BYTES = 65_536  # for all but the text
@@ -30,20 +32,29 @@ class Intake:
         self.max_bytes = min(_BYTES_PER_CHAR * engine.max_chars + _OTHER_BYTES, _MOST_BYTES)
         self._max_held_bytes = (engine.num_rows + engine.max_queued) * self.max_bytes
         self._engine, self._num_held_bytes = engine, 0
-        self._short, self._long = asyncio.Semaphore(1), asyncio.Semaphore(1)
+        self._short, self._long, self._grammars = (asyncio.Semaphore(1) for _ in range(3))
 
     async def read(self, kind: type[AnyRequest], http: HttpRequest) -> Asked | None:
         """What a request asks for; None if the client has left."""
         chunks = http.stream()
         try:
             self._engine.check_room()
-            async with (
-                self._body(http.headers, chunks) as body,
-                self._long if len(body) > _LONG_BYTES else self._short,
-            ):
-                if await http.is_disconnected():
-                    return None
-                return await asyncio.to_thread(self._parse, kind, body)
+            async with self._body(http.headers, chunks) as body:
+                turn = self._long if len(body) > _LONG_BYTES else self._short
+                async with turn:
+                    if await http.is_disconnected():
+                        return None
+                    request = await asyncio.to_thread(parse, kind, body)
+                grammar = None
+                if request.has_grammar:
+                    async with self._grammars:  # in neither turn: compiling takes up to `GrammarLimits.seconds`
+                        if await http.is_disconnected():
+                            return None
+                        grammar = await self._compile(request)
+                async with turn:
+                    if await http.is_disconnected():
+                        return None
+                    return await asyncio.to_thread(asked_of, request, self._engine, grammar)
         except ClientDisconnect:
             return None
         except RequestError:
@@ -54,8 +65,11 @@ class Intake:
                             pass
             raise
 
-    def _parse(self, kind: type[AnyRequest], body: bytearray) -> Asked:
-        return asked_of(parse(kind, body), self._engine)
+    async def _compile(self, request: Request) -> Any:
+        """The grammar of a request, compiled in a thread of its own."""
+        check_ends(request, self._engine)
+        grammars, loop = self._engine.grammars, asyncio.get_running_loop()
+        return await loop.run_in_executor(grammars.thread, grammars.compile, request.answer_schema)
 
     @asynccontextmanager
     async def _body(self, headers: Headers, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:

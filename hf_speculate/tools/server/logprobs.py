@@ -1,12 +1,14 @@
 """Log probabilities of tokens, under the target's logits before processors and temperature, in OpenAI's two formats."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_speculate.models.language_model import cache_name, device_of
+from hf_speculate.tools.server.token_bytes import TokenBytes
 
 _LEAST = -9999.0  # in place of -inf, which JSON lacks
 _NUM_AT_ONCE = 256  # positions whose log probabilities are computed together, in float32
@@ -35,56 +37,120 @@ def token_logprobs(token_ids: Sequence[int], logits: Tensor, num_top: int) -> li
     return tokens
 
 
-def prompt_logprobs(target: PreTrainedModel, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Those of a prompt's tokens, from a forward of its own; the first one has none."""
+def prompt_logprobs(
+    target: PreTrainedModel, token_ids: Sequence[int], num_top: int, chunk_size: int | None
+) -> Iterator[list[TokenLogprob]]:
+    """Those of a prompt's tokens, from forwards of their own, chunk by chunk; the first token has none.
+
+    Args:
+        target: the model.
+        token_ids: the prompt [T], T >= 1.
+        num_top: most likely tokens of each position.
+        chunk_size: tokens of a forward; None to read all in one.
+    """
     model: Any = target
-    tokens = [TokenLogprob(token_ids[0], None, [])]
-    if len(token_ids) > 1:
+    read_ids, size = token_ids[:-1], chunk_size or len(token_ids)
+    options: dict[str, Any] = {"use_cache": len(read_ids) > size}
+    if options["use_cache"]:
+        options[cache_name(target)] = DynamicCache(config=target.config)
+    yield [TokenLogprob(token_ids[0], None, [])]
+    for begin in range(0, len(read_ids), size):
+        some = read_ids[begin : begin + size]
         with torch.no_grad():
-            input_ids = torch.tensor([token_ids[:-1]], device=target.device)  # [1, T - 1]
-            logits = model(input_ids=input_ids, use_cache=False).logits[0]
-            tokens += token_logprobs(token_ids[1:], logits, num_top)
-    return tokens
+            input_ids = torch.tensor([some], device=device_of(target))  # [1, N]
+            logits = model(input_ids=input_ids, **options).logits[0]
+            yield token_logprobs(token_ids[begin + 1 : begin + 1 + len(some)], logits, num_top)
 
 
 def completion_format(
-    tokens: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, offset: int = 0
+    tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, offset: int = 0, is_begin: bool = False
 ) -> dict[str, Any]:
-    """As `/v1/completions` has them; `offset` is the number of characters of the tokens before.
+    """As `/v1/completions` has them.
 
-    `top_logprobs` have the token itself, too, also if it is not among the best.
+    `top_logprobs` have the token itself, too, also if it is not among the best. Of two tokens with one text, the second
+    is named by its id.
+
+    Args:
+        tokens: of a text, or of a part of it.
+        token_bytes: bytes of the tokens.
+        offset: number of characters of the tokens before.
+        is_begin: whether the first of the tokens begins a text, which is not the continuation of another.
     """
-    texts = [_text(token.token_id, tokenizer) for token in tokens]
+    spelled = _spelled(tokens, token_bytes, offset, is_begin)
     tops: list[dict[str, float] | None] = []
-    for text, token in zip(texts, tokens, strict=True):
+    for token, (text, _, is_first) in zip(tokens, spelled, strict=True):
         top: dict[str, float] = {}
         for token_id, logprob in token.top:
-            top.setdefault(_text(token_id, tokenizer), logprob)  # the best of equal texts
+            name = _text(_bytes(token_id, token_bytes, is_first))
+            is_taken = name in top or (name == text and token_id != token.token_id)
+            top[f"token_id:{token_id}" if is_taken else name] = logprob
         if token.logprob is not None:
             top.setdefault(text, token.logprob)
         tops.append(None if token.logprob is None else top)
     return {
-        "tokens": texts,
+        "tokens": [text for text, _, _ in spelled],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": tops,
-        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
+        "text_offset": [begin for _, begin, _ in spelled],
     }
 
 
-def chat_format(tokens: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """As `/v1/chat/completions` has them."""
+def chat_format(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool = True) -> dict[str, Any]:
+    """As `/v1/chat/completions` has them: `bytes` of all tokens join to the text, those of special tokens are none."""
+
+    def entry(token_id: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
+        spelled = _bytes(token_id, token_bytes, is_first)
+        shown = b"" if token_id in token_bytes.hidden_ids else spelled
+        return {"token": _text(spelled), "logprob": logprob, "bytes": list(shown)}
+
     content = [
-        _entry(token.token_id, token.logprob, tokenizer)
-        | {"top_logprobs": [_entry(token_id, logprob, tokenizer) for token_id, logprob in token.top]}
-        for token in tokens
+        entry(token.token_id, token.logprob, is_first)
+        | {"top_logprobs": [entry(token_id, logprob, is_first) for token_id, logprob in token.top]}
+        for token, (_, _, is_first) in zip(tokens, _spelled(tokens, token_bytes, 0, is_begin), strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(token_id: int, logprob: float | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    text = _text(token_id, tokenizer)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def num_chars(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool) -> int:
+    """Number of characters of a text's tokens; special tokens have none."""
+    num = 0
+    for token in tokens:
+        if token.token_id not in token_bytes.hidden_ids:
+            own = _bytes(token.token_id, token_bytes, is_begin)
+            num, is_begin = num + _num_begun(own), is_begin and not own
+    return num
 
 
-def _text(token_id: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+def _spelled(
+    tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, offset: int, is_begin: bool
+) -> list[tuple[str, int, bool]]:
+    """Text of each token, number of characters before it, and whether it is the first that its text shows."""
+    spelled = []
+    for token in tokens:
+        own = _bytes(token.token_id, token_bytes, is_begin)
+        spelled.append((_text(own), offset - (offset > 0 and _is_inside(own[:1])), is_begin))
+        if token.token_id not in token_bytes.hidden_ids:
+            offset, is_begin = offset + _num_begun(own), is_begin and not own
+    return spelled
+
+
+def _is_inside(spelled: bytes) -> bool:
+    """Whether some bytes of UTF-8 go on with the character before them."""
+    return bool(spelled) and spelled[0] & 0xC0 == 0x80
+
+
+def _num_begun(spelled: bytes) -> int:
+    """Number of characters that begin in some bytes of UTF-8."""
+    return sum(byte & 0xC0 != 0x80 for byte in spelled)
+
+
+def _bytes(token_id: int, token_bytes: TokenBytes, is_first: bool) -> bytes:
+    return token_bytes.first(token_id) if is_first else token_bytes(token_id)
+
+
+def _text(spelled: bytes) -> str:
+    r"""Bytes as text; as OpenAI writes them if they are not whole characters, such as bytes:\xe6\x97."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

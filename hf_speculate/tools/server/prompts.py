@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import LogitsProcessor, StopStringCriteria
+from transformers import LogitsProcessor
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.options.refill.row_prompts import RowPrompt
@@ -17,33 +17,37 @@ from hf_speculate.tools.server.penalties import PenaltiesProcessor
 from hf_speculate.tools.server.response_format import GrammarProcessor
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest, Request
 from hf_speculate.tools.server.text_request import TextRequest
+from hf_speculate.tools.server.token_bytes import StopTexts
 
 _DEFAULT_NUM_TOKENS = 256  # tokens of an answer whose request names no number
 _MAX_STOPS = 16  # OpenAI allows four; tasks of lm-evaluation-harness have more
 _LEAST_DIVISOR = 1e-10  # smallest temperature and penalty: both divide logits, which must stay finite in float32
 
 
-def text_requests(request: ChatRequest | CompletionRequest, engine: Engine) -> list[TextRequest]:
+def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None) -> list[TextRequest]:
     """The texts of a request, `n` for each prompt; `RequestError` if something is not supported.
 
-    The choices of a prompt have the seeds `seed`, `seed + 1` and so on.
+    The choices of a prompt have the seeds `seed`, `seed + 1` and so on. `grammar` is the compiled grammar of the
+    request's answers; None to compile it here.
     """
     if request.model is not None:
         check_model(request.model, engine)
-    prompts = _token_ids(request, engine)
-    num_texts = len(prompts) * request.n
-    if num_texts > engine.max_texts:
+    contents = _contents(request)
+    num_texts = len(contents) * request.n
+    if num_texts > engine.max_texts:  # before they are tokenised
         raise RequestError(
             f"n times the number of prompts must be at most {engine.max_texts}, got {num_texts}; send several requests",
-            "n" if len(prompts) == 1 else "prompt",
+            "n" if len(contents) == 1 else "prompt",
         )
+    prompts = [_token_ids(content, request, engine) for content in contents]
     shared, num_top, texts = _shared_options(request, engine), request.num_top, []
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
         for choice in range(request.n):
-            processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"))
+            processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"), grammar)
             own = options | ({"logits_processor": processors} if processors else {})
-            texts.append(TextRequest(RowPrompt(token_ids, _seed(request, engine, choice), own), echoed, num_top))
+            row = RowPrompt(token_ids, _seed(request, engine, choice), own)
+            texts.append(TextRequest(row, echoed, num_top, isinstance(request, CompletionRequest)))
     return texts
 
 
@@ -54,7 +58,11 @@ def _echoed(request: ChatRequest | CompletionRequest, prompts: list[list[int]], 
     if isinstance(request.prompt, str):
         return [request.prompt]
     prompts_as_sent: Any = request.prompt if isinstance(request.prompt[0], str) else prompts
-    return [prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt)) for prompt in prompts_as_sent]
+    return [prompt if isinstance(prompt, str) else _text_of(prompt, engine) for prompt in prompts_as_sent]
+
+
+def _text_of(token_ids: list[int], engine: Engine) -> str:
+    return str(engine.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def check_model(name: str, engine: Engine) -> None:
@@ -101,15 +109,11 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
         raise RequestError(
             f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {reprlib.repr(stops)}", "stop"
         )
-    if stops:
-        try:
-            StopStringCriteria(engine.tokenizer, stops)  # kept for the rows, as it takes a second
-        except ValueError:
-            raise RequestError(
-                f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave out the others",
-                "stop",
-            ) from None
-        options |= {"stop_strings": stops, "tokenizer": engine.tokenizer}
+    if not all(map(engine.token_bytes.can_write, stops)):
+        raise RequestError(
+            f"stop must be strings that the tokenizer can write, got {reprlib.repr(stops)}; leave out the others",
+            "stop",
+        )
     if request.stop_token_ids or request.ignore_eos:
         _check_ids(request.stop_token_ids or [], "stop_token_ids", engine)
         ends = sorted({*(request.stop_token_ids or ()), *(() if request.ignore_eos else engine.eos_token_ids)})
@@ -130,40 +134,52 @@ def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str,
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-    return {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    if stops := tuple([request.stop] if isinstance(request.stop, str) else request.stop or ()):
+        is_chat = isinstance(request, ChatRequest)
+        options["stopping_criteria"] = [StopTexts(engine.token_bytes, stops, num_prompt, is_chat)]
+    return options
 
 
-def _processors(request: Request, num_prompt: int, engine: Engine, end_ids: list[int] | None) -> list[LogitsProcessor]:
+def check_ends(request: Request, engine: Engine) -> None:
+    """Check that an answer in JSON can end."""
+    if request.ignore_eos or not (request.stop_token_ids or engine.eos_token_ids):
+        raise RequestError(
+            "response_format must be text if no EOS id ends the answer, got another type; leave out ignore_eos",
+            "response_format",
+        )
+
+
+def _processors(
+    request: Request, num_prompt: int, engine: Engine, end_ids: list[int] | None, grammar: Any
+) -> list[LogitsProcessor]:
     """Logits processors of a text, which are not shared with others."""
     processors: list[LogitsProcessor] = []
     penalties = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
     if any(penalties):
         processors.append(PenaltiesProcessor(num_prompt, *penalties))
-    wanted = request.response_format
-    if wanted is not None and wanted.type != "text":
-        end_ids = engine.eos_token_ids if end_ids is None else end_ids
-        if request.ignore_eos or not end_ids:
-            raise RequestError(
-                f"response_format must be text if no EOS id ends the answer, got {wanted.type}; leave out ignore_eos",
-                "response_format",
-            )
-        grammar = engine.grammars.compile(None if wanted.json_schema is None else wanted.json_schema.content)
-        processors.append(GrammarProcessor(grammar, num_prompt, end_ids))
+    if request.has_grammar:
+        check_ends(request, engine)
+        grammar = grammar or engine.grammars.compile(request.answer_schema)
+        processors.append(GrammarProcessor(grammar, num_prompt, engine.eos_token_ids if end_ids is None else end_ids))
     return processors
 
 
-def _token_ids(request: ChatRequest | CompletionRequest, engine: Engine) -> list[list[int]]:
+def _contents(request: ChatRequest | CompletionRequest) -> list[Any]:
+    """The prompts of a request: texts, token ids, or messages."""
     if isinstance(request, ChatRequest):
-        messages = [message.as_dict() for message in request.messages]
-        return [_encoded(messages, "messages", engine, request.template_options)]
+        return [[message.as_dict() for message in request.messages]]
     prompt: Any = request.prompt
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     if not prompts:
         raise RequestError("prompt must have at least one token, got none", "prompt")
-    return [
-        _encoded(prompt, "prompt", engine) if isinstance(prompt, str) else _checked(prompt, engine)
-        for prompt in prompts
-    ]
+    return list(prompts)
+
+
+def _token_ids(content: Any, request: ChatRequest | CompletionRequest, engine: Engine) -> list[int]:
+    if isinstance(request, ChatRequest):
+        return _encoded(content, "messages", engine, request.template_options)
+    return _encoded(content, "prompt", engine) if isinstance(content, str) else _checked(content, engine)
 
 
 def _checked(token_ids: list[int], engine: Engine) -> list[int]:

@@ -1,26 +1,63 @@
 """Keeps answers to JSON of a schema, by a grammar of xgrammar."""
 
+import hashlib
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from hf_speculate.errors import MissingExtraError, import_extra
+from hf_speculate.errors import ConfigError, MissingExtraError, import_extra
 from hf_speculate.processors.registry import register_row_wise
 from hf_speculate.tools.server.errors import RequestError
 
 _CACHE_BYTES = 2**28  # bytes of compiled grammars
+_MAX_CACHED = 1024  # grammars and errors
+_START_S = 120.0  # for the worker's imports, on a busy machine too
+_GRACE_S = 5.0  # for a worker that ends what takes too long by itself
+_PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|cpp|h):\d+: ")  # clock and C++ file before xgrammar's own words
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """Bounds of compiling one schema; a request that needs more gets status 400."""
+
+    seconds: float = 10.0  # > 0
+    schema_bytes: int = 1_000_000  # length of the schema as JSON
+    memory_bytes: int = 1_000_000_000  # allocated by the worker, on Linux
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests for a tokenizer; equal schemas are compiled once."""
+    """Compiles the grammars of requests for a tokenizer; equal schemas are compiled once.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int):
+    A worker process compiles a schema first, within limits. If it succeeds, the schema is compiled here: handing over a
+    compiled grammar takes far longer than compiling it. xgrammar releases Python's lock meanwhile.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, limits: GrammarLimits | None = None):
+        self.limits = limits or GrammarLimits()
+        # One schema at a time, in a thread of its own: those of the event loop are never kept waiting.
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()  # guards what follows
         self._compiler: Any = None
+        self._info_json = ""  # the tokenizer, for the worker
+        self._worker: _Worker | None = None
+        self._is_closed = False
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # grammars and errors by digest, the newest last
+        self._num_bytes = 0  # size of these grammars
 
     def compile(self, schema: dict[str, Any] | None) -> Any:
         """The grammar of a JSON schema, or of all JSON; `RequestError` if there is none."""
@@ -28,18 +65,124 @@ class GrammarCompiler:
             xgrammar = import_extra("xgrammar", "grammar")
         except MissingExtraError as error:
             raise RequestError(f"response_format must be text: {error}", "response_format") from error
+        text = "" if schema is None else json.dumps(schema)
+        if len(text) > self.limits.schema_bytes:
+            raise _refused(f"of at most {self.limits.schema_bytes} bytes, got {len(text)}; send a smaller schema")
+        digest = hashlib.sha256(text.encode()).digest()
+        with self._lock:
+            compiled = self._compiled.pop(digest, None)
+            if compiled is None:
+                compiled = self._compile(xgrammar, text)
+                self._num_bytes += _size_of(compiled)
+            self._compiled[digest] = compiled
+            while len(self._compiled) > 1 and (self._num_bytes > _CACHE_BYTES or len(self._compiled) > _MAX_CACHED):
+                _, oldest = self._compiled.popitem(last=False)
+                self._num_bytes -= _size_of(oldest)
+        if isinstance(compiled, str):
+            raise _refused(f"that xgrammar compiles, got {compiled}")
+        return compiled
+
+    def close(self) -> None:
+        """End the worker, also one that compiles."""
+        self._is_closed = True
+        if self._worker is not None:
+            self._worker.end()
+        self.thread.shutdown(cancel_futures=True)
+
+    def _compile(self, xgrammar: Any, schema: str) -> Any:
+        """The grammar, or a string with what is wrong with the schema; `RequestError` if a limit is exceeded."""
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            self._info_json = info.serialize_json()
+        if self._worker is None or not self._worker.is_running:
+            self._worker = _Worker(self._info_json, self.limits)
         try:
-            if self._compiler is None:
-                info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
-            if schema is None:
+            error = self._worker.error_of(schema)
+        finally:
+            if not (self._worker.is_running or self._is_closed):
+                self._worker = _Worker(self._info_json, self.limits)  # which imports until the next schema comes
+        if error:
+            reason = error.strip().splitlines()[-1]
+            return _PLACE_IN_SOURCE.sub("", reason)[:200]
+        try:
+            if not schema:
                 return self._compiler.compile_builtin_json_grammar()
-            return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise RequestError(
-                f"response_format must have a schema that xgrammar compiles, got {reason[:200]}", "response_format"
-            ) from error
+            return self._compiler.compile_json_schema(schema, any_whitespace=False)
+        except (RuntimeError, ValueError, TypeError) as failure:
+            return str(failure).strip()[-200:]
+
+
+def _refused(needed: str) -> RequestError:
+    return RequestError(f"response_format must have a schema {needed}", "response_format")
+
+
+def _size_of(compiled: Any) -> int:
+    """Bytes of a compiled grammar, or of an error."""
+    return len(compiled) if isinstance(compiled, str) else int(compiled.memory_size_bytes)
+
+
+class _Worker:
+    """A process that compiles schemas, see `grammar_worker.py`."""
+
+    def __init__(self, info_json: str, limits: GrammarLimits):
+        self._info_json, self._limits, self._is_ready = info_json, limits, False
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("grammar_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the server
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def error_of(self, schema: str) -> str:
+        """Why a schema cannot be compiled; empty if it can."""
+        if not self._is_ready:
+            settings = {"tokenizer": self._info_json, **asdict(self._limits)}
+            if self._ask(settings, _START_S) is None:
+                raise RequestError("the process that compiles schemas must start, got an end of it", status=500)
+            self._is_ready = True
+        answer = self._ask(schema, self._limits.seconds + _GRACE_S)
+        if answer is None:
+            raise _refused(
+                f"that xgrammar compiles in {self._limits.seconds:g} s and {self._limits.memory_bytes} bytes of "
+                "memory, got one that takes more; send a smaller schema"
+            )
+        return str(answer)
+
+    def end(self) -> None:
+        """End the process, and the one in which it compiles."""
+        if self.is_running and hasattr(os, "killpg"):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _ask(self, message: Any, seconds: float) -> Any:
+        """The answer to a message; None if there is none after so many seconds, or the worker has ended."""
+        process: Any = self._process
+        clock = threading.Timer(seconds, process.kill)
+        clock.start()
+        try:
+            print(json.dumps(message), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+        except (OSError, ValueError):  # its pipes are closed
+            answer = ""
+        finally:
+            clock.cancel()
+        if answer:
+            return json.loads(answer)
+        self.end()
+        return None
 
 
 @register_row_wise
@@ -48,14 +191,15 @@ class GrammarProcessor(LogitsProcessor):
 
     The result depends on the ids alone. The matcher follows them: it is rolled back to the tokens that the ids have in
     common with those of the call before, such as the accepted tokens of a block. After a token that the grammar
-    forbids, as a rejected draft may have, all tokens are allowed; no such position counts.
+    forbids, as a rejected draft may have, all tokens are allowed; no such position counts. Where the grammar allows no
+    token, only those that end the text are allowed, and `error_of` says so of a text that ended there.
     """
 
     def __init__(self, grammar: Any, prompt_len: int, end_ids: Sequence[int]):
         self._xgrammar = import_extra("xgrammar", "grammar")
         self._matcher = self._xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
         self._num_known = grammar.tokenizer_info.vocab_size
-        self._prompt_len = prompt_len
+        self._prompt_len, self._end_ids = prompt_len, list(end_ids)
         self._followed: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -63,11 +207,39 @@ class GrammarProcessor(LogitsProcessor):
         bitmask = self._xgrammar.allocate_token_bitmask(len(input_ids), self._num_known)  # all are allowed
         for row, ids in enumerate(input_ids[:, self._prompt_len :].tolist()):
             if self._follow(ids) and not self._matcher.is_terminated():
-                self._matcher.fill_next_token_bitmask(bitmask, row)
+                self._fill(bitmask, row)
         num_masked = min(self._num_known, scores.shape[1])  # a draft model may have fewer
         scores = scores.to(torch.float32, copy=True)
         self._xgrammar.apply_token_bitmask_inplace(scores, bitmask.to(scores.device), vocab_size=num_masked)
         return scores
+
+    def error_of(self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> ConfigError | None:
+        """The error of a finished answer: it ended where its grammar allows no token, or is no JSON."""
+        is_ended = bool(token_ids) and token_ids[-1] in self._end_ids  # not cut by its length or a stop string
+        ids = list(token_ids[:-1] if is_ended else token_ids)
+        text = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        is_right = self._follow(ids)
+        if is_right and is_ended:
+            bitmask = self._xgrammar.allocate_token_bitmask(1, self._num_known)
+            is_right = (self._matcher.is_terminated() or self._fill(bitmask, 0)) and _is_json(text)
+        if is_right:
+            return None
+        return ConfigError(
+            f"response_format must have a schema whose grammar leads to JSON, got one that ends after {text[-40:]!r}; "
+            "look for a part that no value fits"
+        )
+
+    def _fill(self, bitmask: Tensor, row: int) -> bool:
+        """Allow in a row of the bitmask [N, V / 32] what comes next; False if that is nothing but the end."""
+        self._matcher.fill_next_token_bitmask(bitmask, row)
+        if bitmask[row].any():
+            return True
+        words = bitmask[row].tolist()
+        for token_id in self._end_ids:
+            if token_id < self._num_known:
+                words[token_id // 32] |= 1 << token_id % 32
+        bitmask[row] = torch.tensor([_signed(word) for word in words], dtype=torch.int32)
+        return False
 
     def _follow(self, ids: list[int]) -> bool:
         """Bring the matcher to the end of some ids; False if it forbids one of them."""
@@ -81,3 +253,18 @@ class GrammarProcessor(LogitsProcessor):
                 return False
             self._followed.append(token_id)
         return True
+
+
+def _signed(word: int) -> int:
+    """32 bits as an int32."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except RecursionError:  # too deep for this parser, and not wrong for that
+        return True
+    except ValueError:
+        return False
+    return True

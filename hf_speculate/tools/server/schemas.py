@@ -1,19 +1,32 @@
 """Requests of OpenAI's endpoints: their fields, and values that change nothing."""
 
+import gc
 import inspect
 import json
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
 
-_MAX_MESSAGES = 10_000  # and parts of messages; their checks keep all threads waiting, 10 us for each
+_MAX_MESSAGES = 10_000  # and parts of messages, calls and prompts; a check keeps all threads waiting for 10 us
+_MAX_VALUES = 10_000  # entries of a list or an object; pydantic takes 30 us for each wrong one
+_MAX_FIELDS = 100  # fields of a request
+_MAX_LISTED_STOPS = 100
+_MAX_STOP_CHARS = 512  # characters of a stop string; as many last tokens are searched for it after each new token
 # Values of fields that are not supported with which they change nothing. None is one for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -72,7 +85,7 @@ class Request(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=0, lt=2**63 - 128)  # the choices have the next ones
     n: int = Field(1, ge=1, le=128)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -80,7 +93,7 @@ class Request(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
     num_assistant_tokens: int | None = Field(None, ge=0, le=128)
     verifier: str | None = None
@@ -88,11 +101,46 @@ class Request(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @field_validator("stop", "logit_bias", "tools", "prompt", mode="before", check_fields=False)
+    @classmethod
+    def _check_number_of_values(cls, values: Any, info: ValidationInfo) -> Any:
+        """Limit what is checked one by one; the ids of a prompt are limited by the body's length."""
+        is_counted = isinstance(values, list | dict) and not (info.field_name == "prompt" and _is_ids(values))
+        most = _MAX_LISTED_STOPS if info.field_name == "stop" else _MAX_VALUES
+        if is_counted and len(values) > most:
+            name = str(info.field_name)
+            raise RequestError(f"{name} must have at most {most} values, got {len(values)}; send fewer", name)
+        return values
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        longest = max(map(len, [stop] if isinstance(stop, str) else stop or ()), default=0)
+        if longest > _MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop must be strings of at most {_MAX_STOP_CHARS} characters, got one of {longest}; send a part",
+                "stop",
+            )
+        return stop
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer must be JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None if it may be any JSON, or any text."""
+        wanted = self.response_format
+        return None if wanted is None or wanted.json_schema is None else wanted.json_schema.content
+
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: Any) -> Any:
         if not isinstance(body, Mapping):
             return body
+        if len(body) > _MAX_FIELDS:
+            raise RequestError(f"the body must have at most {_MAX_FIELDS} fields, got {len(body)}; leave some out")
         return {
             name: value for name, value in body.items() if not _changes_nothing(cls.model_fields.get(name), name, value)
         }
@@ -212,12 +260,9 @@ class ChatRequest(Request):
     @field_validator("messages", mode="before")
     @classmethod
     def _check_number(cls, messages: Any) -> Any:
-        contents = (
-            [message.get("content") for message in messages if isinstance(message, dict)]
-            if isinstance(messages, list)
-            else []
-        )
-        num = sum(len(content) if isinstance(content, list) else 1 for content in contents)
+        listed = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+        num = sum(_num_parts(message.get("content")) for message in listed)
+        num += sum(_num_parts(message.get("tool_calls") or []) for message in listed)
         if num > _MAX_MESSAGES:
             raise RequestError(f"messages must have at most {_MAX_MESSAGES} parts, got {num}; join some", "messages")
         return messages
@@ -241,6 +286,14 @@ class CompletionRequest(Request):
         return self.logprobs
 
 
+def _num_parts(content: Any) -> int:
+    return len(content) if isinstance(content, list) else 1
+
+
+def _is_ids(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and isinstance(values[0], int)
+
+
 def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:
     """Whether a value may be left out: None for what need not be given, or a neutral one of what is not supported."""
     if field is not None:
@@ -255,7 +308,12 @@ _FIELDS = {name for kind in _KINDS for name in kind.model_fields} | {"schema"}
 
 def parse(kind: type[AnyRequest], body: bytes | bytearray) -> AnyRequest:
     """Read a request from JSON, or raise `RequestError`."""
+    is_collecting = gc.isenabled()
+    gc.disable()  # a million small lists take 0.1 s to make, and a second to be looked through again and again
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise invalid_field(error, _FIELDS, NEUTRAL) from None
+    finally:
+        if is_collecting:
+            gc.enable()

@@ -18,6 +18,7 @@ class TextRequest(NamedTuple):
     prompt: RowPrompt
     echoed: str = ""  # what the text begins with: the prompt if that is asked for
     num_top: int | None = None  # most likely tokens of every position; None without log probabilities
+    continues: bool = False  # whether the text goes on with its prompt's, as completions do
 
 
 class Piece(NamedTuple):

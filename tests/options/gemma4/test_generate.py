@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import hf_speculate
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
@@ -48,6 +49,30 @@ def test_greedy_text_is_plain_with_every_lossless_verifier(
     assert "drafter: assistant Gemma4AssistantForCausalLM" in stats.plan
     assert max(stats.rounds_by_draft_len) == 3
     assert stats.num_accepted > 0
+
+
+class Sealed(nn.Module):
+    """A linear layer whose weight the module alone can read, as of a library that packs weights."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.packed = linear.weight
+
+    def forward(self, states):
+        return nn.functional.linear(states, self.packed)
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_drafts_of_an_assistant_with_a_packed_head_are_the_same(is_ordered):
+    target, inputs, drafted = hf_speculate.enable(make_target()), ragged_prompts(2, seed=1), []
+    for is_packed in (False, True):
+        assistant = make_assistant(target, is_ordered=is_ordered)
+        if is_packed:
+            assistant.lm_head = Sealed(assistant.lm_head)
+        stats = assert_decodes_as_plain(target, assistant, inputs, max_new_tokens=NUM_NEW, **CONSTANT)
+        drafted.append((stats.num_drafted, stats.accepted_per_position))
+    assert drafted[0] == drafted[1]
+    assert sum(drafted[0][1]) > 0
 
 
 @pytest.mark.parametrize(("is_ordered", "verifier"), [(False, "rejection"), (True, "block")])

@@ -76,6 +76,15 @@ def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
     assert max(stats.rounds_by_draft_len) == 3
 
 
+@pytest.mark.parametrize("design", [EAGLE3, DFLASH, MTP])
+def test_a_head_reads_a_target_whose_last_layers_share_keys(design, tmp_path):
+    """Of such layers, the aux layers of the first two kinds name both the first and the last."""
+    layers = {"num_hidden_layers": NUM_TARGET_LAYERS, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    target = make_model("gemma4", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_kv_shared_layers=3, **layers)
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
+    assert_decodes_as_plain(hf_speculate.enable(target), head, prompts(), max_new_tokens=NUM_NEW)
+
+
 def test_no_hook_stays_on_the_target(pair):
     target, head = pair
     assert NUM_TARGET_LAYERS in head.hidden_layers

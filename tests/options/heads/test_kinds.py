@@ -14,6 +14,7 @@ from hf_speculate.options.heads.layers import Rotary, read_layer_config, windows
 from hf_speculate.options.heads.load import check_head, load_drafter
 from hf_speculate.options.heads.recognise import is_head, recognise
 from hf_speculate.options.heads.target_ids import target_ids
+from hf_speculate.options.heads.weight_files import read_names, read_weights
 from tests.options.heads.designs import (
     DFLASH,
     DFLASH2,
@@ -304,6 +305,23 @@ def test_a_pickled_file_cannot_run_code(tmp_path):
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_drafter(folder, target_of())
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts of reads come from Linux")
+@pytest.mark.parametrize("is_old", [False, True])
+def test_one_weight_of_a_pickled_file_is_read_alone(is_old, tmp_path):
+    """Files of torch before 1.6 cannot be mapped."""
+    weights = {"small": torch.arange(9), "large": torch.zeros(1 << 23)}
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not is_old)
+
+    def num_read():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = num_read()
+    read = read_weights(tmp_path, lambda name: name == "small")
+    assert (num_read() - before < 1 << 22) != is_old
+    assert read_names(tmp_path) == weights.keys()
+    torch.testing.assert_close(read, {"small": torch.arange(9)})
 
 
 FIELDS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}

@@ -1,14 +1,16 @@
 """MTP layers of a target's checkpoint, against a model without cache and plain text."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import rms_norm
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import hf_speculate
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain
@@ -78,6 +80,23 @@ def test_use_mtp_drafts_for_batches(tmp_path):
     assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
     with pytest.raises(UnsupportedGenerationError, match="got prompt_lookup_num_tokens and use_mtp; omit one"):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
+
+
+def test_layers_that_a_quantised_checkpoint_left_plain_draft_and_others_are_refused(tmp_path):
+    """The tensors say which, and not the config, which describes the target."""
+    target = make_checkpoint(tmp_path, "deepseek_v3", 2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = target.config.quantization_config = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "use_mtp": True}
+    stats = assert_decodes_as_plain(target, None, ragged_prompts(3, seed=3), **options)
+    assert stats.num_accepted > 0
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("o_proj.weight"))
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=rf"quantised weights \({name} in float8_e4m3fn\)"):
+        load_drafter(tmp_path, target)
 
 
 def test_the_target_stays_as_it_is_and_shares_no_module(tmp_path):

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -227,6 +228,105 @@ def test_embeddings_with_and_without_the_scale_of_the_family(is_wrapped, is_scal
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+class Packed(nn.Module):
+    """A linear layer or a table in 8 bits, which computes in float64 whatever its weights are stored in."""
+
+    def __init__(self, module, stored=torch.uint8, has_weight=True):
+        super().__init__()
+        codes = (module.weight * 16 + 128).round().clamp(0, 255)
+        self.codes = codes.to(torch.uint8) if stored is torch.uint8 else (codes - 128).to(stored)
+        self.zero = 128 if stored is torch.uint8 else 0
+        self.is_table = isinstance(module, nn.Embedding)
+        if has_weight:
+            self.weight = nn.Parameter(self.codes, requires_grad=False)
+
+    def dequantised(self):
+        return (self.codes.to(torch.float64) - self.zero) / 16
+
+    def forward(self, inputs):
+        assert inputs.dtype == (torch.int64 if self.is_table else torch.float64)
+        read = nn.functional.embedding if self.is_table else nn.functional.linear
+        return read(inputs, self.dequantised())
+
+
+def with_plain_weights(target):
+    """The target with what its packed tables stand for."""
+    twin = copy.deepcopy(target_of())
+    for name in ("input", "output"):
+        table = getattr(twin, f"get_{name}_embeddings")()
+        table.weight.copy_(getattr(target, f"get_{name}_embeddings")().dequantised())
+    return twin
+
+
+FORMATS = [(torch.uint8, True), (torch.int8, True), (torch.float8_e4m3fn, True), (torch.uint8, False)]
+
+
+@each_value(kind=[name for name in KINDS if name not in ("PARD", CHECKPOINT)], stored=FORMATS)
+def test_drafts_of_quantised_tables_are_those_of_what_they_stand_for(kind, stored, load_kind):
+    head, target, _ = load_kind(kind)
+    packed = copy.deepcopy(target)
+    packed.set_input_embeddings(Packed(target.get_input_embeddings(), *stored))
+    packed.set_output_embeddings(Packed(target.get_output_embeddings(), *stored))
+    texts = random_texts([9, 5], seed=2)
+    plain = with_plain_weights(packed)
+    assert_same(draft_of(Rounds(head, packed, texts)), draft_of(Rounds(head, plain, texts)))
+    stats = assert_decodes_as_plain(
+        hf_speculate.enable(packed), head, ragged_prompts(2, vocab_size=VOCAB_SIZE), max_new_tokens=8
+    )
+    assert stats.num_drafted > 0
+
+
+def test_a_head_is_loaded_in_the_dtype_that_a_quantised_target_computes_in(load_kind):
+    _, target, load = load_kind("EAGLE-3")
+    packed = copy.deepcopy(target)
+    packed.set_input_embeddings(Packed(target.get_input_embeddings(), torch.float8_e4m3fn))
+    head = load_drafter(load.args[0], packed)
+    assert packed.dtype == torch.float8_e4m3fn
+    assert head.dtype == torch.float64
+
+
+@pytest.mark.bitsandbytes
+@pytest.mark.parametrize("layer", ["Linear4bit", "Linear8bitLt"])
+def test_a_language_modelling_head_of_bitsandbytes_is_shared(layer, tmp_path):
+    layers = pytest.importorskip("bitsandbytes").nn
+    target = target_of(torch.float32)
+    folder = write_speculators(tmp_path, DFLASH, make_weights(DFLASH))
+    packed, before = copy.deepcopy(target), target.get_output_embeddings()
+    head = getattr(layers, layer)(before.in_features, before.out_features, bias=False)
+    head.load_state_dict(before.state_dict())
+    packed.set_output_embeddings(head.to("cpu"))
+    ours = draft_of(Rounds(load_drafter(folder, packed), packed, random_texts([9], seed=2)))
+    plain = draft_of(Rounds(load_drafter(folder, target), target, random_texts([9], seed=2)))
+    gaps = [(logits - plain).norm() / plain.norm() for logits in (ours, ours.roll(1, -1))]
+    assert gaps[0] < 0.2 < gaps[1]  # as rounded weights differ, and wrong states do not
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash", CHECKPOINT])
+def test_drafts_are_the_same_when_the_target_is_offloaded(kind, place, load_kind, tmp_path):
+    head, target, load = load_kind(kind)
+    offloaded = copy.deepcopy(target)
+    accelerate.cpu_offload(offloaded) if place == "cpu" else accelerate.disk_offload(offloaded, tmp_path)
+    assert offloaded.get_output_embeddings().weight.is_meta
+    texts = random_texts([9, 5], seed=2)
+    ours = Rounds(load(offloaded), offloaded, texts)
+    assert_same(draft_of(ours), draft_of(Rounds(head, target, texts)))
+    inputs = ragged_prompts(2, vocab_size=VOCAB_SIZE)
+    assert assert_decodes_as_plain(hf_speculate.enable(offloaded), head, inputs, max_new_tokens=8).num_drafted > 0
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_offloaded_embeddings_with_and_without_the_scale_of_the_family(has_buffers, is_scaled):
+    target, ids = copy.deepcopy(make_model("gemma3")), torch.arange(9)
+    table = target.get_input_embeddings()
+    expected = table(ids) if is_scaled else table.weight[ids]
+    accelerate.cpu_offload(target, offload_buffers=has_buffers)
+    parts = TargetParts(target, DraftVocabulary(64), torch.device("cpu"), torch.float64)
+    torch.testing.assert_close(parts.embedded(ids, is_scaled), expected, rtol=0, atol=0)
+    assert table.weight.is_meta
+
+
 ADAPTERS = {
     "LoRA": {"target_modules": ["embed_tokens", "lm_head", "o_proj"]},
     "saved modules": {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
@@ -249,4 +349,5 @@ def test_drafts_are_those_of_the_adapter_that_is_active(kind, name, load_kind):
     merged = copy.deepcopy(wrapped).merge_and_unload()
     ours = draft_of(Rounds(head, wrapped.get_base_model(), texts))
     assert_same(ours, draft_of(Rounds(load(merged), merged, texts)))
+    assert_same(ours, draft_of(Rounds(load(wrapped), wrapped.get_base_model(), texts)))
     assert not torch.allclose(ours, draft_of(Rounds(head, target, texts)))

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,12 +14,15 @@ from tests.tiny import make_model, noisy_copy
 from tests.tiny_encoders import (
     CLIP_AND_LLAMA,
     IMAGE_TOKEN_ID,
+    TEXT,
+    VISION,
     make,
     make_llava,
     make_qwen2_vl,
     make_qwen3_5_vl,
     mixed_prompts,
     noise,
+    prompts_with,
     text_draft,
 )
 from tests.tiny_readers import READINGS, encoded_images
@@ -217,3 +221,28 @@ def test_what_the_targets_encoder_made_is_not_for_the_draft():
     own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3, "speculation_stats": stats}
     assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
     assert "text alone, because mm_encoder_outputs are those of the target's encoder" in stats.plan
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Granite4VisionConfig"), reason="transformers lacks Granite 4 Vision")
+def test_pictures_whose_encoder_gives_states_by_layer_are_read():
+    """Granite 4 Vision adds states of two layers of its encoder in two of the text's, and pools none."""
+    vision = {
+        "model_type": "siglip_vision_model",
+        **VISION,
+        "hidden_size": 64,
+        "patch_size": 2,
+        "vision_use_head": False,
+    }
+    projector = {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 24}
+    projector |= {"cross_attention_frequency": 1, "max_position_embeddings": 64, "use_qformer_text_input": False}
+    own = {"vision_config": vision, "text_config": {"model_type": "granite", **TEXT}, "qformer_config": projector}
+    own |= {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [], "downsample_rate": "1/2"}
+    own |= {"image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": [[8, 16], [16, 8]]}
+    target = make("Granite4VisionForConditionalGeneration", **own, vision_feature_select_strategy="full")
+    sizes = torch.tensor([[8, 16], [8, 16]])  # as LLaVA-NeXT's
+    pictures = {"pixel_values": noise(2, 3, 3, 8, 8), "image_sizes": sizes}
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), **pictures)
+    draft = noisy_copy(target, ACCEPTED_ALL)
+    stats = assert_decodes_as_plain(hf_speculate.enable(target), draft, inputs, max_new_tokens=NUM_NEW)
+    assert "draft reads: text and pixel_values" in stats.plan
+    assert stats.verified_acceptance_rate == 1.0

@@ -110,3 +110,15 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(family
                 )
     kv_cache.release()
     assert not hooks_of(model_of(family))
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba", "zamba2"])
+def test_a_draft_model_reads_on_from_earlier_states(family):
+    model, ids = model_of(family), torch.arange(1, 12)[None]
+    logits = []
+    for sizes in ((5, 6), (5, 1, 1, 1, 1, 1, 1)):
+        kv_cache = make_hybrid_cache(model, None, 1, None, torch.device("cpu"))
+        language_model = LanguageModel(model)
+        logits.append([language_model.forward(part, kv_cache) for part in ids.split(sizes, dim=1)][-1][:, -1])
+        kv_cache.release()
+    assert error(*logits) <= FLOAT32_TOLERANCE

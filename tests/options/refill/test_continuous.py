@@ -10,10 +10,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import generate, register_row_wise
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import BadLogitsError, UnsupportedGenerationError
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
-from tests.cases import pair
+from tests.cases import new_pair, pair
 from tests.tiny import cheaper_copy
 
 NUM_ROWS = 3
@@ -150,6 +150,41 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
     assert decoder.num_live == 0
 
 
+@pytest.mark.parametrize("source", ["model", "lookup"])
+def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
+    target, draft = pair("llama")
+    options, events = sources(draft)[source] | {"prefill_chunk_size": 32}, []
+    long = RowPrompt([1 + num % 60 for num in range(320)], arguments={"max_new_tokens": 8}, key="long")
+    shorts = [RowPrompt([3, 4, 5 + num], arguments={"max_new_tokens": 20}, key=num) for num in range(3)]
+    waiting = [long]
+
+    def count(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 16:
+            events.append("chunk")
+            if events.count("chunk") in (1, 3, 6):
+                events.append("asked")
+                waiting.append(shorts.pop())
+
+    def on_tokens(prompt, token_ids):
+        if token_ids and prompt.key not in events:
+            events.append(prompt.key)
+        return True
+
+    hooks = [model.register_forward_pre_hook(count, with_kwargs=True) for model in (target, draft)]
+    decoder = ContinuousDecoder(target, len(shorts) + 1, options, on_tokens=on_tokens)
+    results = [one for some in decoder.decode(lambda: waiting.pop(0) if waiting else None) for one in some]
+    for hook in hooks:
+        hook.remove()
+    asked = [at for at, event in enumerate(events) if event == "asked"]
+    begun = [at for at, event in enumerate(events) if isinstance(event, int)]
+    assert len(asked) == len(begun) == 3
+    for ask, begin in zip(asked, begun, strict=True):
+        assert "chunk" not in events[ask:begin]
+    assert events.count("chunk") == (20 if source == "model" else 10)  # 320 tokens, read by each model
+    for result in results:
+        assert result.token_ids == alone(target, result.prompt, **options), result.prompt.key
+
+
 class MakesNan(LogitsProcessor):
     """Gives rows with a token no distribution, or raises an error for them."""
 
@@ -176,6 +211,22 @@ def test_a_failing_row_ends_alone(raises, message):
     for key, result in results.items():
         assert (message in str(result.error)) == (key in fails)
         assert key in fails or result.token_ids == texts[key]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_row_of_nan_ends_with_an_error_only_if_it_samples(do_sample):
+    def spoil(module, args, kwargs, output):
+        output.logits[(kwargs["input_ids"] == 7).any(1)] = torch.nan
+
+    target, options = new_pair("llama")[0], {"do_sample": do_sample, "prompt_lookup_num_tokens": 3}
+    options |= {"num_assistant_tokens_schedule": "constant", "max_new_tokens": 6}
+    target.register_forward_hook(spoil, with_kwargs=True)
+    prompts = [RowPrompt(ids, seed=key, key=key) for key, ids in enumerate([[1, 2, 3], [1, 7], [4, 5]])]
+    results, decoder = decoded(target, prompts, **options)
+    assert [isinstance(results[key].error, BadLogitsError) for key in range(3)] == [False, do_sample, False]
+    for prompt in prompts[::2] if do_sample else prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
+    assert do_sample or decoder.stats.status
 
 
 @pytest.mark.fallback("lock step")

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.stats import SpeculationStats
@@ -60,6 +61,17 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
         assert max(lens[1:]) == 4  # the drafted tokens and the one before them
     model.generation_config.eos_token_id = [11, 12]
     assert Decoder(model, {}, {}).eos_token_ids == {11, 12}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_models_in_peft_wrappers_are_measured_with_their_adapters(method, target, batch):
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    models = [
+        get_peft_model(model, lora).eval().to(torch.float64) for model in (copy.deepcopy(target), cheaper_copy(target))
+    ]
+    wrapped, draft = enable(models[0]), models[1]
+    decoder = Decoder(wrapped, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW})
+    assert decoder(method, batch, 0).texts == plain_texts(wrapped, batch) != plain_texts(target, batch)
 
 
 @pytest.mark.parametrize("verifier", [None, "coupled"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
@@ -44,6 +45,15 @@ def test_a_target_that_reads_wrong_states_is_a_bug():
     report = hf_speculate.check_parity(model, draft, ragged_prompts(3), speculation_cache="dynamic", **options)
     assert any("in float64 too" in row.reason for row in report.rows)
     assert not report.ok and all(row.verdict != "tie" for row in report.rows)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_target_in_a_peft_wrapper_is_compared_with_its_adapter(enabled):
+    model, inputs, lora = make_model("llama"), ragged_prompts(3), LoraConfig(target_modules=["q_proj"])
+    draft = noisy_copy(model)
+    wrapped = get_peft_model(hf_speculate.enable(model) if enabled else model, lora).eval().to(torch.float64)
+    report = hf_speculate.check_parity(wrapped, draft, inputs, max_new_tokens=NUM_NEW)
+    assert report.ok
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """`decode_dataset` gives every row the text of plain decoding, once, whatever stopped it before."""
 
+import copy
 import json
 
 import filelock
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_speculate
@@ -61,6 +63,19 @@ def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, tm
     assert report.num_tokens == sum(num for _, num, _ in plain)
     assert report.num_accepted > 0
     assert [line["id"] for line in report.results()] == list(results)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_batches": True}])
+def test_a_target_in_a_peft_wrapper_decodes_with_its_adapter(options, plain, tmp_path):
+    target, draft = pair("llama")
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = hf_speculate.enable(get_peft_model(copy.deepcopy(target), lora).eval().to(torch.float64))
+    tokenizer, output = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS), tmp_path / "out.jsonl"
+    options |= {**COMMON, "batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3}
+    report = hf_speculate.decode_dataset(wrapped, tokenizer, TEXTS, output, **options)
+    results = results_in(output)
+    assert [ends_of(results[key]) for key in range(1, 12)] == plain_results(wrapped, TEXTS) != plain
+    assert report.num_accepted > 0
 
 
 class EndsAtPair(StoppingCriteria):

@@ -1,7 +1,9 @@
 """JSON of a schema: each text is that of xgrammar's own processor in plain decoding, with drafts and neighbours too."""
 
 import json
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -9,6 +11,7 @@ import hf_speculate
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.prompts import text_requests
+from hf_speculate.tools.server.response_format import GrammarLimits
 from hf_speculate.tools.server.schemas import CompletionRequest, parse
 from tests.tiny import make_small_model, noisy_copy
 from tests.tiny_tokenizers import byte_level_tokenizer
@@ -32,7 +35,8 @@ def engine():
     target = hf_speculate.enable(make_small_model(len(tokenizer), seed=1))
     target.generation_config.eos_token_id = tokenizer.eos_token_id
     options = {"assistant_model": noisy_copy(target, 0.2), "num_assistant_tokens": 4}
-    engine = Engine(target, tokenizer, "tiny", options, num_rows=6)
+    limits = GrammarLimits(seconds=2, memory_bytes=30_000_000)
+    engine = Engine(target, tokenizer, "tiny", options, num_rows=6, grammar_limits=limits)
     yield engine
     engine.close()
 
@@ -77,6 +81,52 @@ def test_sampled_json_fits_its_schema(engine):
     assert {json.loads(text) for text in decoded} == {"true", "a", "[1"}
 
 
+def schema_request(schema):
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return request_of(prompt="x", response_format=wanted)
+
+
+def test_compiling_a_schema_ends_at_its_limits(engine):
+    many = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)}}
+    words = {"enum": [f"{number * 7919:x}" * 4 for number in range(12_000)]}
+    huge = {"enum": [1_000_001 * "a"]}
+    for schema, message in (
+        (many, "in 2 s and 30000000 bytes of memory, got one that takes more"),
+        (words, "got one that takes more"),
+        (huge, "of at most 1000000 bytes, got 1000015"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            text_requests(schema_request(schema), engine)
+        assert (caught.value.status, caught.value.param) == (400, "response_format")
+    assert text_requests(schema_request(SCHEMA), engine)
+
+
+NO_VALUE = {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.0000001}
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": []}, NO_VALUE], ids=["ref", "any", "range"])
+def test_a_schema_that_no_value_fits_is_refused(engine, schema):
+    for wrong in (schema, {"type": "object", "properties": {"a": schema}, "required": ["a"]}):
+        if wrong.get("properties") and "$ref" in schema:
+            continue  # the root, which has an infinite text
+        with pytest.raises(RequestError, match="that no value fits") as caught:
+            text_requests(schema_request(wrong), engine)
+        assert caught.value.status == 400
+
+
+def test_a_grammar_without_a_next_token_is_an_error_of_its_row(engine):
+    endless = {"$ref": "#/$defs/x"}
+    schema = {"type": "object", "properties": {"a": endless}, "required": ["a"], "$defs": {"x": endless}}
+    (text,) = text_requests(schema_request(schema), engine)
+    (beside,) = text_requests(schema_request(SCHEMA), engine)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(collect_all, engine, [beside])
+        with pytest.raises(RequestError, match=re.escape("""one that ends after '{"a": '""")) as caught:
+            collect_all(engine, [text])
+        assert answer.result()[0].row.error is None
+    assert caught.value.status == 400
+
+
 def test_formats_that_cannot_be_served_are_refused(engine, monkeypatch):
     for fields, words in (
         ({"response_format": {"type": "json_schema"}}, "must have json_schema if its type"),
@@ -85,7 +135,7 @@ def test_formats_that_cannot_be_served_are_refused(engine, monkeypatch):
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "leave out ignore_eos"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such"}}}},
-            "a schema that xgrammar compiles, got",
+            'a schema that xgrammar compiles, got Unsupported type "no such"$',
         ),
     ):
         with pytest.raises(RequestError, match=words):

@@ -2,11 +2,13 @@
 
 import asyncio
 import functools
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tokenizers import decoders
 from transformers import LogitsProcessor
 
 import hf_speculate
@@ -17,7 +19,7 @@ from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.schemas import CompletionRequest, parse
 from hf_speculate.tools.server.text_request import Piece, TextRequest
 from tests.tiny import make_model, noisy_copy
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.tiny_tokenizers import WORD_MARK, letters_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -255,6 +257,59 @@ def collect_all(engine, requests):
 
     asyncio.run(run())
     return [results[index] for index in range(len(requests))]
+
+
+def test_a_short_request_overtakes_a_prompt_that_is_echoed(engine, monkeypatch):
+    monkeypatch.setattr(engine.target.generation_config, "prefill_chunk_size", 32)
+    random = torch.Generator().manual_seed(1)
+    ids, events = torch.randint(1, 60, (320,), generator=random).tolist(), []
+    long = TextRequest(RowPrompt(ids, None, {"max_new_tokens": 2, "do_sample": False}), "x", num_top=2)
+    short = TextRequest(RowPrompt([3, 4], None, {"max_new_tokens": 2, "do_sample": False}))
+    pieces = []
+
+    async def run():
+        async def is_gone():
+            return False
+
+        async def read(request, name):
+            async for _, piece in engine.stream([request], is_gone):
+                events.append(name)
+                pieces.append(piece) if name == "long" else None
+
+        reading = asyncio.create_task(read(long, "long"))
+        while "chunk" not in events:
+            await asyncio.sleep(0.001)
+        events.append("asked")
+        await read(short, "short")
+        await reading
+
+    def count(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 16:
+            events.append("chunk")
+            time.sleep(0.05)
+
+    hook = engine.target.register_forward_pre_hook(count, with_kwargs=True)
+    asyncio.run(run())
+    hook.remove()
+    between = events[events.index("asked") : events.index("short")]
+    assert between.count("chunk") <= 2  # one of them may have begun before
+    assert events.count("chunk") == 2 * 10  # for the log probabilities, and for the row
+    expected = logprobs_of(engine.target, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert [one.logprob for one in pieces[0].logprobs[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_completion_keeps_the_space_before_its_first_word(engine):
+    tokenizer = metaspace_tokenizer([" the", " of"], "theof", eos_token="</s>")
+    parts = decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([*parts])
+    target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
+    engine = Engine(target, tokenizer, "tiny", {}, NUM_ROWS)
+    bias = {(token_id,): 90.0 for token_id in tokenizer.convert_tokens_to_ids([f"{WORD_MARK}of"])}
+    row = RowPrompt([5, 6], None, {"max_new_tokens": 3, "do_sample": False, "sequence_bias": bias})
+    for continues, expected in ((True, " of of of"), (False, "of of of")):
+        pieces = collect(engine, TextRequest(row, continues=continues))
+        assert "".join(pieces[:-1]) == expected
+    engine.close()
 
 
 def test_only_the_newest_text_is_kept_for_a_client_that_does_not_read(engine):

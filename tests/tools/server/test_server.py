@@ -11,12 +11,15 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import decoders
 from transformers import StopStringCriteria
 
+import hf_speculate
+from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
-from tests.tiny import MAX_LEN
+from tests.tiny import MAX_LEN, make_model
 from tests.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
@@ -134,6 +137,9 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "messages.0.content must be given"),
         ({"messages": [{"role": "user", "content": 1}]}, 400, "messages.0.content", "valid string, or a valid array"),
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
+        ({"stop": ["a", 513 * "b"]}, 400, "stop", "strings of at most 512 characters, got one of 513; send"),
+        ({"stop": 101 * ["a"]}, 400, "stop", "stop must have at most 100 values, got 101; send fewer"),
+        (dict.fromkeys(map(str, range(98)), 1), 400, None, "the body must have at most 100 fields, got 102"),
         ({"stop": "~"}, 400, "stop", "stop must be strings that the tokenizer can write, got ['~']"),
         ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
     ):
@@ -230,6 +236,37 @@ def test_a_long_text_is_tokenised_while_neighbours_stream_and_new_requests_come(
     assert answers[0]["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_schema_is_compiled_while_short_requests_are_answered(client, engine, text, monkeypatch):
+    is_compiling, may_end, answers = threading.Event(), threading.Event(), []
+
+    def compile_slowly(schema):
+        is_compiling.set()
+        assert may_end.wait(WAIT_S)
+        raise RequestError("not now", "response_format")
+
+    monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
+    monkeypatch.setattr(engine.target.generation_config, "eos_token_id", 1)
+    asked = body(response_format={"type": "json_object"})
+    asking = [threading.Thread(target=lambda: answers.append(client.post(PATH, json=asked).json())) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    assert is_compiling.wait(WAIT_S)
+    try:
+        assert client.post(PATH, json=body(), timeout=WAIT_S / 2).json()["choices"][0]["message"]["content"]
+        assert not answers
+    finally:
+        may_end.set()
+    for thread in asking:
+        thread.join()
+    assert [answer["error"]["message"] for answer in answers] == 8 * ["not now"]
+
+
+def test_prompts_are_counted_before_they_are_tokenised(client, engine, monkeypatch):
+    monkeypatch.setattr(engine, "tokenizer", None)
+    error = client.post("/v1/completions", json={"prompt": 9_999 * ["a"]}).json()["error"]
+    assert error["message"].startswith("n times the number of prompts must be at most 36, got 9999")
+
+
 def test_bodies_of_all_requests_together_are_bounded():
     engine = SimpleNamespace(num_rows=2, max_queued=1, max_chars=2**16, check_room=lambda: None)
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
@@ -262,6 +299,23 @@ def test_messages_are_counted_before_they_are_checked():
     messages = [{"role": "user", "content": []}] * 3 + 9_999 * [MESSAGE] + [{"role": "user", "content": 2 * [None]}]
     with pytest.raises(RequestError, match="at most 10000 parts, got 10001"):
         schemas.parse(schemas.ChatRequest, json.dumps({"messages": messages}).encode())
+
+
+def test_values_are_counted_before_they_are_checked():
+    called_often = {**MESSAGE, "role": "assistant", "tool_calls": 10_001 * [None]}
+    for fields, words in (
+        ({"logit_bias": dict.fromkeys(range(10_001), "x")}, "logit_bias must have at most 10000 values, got 10001"),
+        ({"tools": 10_001 * [None]}, "tools must have at most 10000 values, got 10001"),
+        ({"stop": 101 * [None]}, "stop must have at most 100 values, got 101"),
+        ({"prompt": 10_001 * [[1]]}, "prompt must have at most 10000 values, got 10001"),
+        ({"messages": [called_often]}, "messages must have at most 10000 parts, got 10002"),
+        ({"stop_token_ids": 100_000 * ["x"]}, "stop_token_ids.0 must be a valid integer"),
+    ):
+        kind = schemas.CompletionRequest if "prompt" in fields else schemas.ChatRequest
+        with pytest.raises(RequestError, match=words):
+            schemas.parse(kind, json.dumps(fields if "prompt" in fields else {"messages": [MESSAGE]} | fields).encode())
+    many_ids = schemas.parse(schemas.CompletionRequest, json.dumps({"prompt": 20_000 * [1]}).encode())
+    assert len(many_ids.prompt) == 20_000
 
 
 def test_requests_are_described_and_no_page_loads_scripts(client):
@@ -499,3 +553,11 @@ def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
         stream = TextStream(tokenizer, [stop])
         assert stream.read(ids[:1]) + stream.read(ids, is_end=True) == text
         assert stream.is_cut == (text != "ab")
+
+
+def test_a_target_in_a_peft_wrapper_is_served_with_its_adapter(engine):
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = hf_speculate.enable(get_peft_model(make_model("llama", vocab_size=engine.vocab_size), lora).eval())
+    served = Engine(wrapped, engine.tokenizer, "org/tiny", {"prompt_lookup_num_tokens": 2})
+    assert served.target is wrapped.get_base_model()
+    assert not served.obstacle

@@ -1,0 +1,113 @@
+"""Bytes of tokens, and a stopping criterion that searches them for stop strings."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from hf_speculate.processors.registry import register_row_wise
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # as GPT-2 writes bytes
+
+
+class TokenBytes:
+    """Bytes of each token of a tokenizer; those of a text's tokens join to the text.
+
+    Bytes of an id are looked up once, when they are first asked for.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer: Any = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._is_byte_level = decoder is not None and "ByteLevel" in _state_of(decoder)
+        self._anchor_ids: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._anchor = self._decode(self._anchor_ids)
+        self._bytes: dict[int, bytes] = {}
+        self._first: dict[int, bytes] = {}
+        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        special_ids = {token_id for token_id, token in added.items() if token.special}
+        self.hidden_ids = frozenset(special_ids.union(tokenizer.all_special_ids))  # left out of texts
+
+    def __call__(self, token_id: int) -> bytes:
+        """The bytes of a token inside a text; empty for an id that no token has."""
+        spelled = self._bytes.get(token_id)
+        if spelled is None:
+            spelled = self._bytes[token_id] = self._find(token_id)
+        return spelled
+
+    def first(self, token_id: int) -> bytes:
+        """The bytes of a text's first token, from which decoders of SentencePiece drop a space."""
+        spelled = self._first.get(token_id)
+        if spelled is None:
+            spelled = self(token_id)
+            if spelled.startswith(b" ") and not self._decode([token_id]).startswith(" "):
+                spelled = spelled[1:]
+            self._first[token_id] = spelled
+        return spelled
+
+    def can_write(self, text: str) -> bool:
+        """Whether tokens can spell a text."""
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._is_byte_level or text.encode() in b"".join(map(self, token_ids))
+
+    def _find(self, token_id: int) -> bytes:
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            is_spelled = all(character in _BYTE_OF for character in token)
+            return bytes(_BYTE_OF[character] for character in token) if is_spelled else token.encode()
+        text = self._decode([*self._anchor_ids, token_id])
+        is_after = text.startswith(self._anchor)
+        text = text[len(self._anchor) :] if is_after else self._decode([token_id])
+        if (byte := _BYTE_TOKEN.fullmatch(token)) and text != token:
+            return bytes([int(byte[1], 16)])
+        return text.encode(errors="replace")
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+
+def _state_of(decoder: Any) -> str:
+    """The settings of a decoder as JSON, or its name where it has none."""
+    state = getattr(decoder, "__getstate__", lambda: None)()
+    return state.decode() if isinstance(state, bytes) else type(decoder).__name__
+
+
+@register_row_wise
+@dataclass(frozen=True)
+class StopTexts(StoppingCriteria):
+    """Ends a text whose newest token completes one of the `stops`.
+
+    It reads the bytes of as many tokens as the longest stop has, where transformers' own criterion makes a table of all
+    tokens by all positions of all stops.
+    """
+
+    token_bytes: TokenBytes
+    stops: tuple[str, ...]
+    prompt_len: int  # tokens of the prompt, which is not searched
+    is_begin: bool = False  # whether the answer begins a text, as in chats, and does not go on with its prompt's
+
+    def __call__(self, input_ids: Tensor, scores: Any = None, **kwargs: Any) -> Tensor:
+        """[N] bool; `input_ids` are [N, n] int64, the prompt and the answer so far."""
+        stops = [stop.encode() for stop in self.stops]
+        longest = max(map(len, stops))
+        begin = max(self.prompt_len, input_ids.shape[1] - longest)
+        rows: list[list[int]] = input_ids[:, begin:].tolist()
+        is_first = self.is_begin and begin == self.prompt_len
+        return torch.tensor([self._ends(ids, is_first, stops) for ids in rows], device=input_ids.device)
+
+    def _ends(self, token_ids: list[int], is_first: bool, stops: list[bytes]) -> bool:
+        if not token_ids:
+            return False
+        parts = [self.token_bytes(token_id) for token_id in token_ids]
+        if is_first:
+            parts[0] = self.token_bytes.first(token_ids[0])
+        text = b"".join(parts)
+        num_before = len(text) - len(parts[-1])
+        return any(text.find(stop, max(num_before - len(stop) + 1, 0)) >= 0 for stop in stops)
