@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-import torch
-
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
-from hf_speculate.engine.plan import Plan
+from hf_speculate.engine.observers import lacks_plain_step
+from hf_speculate.engine.plan import Plan, call_type_of
 from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.schedule import (
     AdaptiveSchedule,
@@ -27,11 +26,17 @@ def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
     prior, num_rows = draft_prior(plan.target.model, plan.call.source), plan.call.batch_size
-    return build_schedule(config, prior, history_of(plan, config), num_rows, plan.steps_have_all_rows)
+    history, keeps_rows = history_of(plan, config), plan.steps_have_all_rows
+    return build_schedule(config, prior, history, num_rows, keeps_rows, lacks_plain_step(plan))
 
 
 def build_schedule(
-    config: SpeculationConfig, prior: DraftPrior, history: ScheduleHistory, batch_size: int, keeps_rows: bool
+    config: SpeculationConfig,
+    prior: DraftPrior,
+    history: ScheduleHistory,
+    batch_size: int,
+    keeps_rows: bool,
+    lacks_plain_step: bool = False,
 ) -> Schedule:
     """The schedule that the settings name; the adaptive one starts from the prior, or from earlier calls."""
     match config.schedule:
@@ -40,16 +45,11 @@ def build_schedule(
         case "heuristic":
             return HeuristicSchedule(config.first_tokens)
         case _:
-            return ConstantSchedule(config.max_draft_tokens)
+            return ConstantSchedule(config.max_draft_tokens, lacks_plain_step)
 
 
 def history_of(plan: Plan, config: SpeculationConfig) -> ScheduleHistory:
     """The history of earlier calls of the same type; `config` has the draft length of the call's drafter."""
-    call, target, key = plan.call, plan.target, plan.call.source.history_key()
-    call_type = (
-        *(key.name, target.model.device, target.model.dtype, torch.get_num_threads()),
-        *(config.verifier, target.cache.kind, *plan.runners.settings, plan.runners.graphed),
-        *(plan.is_lock_step, config.max_draft_tokens),
-        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
-    )
-    return ScheduleHistory(HistoryStore.of(target.model), key.draft, call_type)
+    key = plan.call.source.history_key()
+    call_type = (key.name, *call_type_of(plan), config.max_draft_tokens)
+    return ScheduleHistory(HistoryStore.of(plan.target.model), key.draft, call_type)

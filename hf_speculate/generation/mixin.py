@@ -150,6 +150,7 @@ def _generate(
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
+            config.speculation_stats.has_draft_source = False
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     decoding = _make_decoding(model, bound.call, source, config, declined, clock)
     output = _run(model, bound, decoding)
