@@ -79,7 +79,9 @@ def test_calls_count_where_all_exact_methods_wrote_one_text():
     methods = [PLAIN, OURS, THEIRS, lossy]
     runs = {"plain": runs_of(1, 1, 1), "ours": runs_of(1, 2, 1), "theirs": runs_of(1, 1, 3), "lossy": runs_of(9, 9, 9)}
     counted = of_equal_texts(runs, methods)
-    assert {name: [run.batch.number for run in of_it] for name, of_it in counted.items()} == dict.fromkeys(runs, [0])
+    assert {name: [run.batch.number for run in of_it] for name, of_it in counted.items()} == {
+        name: [0] for name in runs
+    }
     reasons = []
     assert counted_runs(runs, methods, reasons)[1].startswith("1 of 3 calls") and not reasons
     sampled = [replace(method, do_sample=True) for method in methods]
