@@ -143,7 +143,7 @@ def compiled_note(row: Row) -> str | None:
 
 
 COLUMNS = {
-    "pair": lambda row: row["subject"] + (f", a = {row['oracle_acceptance']}" if row["oracle_acceptance"] else ""),
+    "pair": lambda row: row["subject"] + (f", {row['oracle_acceptance']} accepted" if row["oracle_acceptance"] else ""),
     "dtype": lambda row: row["dtype"],
     "rows": lambda row: row["batch_size"],
     "mode": lambda row: row["mode"],
@@ -154,7 +154,7 @@ COLUMNS = {
         None if row["engine"] == TRANSFORMERS and row["batch_size"] > 1 else row["decode_over_plain"]
     ),
     "compiled": lambda row: compiled_note(row),
-    "a": lambda row: row.get("verified_acceptance_rate"),
+    "verified acceptance rate": lambda row: row.get("verified_acceptance_rate"),
     "K": lambda row: row.get("realised_k"),
     "mean acceptance length": lambda row: row.get("mean_acceptance_length"),
     "c": lambda row: row.get("c") if has_bound(row) else None,
@@ -165,7 +165,7 @@ COLUMNS = {
     "checked": lambda row: row["checked"] if row["method"] == PLAIN_METHOD.name else None,
 }
 NOTES = """\
-K, a (the verified acceptance rate) and the mean acceptance length are measured. c is the time of a draft step, and v
+K, the verified acceptance rate and the mean acceptance length are measured. c is the time of a draft step, and v
 the time of a target forward over K+1 tokens, timed directly with the library's own forwards, over the time per token of
 plain `generate()`. The expected speed-up is the mean acceptance length / (K c + v). Efficiency is the speed-up after
 the prompt over the expected one; the bound is the largest expected one over constant K, for a loop without any work of

@@ -169,7 +169,7 @@ COLUMNS = {
     "best constant": lambda row: row["best_constant"],
     "which over plain": lambda row: row["best_constant_over_plain"],
     "default over it": share_of_best,
-    "a": lambda row: row["verified_acceptance_rate"],
+    "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
     "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],

@@ -59,7 +59,7 @@ COLUMNS = {
     "own share, from outside (min to max)": lambda row: "{median:.1%} ({min:.1%} to {max:.1%})".format(
         **row["share_outside"]
     ),
-    "a": lambda row: row["verified_acceptance_rate"],
+    "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
     "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],
