@@ -20,7 +20,7 @@ from hf_speculate.types import StageSeconds
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
 MAX_PLAIN_STEPS = 256  # plain steps of one number of rows whose seconds are kept
-ENOUGH_PLAIN_STEPS = 16  # of one number of rows; if a call took fewer, those of earlier calls count too
+ENOUGH_PLAIN_STEPS = 16  # plain steps of one number of rows; with fewer, those of earlier calls count too
 _PLAIN_STEPS = ("plain_step_s_by_rows", "earlier_plain_step_s_by_rows")
 _BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", *_PLAIN_STEPS)  # dicts with int keys
 _NOTHING_DRAFTED = "nothing was drafted"
@@ -352,7 +352,7 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
     "plain_step_s_by_rows": lambda first, second: {
         num: [*first.get(num, ()), *second.get(num, ())][:MAX_PLAIN_STEPS] for num in first | second
     },
-    # of the first call: the second one's may be its own
+    # the second call may know those of the first
     "earlier_plain_step_s_by_rows": lambda first, second: second | first,
 }
 

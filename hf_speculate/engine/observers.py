@@ -96,7 +96,7 @@ class StatsObserver(Observer):
 
     def __post_init__(self) -> None:
         self._progress = Progress(self.keeps_rows)
-        self._fastest_s: dict[int, float] = {}  # of rounds with drafts, drafting left out, by number of rows
+        self._fastest_s: dict[int, float] = {}  # seconds of rounds with drafts, drafting left out, by number of rows
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "StatsObserver":

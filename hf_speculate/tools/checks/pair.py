@@ -108,10 +108,8 @@ class PairReport:
         if self.overlap is not None:
             lines.append(f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens")
         lines += [f"  {finding.level}: {finding.text}" for finding in self.findings]
-        lines += [
-            "  upper bound of the speed-up over plain decoding:",
-            "    verified acceptance rate   best K   speed-up",
-        ]
+        lines.append("  upper bound of the speed-up over plain decoding:")
+        lines.append("    verified acceptance rate   best K   speed-up")
         lines += [
             f"    {gain.acceptance_probability:>24.1f}   {gain.num_draft_tokens:>6}   {gain.speedup:>7.2f}x"
             for gain in self.gains
