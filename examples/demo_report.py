@@ -75,17 +75,24 @@ def plain_of(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> Ta
 
 
 def counted_passes(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> list[int]:
-    """Numbers of the passes of a setting in which all methods wrote one text; all passes if they sample.
+    """Numbers of the passes of a setting in which all methods wrote one text; all compared ones if they sample.
 
     A method that follows another text at a near-tie meets other drafts: its speed says nothing of the others.
     """
     plain, is_sampled = plain_of(tallies, setting), setting[-1]
-    members = [tally for method, tally in tallies.items() if method.setting == setting]
+    texts = [tally.texts for method, tally in tallies.items() if method.setting == setting and tally is not plain]
     return [
         number
-        for number, text in enumerate(plain.texts)
-        if is_sampled or all(tally.texts[number] == text for tally in members if number < len(tally.texts))
+        for number, text in enumerate(plain.texts[: num_compared(tallies, setting)])
+        if is_sampled or all(of_it[number] == text for of_it in texts if number < len(of_it))
     ]
+
+
+def num_compared(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> int:
+    """Passes of a setting that plain decoding and another method decoded."""
+    members = [(method, tally) for method, tally in tallies.items() if method.setting == setting]
+    most = max((len(tally.texts) for method, tally in members if method.engine != "plain"), default=0)
+    return min(most, len(plain_of(tallies, setting).texts))
 
 
 def compared_speeds(tallies: dict[Method, Tally]) -> dict[Method, list[float]]:
@@ -105,7 +112,7 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool
     measured = compared_speeds(tallies)
     settings = [setting for setting in dict.fromkeys(method.setting for method in tallies) if not setting[-1]]
     num_counted = sum(len(counted_passes(tallies, setting)) for setting in settings)
-    num_greedy = sum(len(plain_of(tallies, setting).texts) for setting in settings)
+    num_greedy = sum(num_compared(tallies, setting) for setting in settings)
     counted = f"{num_counted} of {num_greedy} greedy passes, those in which all methods wrote one text"
     if not measured:
         reason = "the machine is too busy or too slow; set a longer --budget-s"
