@@ -72,9 +72,7 @@ class AdaptiveSchedule(Schedule):
         with self.memory.lock:
             self.memory.costs.begin(prefill_s, num_read)
 
-    def choose(
-        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
-    ) -> Choice:
+    def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
         self._rows, self._num_unread = rows, num_unread
         with self.memory.lock:
             self._choice = self._choose(num_rows, max_tokens)
@@ -159,9 +157,7 @@ class AdaptiveSchedule(Schedule):
         both_s -= costs.drafts_s(num_rows)[num_tokens] + costs.read_s(num_rows, self._num_unread)
         return (num_tokens, num_tokens) if both_s > saved_s else (0, width)
 
-    def _compiled(
-        self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float
-    ) -> Choice:
+    def _compiled(self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float) -> Choice:
         """Return a draft of a compiled size, until what that has lost would have paid for a new one."""
         memory, costs = self.memory, self.memory.costs
         compiled = [num for num in lengths if costs.is_measured(num_rows, num)]

@@ -40,9 +40,7 @@ class Costs:
             the next larger one. None if all lengths run as they are.
     """
 
-    def __init__(
-        self, prior: DraftPrior, max_draft_tokens: int, sizes: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, prior: DraftPrior, max_draft_tokens: int, sizes: Sequence[int] | None = None) -> None:
         self.prior, self.max_draft_tokens = prior, max_draft_tokens
         self.sizes = sizes
         self.num_since_plain = 0  # drafted rounds since the last plain step

@@ -8,9 +8,7 @@ from hf_speculate.schedule.base import RowAhead
 FIRST_PACE = 1.2  # tokens per round of a row before its first round
 
 
-def row_worths(
-    rows: Sequence[RowAhead], paces: Mapping[int, float], row_share: float
-) -> list[float]:
+def row_worths(rows: Sequence[RowAhead], paces: Mapping[int, float], row_share: float) -> list[float]:
     """Return [N] plain steps that one more token of each row saves.
 
     A token of the row that ends last saves a whole step. A token of another row saves the part of a
