@@ -268,7 +268,7 @@ def round_record(draft_len, score_s):
         row_ids=[0],
         was_live=[True],
         is_served=[True],
-        num_draft_tokens=draft_len,
+        num_model_tokens=draft_len,
         num_fed=0,
         num_left=[5],
         draft=DraftOut(ids, lens, None, None),

@@ -1,8 +1,6 @@
 """Acceptance rates of drafted tokens, by row and by the kind of token, from decayed counts."""
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 from torch import nn
 
@@ -38,11 +36,6 @@ class SharedRates:
         accepted, verified = _SHARED_DECAY * accepted, _SHARED_DECAY * verified
         self.counts[bucket] = accepted + is_accepted, verified + 1
 
-    def rate(self, bucket: int) -> float:
-        """Return accepted over verified tokens of a kind."""
-        accepted, verified = self.counts[bucket]
-        return accepted / verified
-
 
 def suffix_rates() -> SharedRates:
     """Return the rates of tokens after suffix matches before any was verified."""
@@ -71,15 +64,18 @@ class RowRates:
 
     def probabilities(self, buckets: Sequence[int]) -> list[float]:
         """Return the probability of each token of a draft that it is accepted with all before it."""
-        return list(accumulate(map(self._rate, buckets), mul))
+        probability, probabilities = 1.0, []
+        for bucket in buckets:
+            accepted, verified = self._counts[bucket]
+            shared_accepted, shared_verified = self._shared.counts[bucket]
+            accepted += _WEIGHT * shared_accepted / shared_verified
+            probability *= accepted / (verified + _WEIGHT)
+            probabilities.append(probability)
+        return probabilities
 
     def expected(self, buckets: Sequence[int]) -> float:
         """Return the expected number of accepted tokens in a draft."""
         return sum(self.probabilities(buckets))
-
-    def _rate(self, bucket: int) -> float:
-        accepted, verified = self._counts[bucket]
-        return (accepted + _WEIGHT * self._shared.rate(bucket)) / (verified + _WEIGHT)
 
 
 def suffix_buckets(match_len: int, num_tokens: int) -> list[int]:

@@ -53,7 +53,7 @@ class SpeculativeDecoder:
         """Decode one round; False if all rows are finished."""
         enter = self.clock.enter
         self.second_scoring.join_others(batch)
-        enter(Stage.DRAFT, batch.num_rounds + 1)
+        enter(Stage.DRAFT, batch.num_rounds + (not all(batch.is_finished)))
         room, proposed = self.drafts.room(batch), self.drafts.look_up(batch)
         num_unread = self.drafts.num_unread(batch)
         choice = self.draft_length.next(batch, room, proposed, num_unread, self.target.room)

@@ -58,6 +58,7 @@ class DraftSession(PerRow):
     hidden_states: TargetStates | None = None
     ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     reads_prompt_alone: bool = False  # whether tokens that a draft model reads with the prompt get other states
+    reads_late: bool = False  # whether rows may join others before the drafter has read their prompts
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _num_looked_up: list[int] = field(default_factory=list, init=False)  # tokens of each row that `look_up` has seen
@@ -74,8 +75,20 @@ class DraftSession(PerRow):
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, draft.model, kv_cache)
         padding_id = plan.pad_token_id if plan.is_lock_step else None
         reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
-        rest = reuse, token_without_position(plan.target.model), states, call.ranks, reads_alone
-        return cls(drafter, kv_cache, plan.draft_strategy, padding_id, *rest)
+        # with a constant length a row's sample depends on the rounds in which it is drafted for
+        is_adaptive = call.config.schedule == "adaptive"
+        return cls(
+            drafter,
+            kv_cache,
+            plan.draft_strategy,
+            padding_id,
+            reuse,
+            token_without_position(plan.target.model),
+            states,
+            call.ranks,
+            reads_prompt_alone=reads_alone,
+            reads_late=is_adaptive and draft is not None and not (drafter.proposes or reads_alone),
+        )
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""
@@ -235,12 +248,6 @@ class DraftSession(PerRow):
     def can_join(self) -> bool:
         """Whether rows may join: nothing but the drafter and its cache follows them."""
         return self.reuse is None and self.drafter.can_join
-
-    @property
-    def reads_late(self) -> bool:
-        """Whether rows may join others before the drafter has read their prompts."""
-        is_model = self.kv_cache is not None and self.hidden_states is None
-        return is_model and not self.drafter.proposes
 
     def show_prompts(self, batch: Batch) -> None:
         """Show the drafter the prompts, which it need not read yet."""

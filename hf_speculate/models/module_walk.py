@@ -36,12 +36,12 @@ def weight_bytes(weight: Tensor) -> int:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the caller compiled the forward of the model, or of a module in it."""
-    return any(
-        attributes.get("_compiled_call_impl") is not None
-        or hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
-        or "_orig_mod" in attributes["_modules"]
-        for attributes in map(vars, modules_of(model))
-    )
+    for attributes in map(vars, modules_of(model)):
+        is_wrapped = hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
+        has_compiled_call = attributes.get("_compiled_call_impl") is not None
+        if is_wrapped or has_compiled_call or "_orig_mod" in attributes["_modules"]:
+            return True
+    return False
 
 
 def adapters_by_row(model: nn.Module) -> bool:

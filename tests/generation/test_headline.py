@@ -68,13 +68,15 @@ def test_the_headline_is_that_of_the_clock(script, monkeypatch, batch_size, nois
     script.charge(draft, 0.2, 0.005)
     target._prepare_cache_for_generation = script.after(target._prepare_cache_for_generation, INPUTS_S)
     stats, plain = SpeculationStats(), SpeculationStats()
+    make_schedule = "hf_speculate.engine.draft_length.make_schedule"
+    with monkeypatch.context() as patched:
+        patched.setattr(make_schedule, lambda *_: ScriptedSchedule([0]))
+        began_s = script.seconds
+        plainly = target.generate(**inputs, **options, speculation_stats=plain)
+        plain_s = script.seconds - began_s - PREPARATION_S - VOCABULARY_S
     began_s = script.seconds
-    drafted = target.generate(**inputs, **options, speculation_stats=stats)
+    assert_equal_ids(plainly, target.generate(**inputs, **options, speculation_stats=stats))
     seconds = script.seconds - began_s
-    monkeypatch.setattr("hf_speculate.engine.draft_length.make_schedule", lambda *_: ScriptedSchedule([0]))
-    began_s = script.seconds
-    assert_equal_ids(target.generate(**inputs, **options, speculation_stats=plain), drafted)
-    plain_s = script.seconds - began_s - PREPARATION_S - VOCABULARY_S
 
     assert stats.rounds_by_draft_len.keys() > {0}
     assert batch_size == 1 or len(stats.replaced_steps) > 1  # rows end apart

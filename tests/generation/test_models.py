@@ -21,7 +21,7 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.tools.checks.near_ties import DifferenceCheck, logits_after_text
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, new_pair, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_FAMILIES, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
@@ -149,7 +149,7 @@ FORMS = {
 @pytest.mark.fallback("eager forwards of the")
 @pytest.mark.parametrize(("form", "part"), [("forward", "target"), ("in place", "draft"), ("layers", "target")])
 def test_a_forward_that_the_caller_compiled_runs_eagerly_and_says_so(form, part):
-    target, draft = (copy.deepcopy(model) for model in pair("llama"))
+    target, draft = new_pair("llama")
     model, traced = target if part == "target" else draft, []
     options = {**ragged_prompts(3, seed=1), "max_new_tokens": FEW_NEW}
     plain = target.generate(**options)

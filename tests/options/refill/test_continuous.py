@@ -141,9 +141,9 @@ def test_a_long_prompt_lets_its_neighbours_go_on_after_each_chunk(source):
     results, decoder = decoded(target, [short, long, dropped], on_tokens=on_tokens, **options)
     for hook in hooks:
         hook.remove()
-    # the draft reads a chunk of one prompt in a round, while the target may read one of another
-    assert most_read == (2 * chunk if source == "model" else chunk)
-    assert chunks_seen == {"long": 200 // chunk + 1, "dropped": 3}
+    assert most_read == chunk
+    num_models = 2 if source == "model" else 1
+    assert chunks_seen == {"long": num_models * (200 // chunk) + 1, "dropped": 3}
     assert results["dropped"].token_ids == []
     for prompt in (short, long):
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
@@ -183,6 +183,24 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
     assert events.count("chunk") == (20 if source == "model" else 10)  # 320 tokens, read by each model
     for result in results:
         assert result.token_ids == alone(target, result.prompt, **options), result.prompt.key
+
+
+@pytest.mark.fallback("as large as its target")
+@pytest.mark.parametrize(
+    ("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"]
+)
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_draft_reads_a_prompt_when_it_drafts_next(scripted, reads, chunk):
+    target, draft = pair("llama")
+    options = {"assistant_model": draft, "prefill_chunk_size": chunk}
+    prompts, calls = make_prompts(), []
+    hook = draft.register_forward_pre_hook(lambda *_: calls.append(1))
+    results, decoder = decoded(target, prompts, **options)
+    hook.remove()
+    assert bool(calls) is reads
+    assert (decoder.stats.num_drafted > 0) is reads
+    for prompt in prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt), prompt.key
 
 
 class MakesNan(LogitsProcessor):
