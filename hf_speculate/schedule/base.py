@@ -97,9 +97,7 @@ class Schedule(Protocol):
         """
         return
 
-    def choose(
-        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
-    ) -> Choice:
+    def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
         """Choose what the next round drafts.
 
         Args:

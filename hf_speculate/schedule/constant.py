@@ -13,9 +13,7 @@ class ConstantSchedule(Schedule):
         self.num_draft_tokens = num_draft_tokens
         self.max_model_tokens = num_draft_tokens if max_model_tokens is None else max_model_tokens
 
-    def choose(
-        self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0
-    ) -> Choice:
+    def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
         num_tokens = max(min(self.num_draft_tokens, max_tokens), 0)
         return Choice(num_tokens, min(num_tokens, self.max_model_tokens))
 

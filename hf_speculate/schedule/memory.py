@@ -46,18 +46,14 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_draft: WeakKeyDictionary[object, dict[Hashable, ScheduleMemory]] = (
-            WeakKeyDictionary()
-        )
+        self._by_draft: WeakKeyDictionary[object, dict[Hashable, ScheduleMemory]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, model: nn.Module) -> "MemoryStore":
         """Return the memories of a target."""
         return model_state(model).get(cls, cls)
 
-    def get(
-        self, draft: object | None, call_type: Hashable, make: Callable[[], ScheduleMemory]
-    ) -> ScheduleMemory:
+    def get(self, draft: object | None, call_type: Hashable, make: Callable[[], ScheduleMemory]) -> ScheduleMemory:
         """Return the memory of a type of call, made if it is new.
 
         Beyond 64 types of calls with a drafter, the one that was used longest ago is dropped.
