@@ -14,7 +14,7 @@ from _subjects import Subject
 from packaging.version import Version
 from transformers import CompileConfig
 
-from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, measure
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, measure, of_equal_texts
 from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 from hf_speculate.tools.bench.results import spread
@@ -114,6 +114,9 @@ def compile_config(device: torch.device) -> CompileConfig:
 class Timings:
     """Seconds and counts of all methods, by name, over as many batches as were added.
 
+    A batch counts if all exact greedy methods wrote the same text: at a near-tie one may follow another text, which has
+    other drafts, and then its speed says nothing of the others.
+
     `decode_s` leaves the target's first forward out, and `rounds_s` also all before it.
     """
 
@@ -123,39 +126,61 @@ class Timings:
     forward_s: dict[str, list[float]] = field(default_factory=dict)  # within rounds_s; only if profiled
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     decode_sum_s: Counter[str] = field(default_factory=Counter)  # of each batch's median, because counts are sums too
-    num_batches: int = 0
+    num_batches: int = 0  # that count
+    num_unequal: int = 0  # batches that do not
     fell_back: set[str] = field(default_factory=set)  # compiled methods of which some call ran eagerly
 
     def add(self, runner: Runner, methods: list[Method], batch: Batch, repeats: int) -> None:
         """Run every method `repeats` times, in turn."""
+        steps: list[tuple[Method, Run, float, float]] = []  # with the seconds of the prefill and of all forwards
 
         def on_step(method: Method, run: Run) -> None:
-            name, clock = method.name, runner.subject.clock
-            self.seconds.setdefault(name, []).append(run.seconds)
-            self.decode_s.setdefault(name, []).append(run.seconds - clock.prefill_s)
-            self.rounds_s.setdefault(name, []).append(run.seconds - run.first_token_s)
-            self.forward_s.setdefault(name, []).append(clock.forward_s)
+            clock = runner.subject.clock
+            steps.append((method, run, clock.prefill_s, clock.forward_s))
             if is_compiled(method) and not runner.ran_compiled(method, run):
-                self.fell_back.add(name)
-            if run.stats is not None:
-                counts = {key: getattr(run.stats, key) for key in (*COUNTS, *STAGES)}
-                self.counts.setdefault(name, Counter()).update(counts)
+                self.fell_back.add(method.name)
 
         measured = measure(methods, [batch], runner, repeats=repeats, is_warm=True, on_step=on_step)
         if measured.is_interrupted:
             raise KeyboardInterrupt
         if measured.left_out:
             raise SystemExit(f"methods of transformers failed: {measured.left_out}")
+        if not runner.do_sample and not of_equal_texts(measured.runs, methods)[PLAIN_METHOD.name]:
+            self.num_unequal += 1
+            return
+        for method, run, prefill_s, forward_s in steps:
+            name = method.name
+            self.seconds.setdefault(name, []).append(run.seconds)
+            self.decode_s.setdefault(name, []).append(run.seconds - prefill_s)
+            self.rounds_s.setdefault(name, []).append(run.seconds - run.first_token_s)
+            self.forward_s.setdefault(name, []).append(forward_s)
+            if run.stats is not None:
+                counts = {key: getattr(run.stats, key) for key in (*COUNTS, *STAGES)}
+                self.counts.setdefault(name, Counter()).update(counts)
         for method in methods:
             self.decode_sum_s[method.name] += median(self.decode_s[method.name][-repeats:])
         self.num_batches += 1
 
+    def check_counted(self) -> None:
+        """Check that a batch counts.
+
+        Raises:
+            SystemExit: none does.
+        """
+        if not self.num_batches:
+            raise SystemExit(
+                f"texts must be equal in all exact methods, got {self.num_unequal} batches where they differ; measure "
+                "in float32"
+            )
+
     def plain_step_s(self, max_new_tokens: int) -> float:
         """Plain decoding's time per token after the first."""
+        self.check_counted()
         return self.decode_sum_s[PLAIN_METHOD.name] / self.num_batches / (max_new_tokens - 1)
 
     def summary(self, method: Method) -> dict[str, Any]:
         """The numbers that every benchmark reports of a method."""
+        self.check_counted()
         name, plain = method.name, PLAIN_METHOD.name
         output = {
             "method": name,
@@ -167,6 +192,8 @@ class Timings:
             "fell_back": name in self.fell_back,
             "over_plain": speedups(self.seconds[plain], self.seconds[name]),
             "decode_over_plain": self.decode_sum_s[plain] / self.decode_sum_s[name],
+            "num_batches": self.num_batches,
+            "num_unequal": self.num_unequal,
         }
         if name in self.counts:
             output["counts"] = {key: self.counts[name][key] for key in (*COUNTS, *STAGES)}

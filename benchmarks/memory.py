@@ -111,7 +111,7 @@ COLUMNS = {
     "ours, MB": _mb("ours_bytes"),
     "ours over the three": lambda row: row["over_allowed"],
     "the same without weights": lambda row: row["over_allowed_without_weights"],
-    "a": lambda row: row["verified_acceptance_rate"],
+    "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "c": lambda row: row["c"],
     "v": lambda row: row["v"],
     "efficiency (one run)": lambda row: row["efficiency"],

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _costs import measure_costs
-from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
+from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, ours, warm_up
 from _harness import (
     Cells,
     Results,
@@ -169,7 +169,7 @@ COLUMNS = {
     "best constant": lambda row: row["best_constant"],
     "which over plain": lambda row: row["best_constant_over_plain"],
     "default over it": share_of_best,
-    "a": lambda row: row["verified_acceptance_rate"],
+    "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
     "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],
@@ -225,11 +225,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", nargs="+", type=int, default=[256])
     parser.add_argument("--probe-tokens", type=int, default=32)
     parser.add_argument("--num-assistant-tokens", nargs="+", type=int, default=[1, 3, 5, 8])
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--cache", choices=CACHES, default="auto")
     add_argument_of_adding(parser)
     args = parse_common(parser)
-    args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
     axes = (args.max_new_tokens, args.drafts, args.batch_sizes, [*args.categories, ALL], args.modes, args.targets)
     cells = [cell for cell in map(Cell._make, product(*axes)) if cell.is_there]
     subjects = {

@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from _costs import measure_costs
-from _engines import MODES, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
+from _engines import MODES, PLAIN_METHOD, Runner, Timings, check, ours, warm_up
 from _harness import Cells, Results, add_common_arguments, markdown, parse_common, spread
 from _library import CACHES
 from _pictures import Panel, draw
@@ -59,7 +59,7 @@ COLUMNS = {
     "own share, from outside (min to max)": lambda row: "{median:.1%} ({min:.1%} to {max:.1%})".format(
         **row["share_outside"]
     ),
-    "a": lambda row: row["verified_acceptance_rate"],
+    "verified acceptance rate": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
     "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],
@@ -86,10 +86,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--cache", choices=CACHES, default="auto")
     args = parse_common(parser)
-    args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
     subject = load_pair(args.dtype, args.device)
     walk = Cells([(size, mode) for size in args.batch_sizes for mode in args.modes], args.limit_s, "cells")
     results = Results(NAME, args)

@@ -48,7 +48,7 @@ from _real_cells import CELLS, HOLDS_AT, Cell, cell_of, estimate_s
 from _real_models import NAMES, Load, draft_arguments, encode, load, read_texts
 from filelock import FileLock
 
-from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, Runs, measure
+from hf_speculate.tools.bench.decoding import Batch, Decoder, Run, Runs, measure, of_equal_texts
 from hf_speculate.tools.bench.methods import TRANSFORMERS, Method
 from hf_speculate.tools.bench.quality import TextCheck
 
@@ -141,13 +141,16 @@ def measure_cell(cell: Cell, args: argparse.Namespace, load: Load) -> Row:
     methods = [plain, default, *([] if rival is None else [rival])]
     runs = measure(methods, batches, decoder, is_warm=True).runs
     checked = check_texts(cell, decoder, methods[1:], runs, args.max_new_tokens)
-    seconds = {method.name: [run.seconds for run in runs[method.name]] for method in methods}
+    equal = runs if cell.do_sample else of_equal_texts(runs, methods)
+    counted = equal if equal[plain.name] else runs
+    seconds = {method.name: [run.seconds for run in counted[method.name]] for method in methods}
     begun, plain_s = first_runs[default.name][0], seconds[plain.name]
     row: Row = {**cell._asdict(), "is_useless": cell.is_useless, "settings": settings_of(args)}
     row |= {"over_plain": ratio_summary(plain_s, seconds[default.name]), "seconds": seconds, "checked": checked}
+    row["counted"] = None if cell.do_sample else f"{len(equal[plain.name])} of {len(runs[plain.name])}"
     row["first"] = seconds_of(begun) | {"over_plain": first_runs[plain.name][0].seconds / begun.seconds}
     row["later"] = [seconds_of(run) for run in runs[default.name]]
-    row |= counts_of(runs[default.name]) | {"rival": rival and rival.name, "rivals_left_out": left_out}
+    row |= counts_of(counted[default.name]) | {"rival": rival and rival.name, "rivals_left_out": left_out}
     if rival is not None:
         row["rival_over_plain"] = ratio_summary(plain_s, seconds[rival.name])
         row["over_rival"] = ratio_summary(seconds[rival.name], seconds[default.name])
@@ -185,12 +188,14 @@ COLUMNS = {
     "ours over it": lambda row: shown_ratio(row.get("over_rival")),
     "accepted": lambda row: row["acceptance_rate"],
     "texts": lambda row: "; ".join(faults_of(row)) or row["checked"][ours().name],
+    "calls of equal texts": lambda row: row.get("counted"),
     "load": lambda row: "{:.1f} to {:.1f}".format(*row["load_average"]),
     "waited": lambda row: f"{row['queued_share']:.0%}",
 }
 NOTES = f"""\
 {{num_cells}} of {len(CELLS)} cells; {{num_pairs}} calls of each method in a cell, of {{num_new}} tokens. Times plain is
-the geometric mean of the calls' ratios, with its bootstrap interval. Load is the machine's load average at the
+the geometric mean of the calls' ratios, with its bootstrap interval. Of greedy calls only those count whose texts are
+equal in all methods; where none is, all do. Load is the machine's load average at the
 beginning and the end of a cell, and waited the share of the time in which threads waited for a processor: above a few
 percent, other programs ran beside it. The first call knows nothing of the pair, and nothing bounds it.
 Gemma is provided under and subject to the Gemma Terms of Use.

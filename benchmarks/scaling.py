@@ -142,7 +142,7 @@ COLUMNS = {
     "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
     "ms per token": lambda row: row["step_s"]["median"] * 1e3,
     "times plain": lambda row: row["decode_over_plain"],
-    "a": lambda row: row.get("verified_acceptance_rate"),
+    "verified acceptance rate": lambda row: row.get("verified_acceptance_rate"),
     "K": lambda row: row.get("realised_k"),
     "mean acceptance length": lambda row: row.get("mean_acceptance_length"),
     "c": lambda row: row.get("c"),

@@ -86,7 +86,7 @@ def load_models(models: str, device: torch.device) -> tuple[Any, dict[str, Any]]
         torch.manual_seed(0)
         hybrid = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**HYBRID)).to(device).eval()
         return hybrid, {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)  # as in the committed results
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)  # in which all methods write one text
     target = load(PAIR / "target").to(device).eval()
     if models == "head":
         return target, {"assistant_model": hf_speculate.load_drafter(PAIR.parent / "heads" / "eagle3", target)}

@@ -149,6 +149,11 @@ def assist_row_by_row(pair: Pair, fields: dict[str, Any]) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=(eos[0] if isinstance(eos, list) else eos) or 0)
 
 
+def texts_of(token_ids: Tensor, eos_token_id: int | list[int] | None) -> list[list[int]]:
+    """The tokens [B, N] of each row up to and with its first EOS."""
+    return [row[: count_tokens(row[None], eos_token_id)].tolist() for row in token_ids]
+
+
 def count_tokens(token_ids: Tensor, eos_token_id: int | list[int] | None) -> int:
     """Tokens [B, N] up to and with each row's first EOS."""
     if eos_token_id is None:

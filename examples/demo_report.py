@@ -56,16 +56,43 @@ class Tally:
     num_rounds: int = 0
     num_emitted: int = 0
     num_verified: int = 0
-    num_accepted: int = 0
+    texts: list[list[list[int]]] = field(default_factory=list)  # new tokens of each row up to its end, per pass
     outputs: list[tuple[dict[str, Tensor], Tensor]] = field(default_factory=list)  # inputs and new tokens, per pass
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # accepted and emitted, where they are shown
 
 
 def speedups(tallies: dict[Method, Tally], method: Method) -> list[float]:
-    """Speed over plain decoding of the same setting, for each pass that measured both."""
-    (plain,) = [one for one in tallies if one.engine == "plain" and one.setting == method.setting]
-    pairs = zip(tallies[method].tokens_per_s, tallies[plain].tokens_per_s, strict=False)
-    return [ours / theirs for ours, theirs in pairs]
+    """Speed over plain decoding of the same setting, for each pass that counts and measured both."""
+    ours, plain = tallies[method].tokens_per_s, plain_of(tallies, method.setting).tokens_per_s
+    counted = counted_passes(tallies, method.setting)
+    return [ours[number] / plain[number] for number in counted if number < len(ours)]
+
+
+def plain_of(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> Tally:
+    """Plain decoding of a setting."""
+    (plain,) = [tally for method, tally in tallies.items() if method.engine == "plain" and method.setting == setting]
+    return plain
+
+
+def counted_passes(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> list[int]:
+    """Numbers of the passes of a setting in which all methods wrote one text; all compared ones if they sample.
+
+    A method that follows another text at a near-tie meets other drafts: its speed says nothing of the others.
+    """
+    plain, is_sampled = plain_of(tallies, setting), setting[-1]
+    texts = [tally.texts for method, tally in tallies.items() if method.setting == setting and tally is not plain]
+    return [
+        number
+        for number, text in enumerate(plain.texts[: num_compared(tallies, setting)])
+        if is_sampled or all(of_it[number] == text for of_it in texts if number < len(of_it))
+    ]
+
+
+def num_compared(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> int:
+    """Passes of a setting that plain decoding and another method decoded."""
+    members = [(method, tally) for method, tally in tallies.items() if method.setting == setting]
+    most = max((len(tally.texts) for method, tally in members if method.engine != "plain"), default=0)
+    return min(most, len(plain_of(tallies, setting).texts))
 
 
 def compared_speeds(tallies: dict[Method, Tally]) -> dict[Method, list[float]]:
@@ -83,8 +110,15 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool
         probes_s: seconds of the same short plain run at several times.
     """
     measured = compared_speeds(tallies)
+    settings = [setting for setting in dict.fromkeys(method.setting for method in tallies) if not setting[-1]]
+    num_counted = sum(len(counted_passes(tallies, setting)) for setting in settings)
+    num_greedy = sum(num_compared(tallies, setting) for setting in settings)
+    counted = f"{num_counted} of {num_greedy} greedy passes, those in which all methods wrote one text"
     if not measured:
-        print("\nSpeeds were not compared: the machine is too busy or too slow; set a longer --budget-s\n")
+        reason = "the machine is too busy or too slow; set a longer --budget-s"
+        if num_greedy and not num_counted:
+            reason = "no text is equal in all methods; set --dtype float32"
+        print(f"\nSpeeds were not compared: {reason}\n")
         return False
     head = f"{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}"
     kinds = list(dict.fromkeys(method.kind for method in measured))
@@ -92,13 +126,14 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool
         print(f"\n{KIND_NAMES.get(kind, kind)}" * bool(kind) + f"\n{head}")
         for method, ratios in measured.items():
             if method.kind == kind:
-                print_line(method, tallies[method], ratios)
-    counts = [len(tallies[method].tokens_per_s) for method in measured]
+                print_line(method, tallies, ratios)
+    counts = list(map(len, measured.values()))
     least, most = min(counts), max(counts)
     num_passes = f"{least}" if least == most else f"{least} to {most}"
-    print(f"medians of alternating passes ({num_passes}); length: mean acceptance length\n")
+    print(f"medians of alternating passes ({num_passes}); length: mean acceptance length")
+    print(f"counted: {counted}\n")
     factor = max(probes_s) / min(probes_s)
-    most_of_kind = min(max(len(tallies[one].tokens_per_s) for one in measured if one.kind == kind) for kind in kinds)
+    most_of_kind = min(max(len(measured[one]) for one in measured if one.kind == kind) for kind in kinds)
     is_reliable = most_of_kind >= 3 and factor <= MAX_SPREAD
     if not is_reliable:
         reason = "fewer than 3 passes" if most_of_kind < 3 else f"the same plain run varied by a factor of {factor:.1f}"
@@ -106,13 +141,14 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool
     return is_reliable
 
 
-def print_line(method: Method, tally: Tally, ratios: list[float]) -> None:
+def print_line(method: Method, tallies: dict[Method, Tally], ratios: list[float]) -> None:
     """A line of the table."""
-    length = "-"
+    tally, length = tallies[method], "-"
     if method.engine == "hf_speculate":
         length = f"{tally.num_emitted / tally.num_rounds:.2f}" if tally.num_rounds else "1.00"
     spread = f"{median(ratios):.2f}x ({min(ratios):.2f}, {max(ratios):.2f})"
-    speed = median(tally.tokens_per_s)
+    counted = counted_passes(tallies, method.setting)
+    speed = median(tally.tokens_per_s[number] for number in counted if number < len(tally.tokens_per_s))
     print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
 
 

@@ -20,10 +20,14 @@ from hf_speculate.types import StageSeconds
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
 MAX_PLAIN_STEPS = 256  # plain steps of one number of rows whose seconds are kept
-_BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", "plain_step_s_by_rows")  # dicts with int keys
+ENOUGH_PLAIN_STEPS = 16  # plain steps of one number of rows; with fewer, those of earlier calls count too
+_PLAIN_STEPS = ("plain_step_s_by_rows", "earlier_plain_step_s_by_rows")
+_BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", *_PLAIN_STEPS)  # dicts with int keys
+_NOTHING_DRAFTED = "nothing was drafted"
 _DERIVED = (  # properties in `as_dict`
     *("speedup", "mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position"),
     *("verified_acceptance_rate", "verified_acceptance_rate_per_position", "tokens_per_s", "total_s"),
+    *("num_target_forwards", "num_plain_forwards"),
 )
 
 
@@ -34,6 +38,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     Times are measured on the host. On an accelerator, the cost of work shows up in the stage that waits for it.
     """
 
+    has_draft_source: bool = True  #: whether anything was to draft; False if the call decoded plainly
     verifier: str = ""  #: name of the verifier that ran
     plan: str = ""  #: what the call decided (drafter, KV caches, schedule, compiled parts), in one line
     cache: str = ""  #: KV cache of the target, "dynamic", "preallocated" or "hybrid"
@@ -60,8 +65,11 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     accepted_per_row: list[int] = field(default_factory=list)  #: one count per output row; empty if rows are refilled
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)  #: of the batch; 0 counts the plain steps
     draft_lens: list[int] = field(default_factory=list)  #: of each round of the batch, in order; the first 16,384
-    #: seconds of rounds without drafts, by the number of their rows; the first 256 of each
+    #: seconds of rounds without drafts, by the number of their rows; the first 256 of each. A single one counts as no
+    #: longer than the fastest round with drafts, because it may have been the first forward of its size
     plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
+    #: the same of earlier calls of this type with this target; the newest 16 of each
+    earlier_plain_step_s_by_rows: dict[int, list[float]] = field(default_factory=dict)
     #: steps that plain decoding takes for what rounds emitted, by the number of rows that are live in them
     replaced_steps: dict[int, int] = field(default_factory=dict)
     time_to_first_token_s: float = 0.0  #: seconds from the start of `generate()`; 0 if rows are refilled
@@ -168,14 +176,26 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
 
         Plain decoding is taken to need no preparation but transformers' own, and in place of the rounds the steps of
         `replaced_steps`. A step takes the median of the plain steps of as many rows, interpolated between two numbers.
+        Where the call took fewer than 16 plain steps, those of earlier calls of its type count too.
         """
-        if not self.plain_step_s_by_rows or self.total_s <= 0:
+        steps = self._measured_steps()
+        if not steps or self.total_s <= 0:
             return None
-        measured = sorted(self.plain_step_s_by_rows)
-        medians = [median(self.plain_step_s_by_rows[num_rows]) for num_rows in measured]
+        measured = sorted(steps)
+        medians = [median(steps[num_rows]) for num_rows in measured]
         replaced = self.replaced_steps.items()
         steps_s = sum(num * float(np.interp(num_rows, measured, medians)) for num_rows, num in replaced)
         return (self.total_s - self.preparation_s - self.vocabulary_s - self.rounds_s + steps_s) / self.total_s
+
+    @property
+    def num_target_forwards(self) -> int:
+        """Forwards of the target after the prompt."""
+        return self.num_batch_rounds + self.num_rescored
+
+    @property
+    def num_plain_forwards(self) -> int:
+        """Forwards after the prompt that plain decoding takes for what rounds emitted."""
+        return sum(self.replaced_steps.values())
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
@@ -215,23 +235,33 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         return import_extra("pandas", "plot").DataFrame([row])
 
     def summary(self) -> str:
-        """One line: speed-up, mean acceptance length, acceptance rate, seconds."""
-        if not self.num_rounds:
+        """One line: speed-up, target forwards, mean acceptance length, acceptance rate, seconds."""
+        if not self.num_rounds and self.has_draft_source:
             return f"{self.verifier or 'no'} verification: no rounds in {self.total_s:.2f} s"
+        if not self.has_draft_source:
+            return self.headline
+        rate = f"acceptance rate {self.acceptance_rate:.3f}" if self.num_drafted else _NOTHING_DRAFTED
+        forwards = f"{counted(self.num_target_forwards, 'target forward')} (plain {self.num_plain_forwards}), "
         return (
             f"{self.headline}; {self.verifier} verification: {counted(self.num_emitted, 'token')} in "
-            f"{counted(self.num_rounds, 'round')}, "
-            f"mean acceptance length {self.mean_acceptance_length:.2f}, acceptance rate {self.acceptance_rate:.3f}, "
+            f"{counted(self.num_rounds, 'round')}, {forwards}"
+            f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}, "
             f"{self.total_s:.2f} s, {self.tokens_per_s:.1f} tokens/s"
         )
 
     @property
     def headline(self) -> str:
-        """Estimated speed-up over plain decoding, or that it was not measured."""
-        speedup, num = self.speedup, sum(map(len, self.plain_step_s_by_rows.values()))
-        if speedup is None:
-            return "speed-up over plain decoding not measured (the call took no plain step)"
-        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {counted(num, 'plain step')})"
+        """Estimated speed-up over plain decoding, or why there is none."""
+        if not self.has_draft_source:
+            return "plain decoding: no draft source"
+        if not self.num_rounds:
+            return "no token was decoded after the prompt"
+        if (speedup := self.speedup) is None:
+            return "speed-up over plain decoding not measured (no call of this type has taken a plain step yet)"
+        num_own = sum(map(len, self.plain_step_s_by_rows.values()))
+        num = sum(map(len, self._measured_steps().values()))
+        steps = counted(num, "plain step") + (f", {num - num_own} of earlier calls" if num > num_own else "")
+        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {steps})"
 
     def as_table(self) -> rich.table.Table:
         """A table for rich; `rich.print(stats)` shows it."""
@@ -255,23 +285,43 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"{name}: {value}" for name, value in self._lines())])
 
+    def _measured_steps(self) -> dict[int, list[float]]:
+        """Seconds of plain steps by number of rows: the call's own, and as many earlier ones as it lacks."""
+        own, earlier = self.plain_step_s_by_rows, self.earlier_plain_step_s_by_rows
+        steps = {}
+        for num_rows in own.keys() | earlier.keys():
+            measured = own.get(num_rows, [])
+            num_lacking = max(ENOUGH_PLAIN_STEPS - len(measured), 0)
+            newest_first = earlier.get(num_rows, [])[::-1]
+            steps[num_rows] = measured + newest_first[:num_lacking]
+        return steps
+
     def _lines(self) -> list[tuple[str, str]]:
         """Names and values, the most important first."""
+        if not self.num_rounds and not self.has_draft_source:
+            return []
         total_s = self.total_s
-        positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position) or "-"
-        lens = " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items())) or "-"
+        positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
+        lens = " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items()))
         stages = ", ".join(
             f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
             for stage, seconds in self.seconds_by_stage.items()
         )
-        lines = {
+        drafts = {
+            "target forwards": f"{self.num_target_forwards} after the prompt, plain decoding {self.num_plain_forwards}",
             "mean acceptance length": f"{self.mean_acceptance_length:.2f} "
             f"({counted(self.num_emitted, 'token')} in {counted(self.num_rounds, 'round')})",
+        }
+        rates = {
             "acceptance rate": f"{self.acceptance_rate:.3f} ({self.num_accepted} of {self.num_drafted} drafted tokens)",
             "verified acceptance rate": f"{self.verified_acceptance_rate:.3f} "
             f"({self.num_accepted} of {self.num_verified} verified tokens)",
             "acceptance rate per position": positions,
-            "tokens per second": f"{self.tokens_per_s:.1f}",
+        }
+        drafts |= rates if self.num_drafted else {"acceptance rate": f"- ({_NOTHING_DRAFTED})"}
+        lines = {
+            **(drafts if self.has_draft_source and self.num_rounds else {}),
+            "tokens per second": f"{self.tokens_per_s:.1f}" if self.num_rounds else "",
             "time to first token": f"{self.time_to_first_token_s:.3f} s" if self.time_to_first_token_s else "",
             "rounds by draft length": lens,
             "rounds scored again": f"{self.num_rescored}, after NaN or infinite logits" if self.num_rescored else "",
@@ -293,7 +343,7 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **{entry.name: operator.add for entry in fields(SpeculationStats)},
     **dict.fromkeys(("verifier", "plan", "cache"), lambda first, second: first if first == second else ""),
     **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda first, second: list(dict.fromkeys([*first, *second]))),
-    **dict.fromkeys(("status", "lock_step"), operator.or_),
+    **dict.fromkeys(("status", "lock_step", "has_draft_source"), operator.or_),
     **dict.fromkeys(_COUNTS, lambda first, second: [sum(pair) for pair in zip_longest(first, second, fillvalue=0)]),
     **dict.fromkeys(
         ("rounds_by_draft_len", "replaced_steps"), lambda first, second: dict(Counter(first) + Counter(second))
@@ -302,6 +352,8 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
     "plain_step_s_by_rows": lambda first, second: {
         num: [*first.get(num, ()), *second.get(num, ())][:MAX_PLAIN_STEPS] for num in first | second
     },
+    # the second call may know those of the first
+    "earlier_plain_step_s_by_rows": lambda first, second: second | first,
 }
 
 

@@ -50,7 +50,8 @@ class Rounds(list[RoundCount]):
     def steady(self) -> list[RoundCount]:
         """Rounds with a draft before which no row has left the batch; the first one, which reads the prompt, is not."""
         rounds = ((now, before.report.row_ids) for before, now in pairwise(self))
-        return [now for now, row_ids in rounds if row_ids == now.report.row_ids and any(now.report.num_drafted)]
+        drafted = [now for now, row_ids in rounds if row_ids == now.report.row_ids and any(now.report.num_drafted)]
+        return drafted if any(self[0].report.num_drafted) else drafted[1:]
 
 
 @contextmanager

@@ -15,8 +15,10 @@ from transformers import LogitsProcessorList
 import hf_speculate
 from hf_speculate import RoundReport
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
-from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
-from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
+from hf_speculate.engine.observers import PlainSteps, StatsObserver
+from hf_speculate.stats import ENOUGH_PLAIN_STEPS, MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
+from hf_speculate.types import DraftOut, RoundRecord, Scored, StageSeconds, Trimmed, Verified
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, new_pair, pair
 from tests.tiny import make_model, ragged_prompts
 
 
@@ -62,7 +64,7 @@ def test_after_a_reset_everything_is_zero_and_reads():
     assert stats == SpeculationStats()
     assert stats.acceptance_rate == stats.verified_acceptance_rate == stats.mean_acceptance_length == 0.0
     assert (stats.tokens_per_s, stats.speedup) == (0.0, None)
-    assert "acceptance rate per position: -" in str(stats)
+    assert "rate" not in str(stats) and str(stats).startswith("no token was decoded after the prompt\n")
     assert stats.summary() == "no verification: no rounds in 0.00 s"
 
 
@@ -95,7 +97,12 @@ def test_the_speedup_compares_the_whole_call_with_plain_steps_of_the_same_rows()
     stats.prefill_s, stats.preparation_s, stats.vocabulary_s, stats.draft_s, stats.score_s = 4.0, 0.75, 0.25, 1.0, 4.0
     stats.rounds_s, stats.replaced_steps = 5.0, {3: 4, 2: 2, 1: 2}
     assert stats.speedup is None
-    assert stats.headline == "speed-up over plain decoding not measured (the call took no plain step)"
+    assert "not measured (no call of this type has taken a plain step yet)" in stats.headline
+    stats.earlier_plain_step_s_by_rows = {3: [9.0, 0.75]}
+    assert stats.headline == (
+        "about 4.30x the speed of plain decoding (estimated from 2 plain steps, 2 of earlier calls)"
+    )
+    stats.earlier_plain_step_s_by_rows = {}
     stats.add_plain_step(0.75, num_rows=3)
     assert stats.headline == "about 1.00x the speed of plain decoding (estimated from 1 plain step)"
     stats.add_plain_step(2.0, num_rows=3)
@@ -115,6 +122,7 @@ def test_it_reads_well():
     stats.num_host_syncs, stats.num_user_host_syncs, stats.lock_step = 3, 1, True
     assert str(stats).splitlines() == [
         "about 1.40x the speed of plain decoding (estimated from 1 plain step)",
+        "target forwards: 3 after the prompt, plain decoding 6",
         "mean acceptance length: 2.33 (7 tokens in 3 rounds)",
         "acceptance rate: 0.667 (4 of 6 drafted tokens)",
         "verified acceptance rate: 0.800 (4 of 5 verified tokens)",
@@ -131,7 +139,8 @@ def test_it_reads_well():
     ]
     assert stats.summary() == (
         "about 1.40x the speed of plain decoding (estimated from 1 plain step); greedy verification: "
-        "7 tokens in 3 rounds, mean acceptance length 2.33, acceptance rate 0.667, 2.50 s, 3.5 tokens/s"
+        "7 tokens in 3 rounds, 3 target forwards (plain 6), mean acceptance length 2.33, acceptance rate 0.667, "
+        "2.50 s, 3.5 tokens/s"
     )
 
 
@@ -176,6 +185,101 @@ def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
 
+NUM_LONG = 40  # new tokens: enough for a plain step to cost little
+
+
+def long_call(target, draft, batch_size=1, **options):
+    """The statistics and new tokens of a call with constant K."""
+    stats = SpeculationStats()
+    options = {"num_assistant_tokens": 3, "max_new_tokens": NUM_LONG, **options}
+    inputs = ragged_prompts(batch_size, seed=1)
+    output = target.generate(**inputs, assistant_model=draft, speculation_stats=stats, **options)
+    return stats, output
+
+
+def test_first_call_of_a_type_measures_a_plain_step():
+    target, draft = new_pair()
+    expected = target.generate(**ragged_prompts(2, seed=1), max_new_tokens=NUM_LONG)
+    for batch_size, first in ((1, 0), (1, 3), (2, 0), (2, 3), (1, 3)):
+        stats, _ = long_call(target, draft, batch_size)
+        assert stats.draft_lens[:2] == [first, 3]
+        assert f"{stats.speedup:.2f}x the speed" in stats.headline
+    assert "of earlier calls" in stats.headline
+    assert_equal_ids(long_call(target, draft, 2, num_assistant_tokens=2)[1], expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 24},  # a plain step would cost too much of it
+        {"do_sample": True, "seed": 1},  # the text depends on every draft length
+        {"verifier": "typical"},
+    ],
+)
+def test_constant_draft_length_stays_constant(options):
+    stats, _ = long_call(*new_pair(), **options)
+    assert 0 not in stats.draft_lens[:-1]
+
+
+def test_single_slow_plain_step_counts_as_a_round_with_drafts():
+    stats = SpeculationStats()
+    observer = StatsObserver(stats)
+    for draft_len, score_s in ((0, 9.0), (2, 2.0), (2, 1.5)):
+        observer.on_round(round_record(draft_len, score_s))
+    observer.on_end(4, StageSeconds())
+    assert stats.plain_step_s_by_rows == {1: [1.5]}
+
+
+def test_plain_steps_of_the_newest_types_are_kept():
+    steps = PlainSteps.of(make_model("llama"))
+    for number in range(70):
+        steps.add(number, {1: [float(number)] * 20})
+    assert steps.get(0) == {} and steps.get(69) == {1: [69.0] * ENOUGH_PLAIN_STEPS}
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "verifier": "coupled", "seed": 1}])
+def test_call_without_draft_source_says_so(options):
+    stats = full_stats()
+    generate_alone(speculation_stats=stats, **options)
+    assert str(stats).startswith(stats.headline) and stats.summary() == stats.headline
+    assert stats.headline == "plain decoding: no draft source"
+    assert "acceptance" not in str(stats) and "0 of 0" not in str(stats)
+
+
+def test_source_that_drafted_nothing_shows_no_rates():
+    stats = SpeculationStats()
+    stats.add_row(0, 0, 1)
+    assert "acceptance rate: - (nothing was drafted)" in str(stats)
+    assert "0.000 (0 of 0" not in str(stats) and "nothing was drafted" in stats.summary()
+
+
+def generate_alone(**options):
+    return new_pair()[0].generate(**ragged_prompts(1, seed=1), max_new_tokens=8, **options)
+
+
+def round_record(draft_len, score_s):
+    """A round of one row whose drafts are accepted."""
+    ids = torch.zeros(1, draft_len, dtype=torch.int64)
+    lens = torch.full((1,), draft_len, dtype=torch.int32)
+    new_ids, num_drafted = [[0] * (draft_len + 1)], [draft_len]
+    verified = Verified(ids, new_ids, num_drafted, num_drafted, 0, torch.zeros(1, 1, 1))
+    return RoundRecord(
+        num_round=1,
+        row_ids=[0],
+        was_live=[True],
+        is_served=[True],
+        num_draft_tokens=draft_len,
+        num_fed=0,
+        num_left=[5],
+        draft=DraftOut(ids, lens, None, None),
+        scored=Scored(torch.zeros(1, 1, 1)),
+        verified=verified,
+        trimmed=Trimmed([draft_len + 1], [False], [False], [draft_len + 1]),
+        seconds=StageSeconds(draft=0.5, score=score_s),
+        total_s=score_s,
+    )
+
+
 def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
     stats = full_stats()
     values = stats.as_dict()
@@ -183,6 +287,7 @@ def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
     assert {entry.name for entry in fields(stats)} < set(values)
     assert values["rounds_by_draft_len"] == {"0": 1, "3": 2}
     assert values["plain_step_s_by_rows"] == {"2": [0.5]}
+    assert (values["num_target_forwards"], values["num_plain_forwards"]) == (3, 6)
     for name in ("speedup", "acceptance_rate", "acceptance_rate_per_position", "mean_acceptance_length", "total_s"):
         assert values[name] == getattr(stats, name)
     values["fallbacks"].append("more")
@@ -270,6 +375,7 @@ def test_it_is_told_every_round_as_the_statistics_count_it(options):
 def test_rows_are_named_by_their_place_in_the_output():
     reports, quiet, told = [], SpeculationStats(), SpeculationStats()
     options = {"eos_token_id": 5, "max_new_tokens": 60}
+    generate(**options)  # the first call of a type measures a plain step
     text = generate(speculation_callback=reports.append, **options, speculation_stats=told)
     assert_equal_ids(generate(**options, speculation_stats=quiet), text)
     assert (quiet.num_host_syncs, quiet.num_user_host_syncs) == (told.num_host_syncs, told.num_user_host_syncs)

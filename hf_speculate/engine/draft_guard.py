@@ -79,9 +79,7 @@ class DraftGuard:
         session = DraftSession.of(plan, drafter, states)
         call, is_fixed = plan.call, plan.is_lock_step or "draft" in plan.runners.parts
         rows_may_leave = not is_fixed and session.reuse is None and not call.ranks.is_synced
-        return cls(
-            session, faults, call.prompts.num_pads, rows_may_leave, call.ranks, call.prefill_chunk_size
-        )
+        return cls(session, faults, call.prompts.num_pads, rows_may_leave, call.ranks, call.prefill_chunk_size)
 
     @property
     def kv_cache(self) -> KVCache | None:

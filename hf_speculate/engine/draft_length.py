@@ -4,13 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from hf_speculate.config import MAX_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.observers import Observer
-from hf_speculate.engine.plan import Plan
+from hf_speculate.engine.observers import Observer, lacks_plain_step
+from hf_speculate.engine.plan import Plan, call_type_of
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
 from hf_speculate.engine.runners import draft_lens
 from hf_speculate.engine.stage_clock import Stage
@@ -182,7 +180,7 @@ def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
         case "heuristic":
             return HeuristicSchedule(config.first_tokens, max_model_tokens)
         case _:
-            return ConstantSchedule(config.max_draft_tokens, max_model_tokens)
+            return ConstantSchedule(config.max_draft_tokens, max_model_tokens, begins_plain=lacks_plain_step(plan))
 
 
 def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
@@ -192,15 +190,11 @@ def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
         plan: the call.
         config: its settings, with the draft length of its drafter.
     """
-    call, target, key = plan.call, plan.target, plan.call.source.history_key()
+    call, target = plan.call, plan.target.model
+    key, num_rows = call.source.history_key(), call.batch_size.bit_length()
     sizes = draft_lens(config, call.source.varies_len) if plan.runners.parts else None
-    call_type = (
-        *(key.name, target.model.device, target.model.dtype, torch.get_num_threads()),
-        *(config.verifier, target.cache.kind, *plan.runners.settings, plan.runners.graphed),
-        *(plan.is_lock_step, config.max_draft_tokens, call.batch_size.bit_length()),
-        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
-    )
-    prior = draft_prior(target.model, call.source)
-    return MemoryStore.of(target.model).get(
+    call_type = key.name, *call_type_of(plan), config.max_draft_tokens, num_rows
+    prior = draft_prior(target, call.source)
+    return MemoryStore.of(target).get(
         key.draft, call_type, lambda: ScheduleMemory(prior, config.max_draft_tokens, sizes)
     )

@@ -1,17 +1,25 @@
 """Observers: read the record of each round."""
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from hf_speculate.engine.plan import Plan
+from hf_speculate.engine.plan import Plan, call_type_of
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.errors import BadLogitsError
-from hf_speculate.stats import SpeculationStats
+from hf_speculate.model_state import model_state
+from hf_speculate.stats import ENOUGH_PLAIN_STEPS, SpeculationStats
 from hf_speculate.types import BAD_LOGITS, RoundRecord, RoundReport, StageSeconds
+from hf_speculate.verify.base import depends_on_draft
+
+_MAX_CALL_TYPES = 64
 
 
 class Observer:
@@ -70,18 +78,80 @@ class Progress:
         return num_live
 
 
+class PlainSteps:
+    """Seconds of the newest plain steps of one target's calls, by type of call and number of rows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_type: dict[Hashable, dict[int, deque[float]]] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "PlainSteps":
+        """The plain steps of a target."""
+        return model_state(model).get(cls, cls)
+
+    def get(self, call_type: Hashable) -> dict[int, list[float]]:
+        """A copy of the seconds of a type's steps by number of rows, the newest last."""
+        with self._lock:
+            return {num_rows: list(seconds) for num_rows, seconds in self._by_type.get(call_type, {}).items()}
+
+    def add(self, call_type: Hashable, steps: Mapping[int, Sequence[float]]) -> None:
+        """Add the steps of a call; beyond 64 types of calls, the one that was added to longest ago is dropped."""
+        with self._lock:
+            by_rows = self._by_type.pop(call_type, {})  # the newest type comes last
+            for num_rows, seconds in steps.items():
+                by_rows.setdefault(num_rows, deque(maxlen=ENOUGH_PLAIN_STEPS)).extend(seconds)
+            self._by_type[call_type] = by_rows
+            if len(self._by_type) > _MAX_CALL_TYPES:
+                del self._by_type[next(iter(self._by_type))]
+
+
+def has_plain_steps(plan: Plan) -> bool:
+    """Whether a round without drafts is a plain step: not if forwards of one length only are compiled or captured."""
+    return "target" not in plan.runners.parts or plan.call.config.schedule != "constant"
+
+
+def lacks_plain_step(plan: Plan) -> bool:
+    """Whether a call with a constant draft length is to measure a plain step: none is known, and no text depends on it.
+
+    Ranks are left alone, because each has measurements of its own, and so are rows that join others.
+    """
+    call = plan.call
+    if depends_on_draft(call.config) or not has_plain_steps(plan):
+        return False
+    if call.ranks.is_distributed or call.row_lists.rows_leave:
+        return False
+    return call.batch_size not in PlainSteps.of(plan.target.model).get(call_type_of(plan))
+
+
 @dataclass
 class StatsObserver(Observer):
-    """Adds every round to a call's statistics."""
+    """Adds every round to a call's statistics, and its plain steps to those of the target."""
 
     stage = Stage.RECORD
     stats: SpeculationStats
     num_user_host_syncs: int = 0  # times that user code may wait for the device in a round
     counts_rows: bool = True  # whether output rows are counted by themselves too
     keeps_rows: bool = False  # whether plain steps have all rows of the batch, ended ones too
+    counts_plain_steps: bool = True  # whether a round without drafts is a plain step
+    remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None  # called with the plain steps at the end
 
     def __post_init__(self) -> None:
         self._progress = Progress(self.keeps_rows)
+        self._fastest_s: dict[int, float] = {}  # seconds of rounds with drafts, drafting left out, by number of rows
+
+    @classmethod
+    def of(cls, plan: Plan, stats: SpeculationStats) -> "StatsObserver":
+        """The statistics of a planned call, which know the plain steps of earlier calls of its type."""
+        call_type, steps = call_type_of(plan), PlainSteps.of(plan.target.model)
+        stats.earlier_plain_step_s_by_rows = steps.get(call_type)
+        return cls(
+            stats,
+            int(plan.call.streamer is not None),
+            keeps_rows=plan.steps_have_all_rows,
+            counts_plain_steps=has_plain_steps(plan),
+            remember=partial(steps.add, call_type),
+        )
 
     def on_round(self, record: RoundRecord) -> None:
         stats, verified = self.stats, record.verified
@@ -97,12 +167,15 @@ class StatsObserver(Observer):
         stats.num_user_host_syncs += verified.num_user_host_syncs + self.num_user_host_syncs
         if not record.num_round:
             return
-        draft_len = record.draft.token_ids.shape[1]
+        draft_len, num_rows = record.draft.token_ids.shape[1], len(record.row_ids)
         stats.num_batch_rounds += 1
         stats.num_rescored += verified.is_rescored
         stats.add_draft_len(draft_len)
-        if not draft_len:
-            stats.add_plain_step(sum(record.seconds), len(record.row_ids))
+        if draft_len:
+            seconds = sum(record.seconds) - record.seconds.draft
+            self._fastest_s[num_rows] = min(seconds, self._fastest_s.get(num_rows, seconds))
+        elif self.counts_plain_steps:
+            stats.add_plain_step(sum(record.seconds), num_rows)
         self._count_replaced_steps(record)
         for row in record.live_rows:
             num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
@@ -124,6 +197,12 @@ class StatsObserver(Observer):
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         self.stats.add_seconds(seconds)
         self.stats.num_longest += num_new_tokens - 1
+        steps = self.stats.plain_step_s_by_rows
+        for num_rows, steps_s in steps.items():
+            if len(steps_s) == 1:  # may have been the first forward of its size
+                steps_s[0] = min(steps_s[0], self._fastest_s.get(num_rows, steps_s[0]))
+        if self.remember is not None:
+            self.remember(steps)
 
 
 def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError]]:
@@ -213,7 +292,7 @@ def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> l
     """The observers of a planned call that no other part of its decoder is."""
     call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
-    observers.append(StatsObserver(stats, int(call.streamer is not None), keeps_rows=plan.steps_have_all_rows))
+    observers.append(StatsObserver.of(plan, stats))
     if call.streamer is not None:
         observers.append(StreamObserver(call.streamer))
     if call.config.speculation_callback is not None:

@@ -4,9 +4,10 @@ import functools
 import logging
 import pkgutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
 from hf_speculate.cache.layers import is_recurrent
@@ -82,7 +83,7 @@ class Plan:
         """Write the plan to the statistics of its call."""
         stats.plan, stats.verifier, stats.cache = repr(self), self.call.config.verifier or "", self.target.cache.kind
         stats.compiled, stats.graphed = self.compiled, list(self.runners.graphed)
-        stats.lock_step = self.is_lock_step
+        stats.lock_step, stats.has_draft_source = self.is_lock_step, self.call.source.drafts
         for reason in self.fallbacks:
             stats.add_fallback(reason)
         LOGGER.debug("%s", stats.plan)
@@ -195,6 +196,16 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     if call.is_cache_kept or call.config.draft_state is not None or call.binds_rows:
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
+
+
+def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
+    """Return the type of a call: what the seconds of a plain step depend on besides the number of rows."""
+    call, target = plan.call, plan.target
+    return (
+        *(target.model.device, target.model.dtype, torch.get_num_threads(), call.config.verifier, target.cache.kind),
+        *(*plan.runners.settings, plan.runners.graphed, plan.is_lock_step),
+        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
+    )
 
 
 def gains_nothing(call: Call) -> bool:

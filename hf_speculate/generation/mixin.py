@@ -154,6 +154,7 @@ def _generate(
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
+            config.speculation_stats.has_draft_source = False
         return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     check_row_lists(model, bound, config)
     decoding = _make_decoding(model, bound.call, source, config, declined, clock)

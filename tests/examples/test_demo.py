@@ -46,7 +46,7 @@ def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, mo
 def test_gains_are_reported_by_kind(demo, import_example, capsys):
     report = import_example("demo_report")
     tallies = {
-        report.Method(engine, "greedy", rows, False, kind=kind): report.Tally(tokens_per_s=[speed])
+        report.Method(engine, "greedy", rows, False, kind=kind): report.Tally(tokens_per_s=[speed], texts=[[[1]]])
         for kind, rows, ours in (("copying", 1, 30.0), ("copying", 4, 20.0), ("plain", 1, 10.0))
         for engine, speed in (("plain", 10.0), ("transformers", 5.0), ("hf_speculate", ours))
     }
@@ -62,6 +62,24 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
     report.print_summary(tallies, is_reliable=report.print_table(tallies, probes_s=[1.0, 9.0]))
     said = capsys.readouterr().out
     assert "NOT RELIABLE" in said and "ained" not in said
+
+
+def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
+    report = import_example("demo_report")
+    plain, ours, theirs = (report.Method(engine, "greedy", 1, False) for engine in report.COLOURS)
+    same, other = [[1, 2]], [[1, 3]]
+    tallies = {
+        plain: report.Tally(tokens_per_s=[1.0, 1.0, 1.0], texts=[same, same, same]),
+        ours: report.Tally(tokens_per_s=[2.0, 9.0, 4.0], texts=[same, other, same]),
+        theirs: report.Tally(tokens_per_s=[3.0, 3.0], texts=[same, same]),  # Ctrl-C
+    }
+    assert report.speedups(tallies, ours) == [2.0, 4.0]
+    assert report.speedups(tallies, theirs) == [3.0]
+    report.print_table(tallies, probes_s=[1.0])
+    assert "counted: 2 of 3 greedy passes" in capsys.readouterr().out
+    tallies[ours].texts = [other, other, other]
+    assert not report.print_table(tallies, probes_s=[1.0])
+    assert "no text is equal in all methods" in capsys.readouterr().out
 
 
 @pytest.mark.fallback("may read or edit its layers")  # this module is not of a package that is known

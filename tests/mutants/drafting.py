@@ -208,6 +208,13 @@ MUTANTS = mutants_of(
                 "np.interp(num_rows, measured", "np.interp(1, measured"
             ),
         },
+        ("hf_speculate/engine/observers.py", "test_stats.py"): {
+            "a slow first plain step counts in full": Fault("if len(steps_s) == 1:", "if not steps_s:"),
+            "every call with a constant draft length begins plainly": Fault(
+                "return call.batch_size not in PlainSteps.of(plan.target.model).get(call_type_of(plan))", "return True"
+            ),
+            "a plain step changes a sampled text": Fault("if depends_on_draft(call.config) or not", "if not"),
+        },
         ("hf_speculate/engine/stage_clock.py", "generation/test_headline.py"): {
             "the time to the first token begins with the prefill": Fault(
                 "return self._since - self._created", "return self._since - self._began"

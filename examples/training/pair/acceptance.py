@@ -32,7 +32,7 @@ class Walk(NamedTuple):
     num_tokens: int  # tokens that whole rounds gave
 
     @property
-    def acceptance(self) -> float:
+    def verified_acceptance_rate(self) -> float:
         """Accepted over verified."""
         return self.num_accepted / self.num_verified
 

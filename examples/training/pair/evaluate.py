@@ -22,10 +22,10 @@ NUM_SAMPLE_TOKENS = 96
 
 
 def walk_record(verdicts: Verdicts) -> dict:
-    """Return a, the overlap and the walks at K = 1..8."""
+    """Return the verified acceptance rate, the overlap and the walks at K = 1..8."""
     walks = [walk_rounds(verdicts.rows, num) for num in range(1, MAX_ROWS)]
     return {
-        "acceptance": walks[A_DRAFT_TOKENS - 1].acceptance,
+        "verified_acceptance_rate": walks[A_DRAFT_TOKENS - 1].verified_acceptance_rate,
         "overlap": verdicts.overlap,
         "walks": [walk._asdict() | {"tokens_per_round": walk.tokens_per_round} for walk in walks],
     }

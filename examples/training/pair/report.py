@@ -41,18 +41,18 @@ def pair_bounds(acceptance: dict, timings: dict) -> dict[str, dict]:
         timings: by batch size (as text), then by dtype.
 
     Returns:
-        By batch size: the dtype, K, greedy a, the bound, and the goal.
+        By batch size: the dtype, K, the greedy verified acceptance rate, the bound, and the goal.
     """
     bounds = {}
     for batch_size, by_dtype in timings.items():
         dtype = faster_dtype(by_dtype)
         record = by_dtype[dtype]
-        greedy = acceptance.get(dtype, acceptance["float32"])["greedy"]["acceptance"]
+        greedy = acceptance.get(dtype, acceptance["float32"])["greedy"]["verified_acceptance_rate"]
         value, num = best_bound(greedy, record["cost"], record["factors"])
         bounds[batch_size] = {
             "dtype": dtype,
             "num_draft_tokens": num,
-            "acceptance": greedy,
+            "verified_acceptance_rate": greedy,
             "bound": value,
             "goal": GOALS[int(batch_size)],
         }
@@ -118,15 +118,15 @@ def acceptance_text(results: dict) -> str:
             walk = record["walks"][A_DRAFT_TOKENS - 1]
             counts = f"{walk['num_accepted']} / {walk['num_verified']}"
             overlap = "" if record["overlap"] is None else f"{record['overlap']:.3f}"
-            rows.append([dtype, mode, f"{record['acceptance']:.3f}", counts, overlap])
+            rows.append([dtype, mode, f"{record['verified_acceptance_rate']:.3f}", counts, overlap])
             walks.append([dtype, mode, *(f"{each['tokens_per_round']:.2f}" for each in record["walks"])])
     num_prompts = results["pair"]["num_prompts"]
     text = "\n## Acceptance\n" + paragraph(
         f"{num_prompts} held-out prompts (`examples/prompts.jsonl`), 128 new tokens each, rounds of {A_DRAFT_TOKENS} "
-        "draft tokens; a = accepted / verified: of the tokens after "
-        "the accepted ones, only the first is verified. The overlap is the mean of sum(min(p,q)) along the same text."
+        "draft tokens. The verified acceptance rate a is accepted over verified: of the tokens after the accepted "
+        "ones, only the first is verified. The overlap is the mean of sum(min(p,q)) along the same text."
     )
-    text += table(["dtype", "decoding", "a", "accepted / verified", "overlap"], rows)
+    text += table(["dtype", "decoding", "verified acceptance rate", "accepted / verified", "overlap"], rows)
     text += "\nMean acceptance length on the same texts:\n\n"
     return text + table(["dtype", "decoding", *(f"K={num}" for num in range(1, 9))], walks)
 
@@ -154,19 +154,22 @@ def bounds_text(results: dict) -> str:
     rows = []
     for batch_size, record in results["pair"]["bounds"].items():
         reached = "yes" if record["bound"] >= record["goal"] else "no"
-        facts = [record["dtype"], str(record["num_draft_tokens"]), f"{record['acceptance']:.3f}"]
+        facts = [record["dtype"], str(record["num_draft_tokens"]), f"{record['verified_acceptance_rate']:.3f}"]
         rows.append([batch_size, *facts, f"{record['bound']:.2f}", f"{record['goal']:.2f}", reached])
     candidates = []
     for name, by_batch in results["choice"]["candidates"].items():
-        values = [f"{by_batch[size]['acceptance']:.3f} / {by_batch[size]['bound']:.2f}" for size in sorted(by_batch)]
+        values = [
+            f"{by_batch[size]['verified_acceptance_rate']:.3f} / {by_batch[size]['bound']:.2f}"
+            for size in sorted(by_batch)
+        ]
         candidates.append([name, *values])
     text = "\n## The pair's bound\n" + paragraph(
-        "The largest speed-up that a loop without any work of its own could reach, with the greedy a and in the dtype "
-        "in which plain decoding is faster, is the maximum over K of"
+        "The largest speed-up that a loop without any work of its own could reach, with the greedy verified "
+        "acceptance rate a and in the dtype in which plain decoding is faster, is the maximum over K of"
     )
     text += "    (1 - a^(K+1)) / ((1 - a) (K c + v(K+1)))\n\n"
-    text += table(["B", "dtype", "K", "a", "bound", "goal", "reached"], rows)
-    text += "\nCandidates for the draft, as measured when it was chosen (a / bound):\n\n"
+    text += table(["B", "dtype", "K", "verified acceptance rate", "bound", "goal", "reached"], rows)
+    text += "\nCandidates for the draft, as measured when it was chosen (verified acceptance rate / bound):\n\n"
     return text + table(
         ["draft", *(f"B = {size}" for size in sorted(results["choice"]["candidates"][name]))], candidates
     )

@@ -4,7 +4,7 @@ import copy
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -269,6 +269,20 @@ def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
     """Tokens per second over plain decoding's on the same batch and repetition."""
     speeds = {run.key: run.tokens_per_s for run in plain}
     return [run.tokens_per_s / speeds[run.key] for run in runs]
+
+
+def of_equal_texts(runs: Runs, methods: Iterable[Method]) -> Runs:
+    """The calls on batches and repetitions for which all exact greedy methods wrote the same text.
+
+    A method that follows another text at a near-tie meets other drafts, and perhaps fewer tokens: its speed says
+    nothing of the others. Sampled texts differ anyway; lossy methods keep the calls that are counted of the others.
+    """
+    exact = [method.name for method in methods if not (method.do_sample or method.is_lossy) and method.name in runs]
+    by_key: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for name in exact:
+        for run in runs[name]:
+            by_key[run.key].add(str(run.texts))
+    return {name: [run for run in of_it if len(by_key.get(run.key, ())) < 2] for name, of_it in runs.items()}
 
 
 def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:

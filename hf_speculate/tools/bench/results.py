@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
+from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, Runs, measure, of_equal_texts, ratios
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.quality import Drift, TextCheck, drift_of_runs
 from hf_speculate.tools.checks.cost_model import size_of
@@ -156,6 +156,17 @@ def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[st
     return {"is_reliable": not reasons, "reasons": reasons}
 
 
+def counted_runs(runs: Runs, methods: Sequence[Method], reasons: list[str]) -> tuple[Runs, str]:
+    """The calls whose texts are equal, and how many these are in words; all calls and a reason to doubt if none are."""
+    equal, plain = of_equal_texts(runs, methods), methods[0].name
+    num, num_all = len(equal[plain]), len(runs[plain])
+    words = f"{num} of {num_all} calls of each method, whose greedy texts are equal in all exact methods"
+    if num or not num_all:
+        return equal, words
+    reasons.append("no greedy text is equal in all exact methods: speeds are of different texts; use --dtype float32")
+    return runs, words
+
+
 def draft_cost(target: PreTrainedModel, draft: PreTrainedModel | None) -> float:
     """Bytes that a draft step reads over those that a target step reads; 0 without a draft model."""
     if draft is None:
@@ -198,24 +209,32 @@ class Comparison:
         base, left_out = methods[0], dict(measured.left_out)
         plain = measured.runs.get(base.name, [])
         entries, categories, drift, is_interrupted = [], [], [], measured.is_interrupted
-        for method in [base, *self.methods]:
+        doubts = reliability(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))["reasons"]
+        kept, checked = [base] if plain else [], {}
+        for method in self.methods:
             if (runs := measured.runs.get(method.name)) is None:
                 continue
-            checked = None
-            if not (method.do_sample or method.is_lossy or method is base or is_interrupted):
+            if not (method.do_sample or method.is_lossy or is_interrupted):
                 try:
                     compared = check(method, runs, plain)
                 except KeyboardInterrupt:
                     is_interrupted = True
                 else:
-                    checked = str(compared)
+                    checked[method.name] = str(compared)
                     if compared.num_wrong:
-                        left_out[method.name] = f"its output differs from plain decoding's: {checked}"
+                        left_out[method.name] = f"its output differs from plain decoding's: {compared}"
                         continue
+            kept.append(method)
+        counted, num_counted = measured.runs, None
+        if kept and not base.do_sample:
+            counted, num_counted = counted_runs(measured.runs, kept, doubts)
+        for method in kept:
+            if not (runs := counted[method.name]):  # Ctrl-C came before any that counts
+                continue
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}
-            entries.append(method_entry(method, runs, plain, checked, cost) | sample)
+            entries.append(method_entry(method, runs, counted[base.name], checked.get(method.name), cost) | sample)
             if method is not base:
-                categories += category_entries(method, runs, plain)
+                categories += category_entries(method, runs, counted[base.name])
         for method in methods if self.drift_methods and not is_interrupted else ():
             if method.engine == PLAIN or method in self.drift_methods:
                 runs = measured.runs[method.name]
@@ -224,7 +243,8 @@ class Comparison:
             "methods": entries,
             "categories": categories,
             "drift": drift,
-            "reliability": reliability(plain, self.repeats, sum(len(batch.rows) for batch in self.batches)),
+            "counted": num_counted,
+            "reliability": {"is_reliable": not doubts, "reasons": doubts},
             "prompt": _text(decoder, self.batches[0].rows[0][-_SAMPLE_TOKENS:]),
             "is_interrupted": is_interrupted,
             "left_out": left_out,

@@ -15,7 +15,7 @@ from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.bench.decoding import Batch, Decoder, OnStep, Run, measure, ratios
 from hf_speculate.tools.bench.methods import DraftLen, Method, default_verifier, our_methods, plain_method, split
 from hf_speculate.tools.bench.quality import Compared, Drift, Rule, drop_of
-from hf_speculate.tools.bench.results import finite, reliability, spread, total_stats
+from hf_speculate.tools.bench.results import counted_runs, finite, reliability, spread, total_stats
 
 _VERIFIERS = {False: ("greedy", "typical"), True: ("rejection", "block", "coupled", "typical")}  # by do_sample
 _FIRST_BATCHES = 2
@@ -36,6 +36,8 @@ class Instruments(NamedTuple):
 class Trial:
     method: Method  # that is tried
     runs: list[Run] = field(default_factory=list)  # its calls so far
+    # those whose greedy texts are equal in all exact methods in the race, unless there are none; only these are timed
+    counted: list[Run] = field(default_factory=list)
     drift: Drift = field(default_factory=Drift)  # drift of a lossy method's outputs
     complaint: str = ""  # why it was dropped; empty while it is in the race
 
@@ -71,8 +73,9 @@ class Tuned:
             "name": trial.method.name,
             "fields": dict(trial.method.fields),
             "num_prompts": sum(len(run.texts) for run in trial.runs),
-            "tokens_per_s": spread(run.tokens_per_s for run in trial.runs),
-            "speedup": spread(ratios(trial.runs, self.plain_runs)),
+            "num_counted": sum(len(run.texts) for run in trial.counted),
+            "tokens_per_s": spread(run.tokens_per_s for run in trial.counted),
+            "speedup": spread(ratios(trial.counted, self.plain_runs)),
             "acceptance_rate": (stats := total_stats(trial.runs)) and stats.acceptance_rate,
             "agreement_with_greedy": trial.drift.agreement if is_read else None,
             "drop": finite(drop_of(trial.drift, self.plain_drift, self.do_sample)) if is_read else None,
@@ -141,6 +144,7 @@ def tune(
         plain_runs += new_plain
         for trial in ranked:
             trial.runs += measured.runs.get(trial.method.name, [])
+            trial.counted = trial.runs
         if is_interrupted := measured.is_interrupted:
             break
         if not rule.is_exact:
@@ -155,9 +159,13 @@ def tune(
                 trial.complaint = f"differs from plain decoding: {compared}" if compared.num_wrong else ""
         out = [trial for trial in ranked if trial.complaint] + out
         ranked = [trial for trial in ranked if not trial.complaint]
-        ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)
+        all_runs = {plain.name: plain_runs} | {trial.method.name: trial.runs for trial in ranked}
+        counted, _ = counted_runs(all_runs, [plain, *(trial.method for trial in ranked)], [])
+        for trial in ranked:
+            trial.counted = counted[trial.method.name]
+        ranked.sort(key=lambda trial: median(ratios(trial.counted, plain_runs)), reverse=True)
     trials = [trial for trial in ranked + out if trial.runs]
-    is_faster = ranked and not is_interrupted and median(ratios(ranked[0].runs, plain_runs)) > 1
+    is_faster = ranked and not is_interrupted and median(ratios(ranked[0].counted, plain_runs)) > 1
     winner = ranked[0].method if is_faster else None
     return Tuned(winner, trials, plain_runs, plain_drift, do_sample, is_interrupted)
 

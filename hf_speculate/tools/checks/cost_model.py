@@ -35,9 +35,9 @@ class ModelSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Gain:
-    """The best draft length and its speed-up over plain decoding for one acceptance probability."""
+    """The best draft length and its speed-up over plain decoding for one verified acceptance rate."""
 
-    acceptance_probability: float  #: of each drafted token
+    acceptance_probability: float  #: of each drafted token whose predecessors were accepted: accepted over verified
     num_draft_tokens: int  #: 0 if no draft length is faster than plain decoding
     speedup: float  #: 1.0 then
 

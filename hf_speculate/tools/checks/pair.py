@@ -86,7 +86,7 @@ class PairReport:
     target_params: int  #: number of the target's parameters
     draft_params: int  #: number of the draft's parameters
     size_ratio: float  #: bytes that a draft step reads over those that a target step reads
-    gains: tuple[Gain, ...]  #: upper bounds of the speed-up by acceptance probability
+    gains: tuple[Gain, ...]  #: upper bounds of the speed-up by verified acceptance rate
     target_memory: Memory  #: estimate for loading and running the target
     draft_memory: Memory  #: the same of the draft
 
@@ -108,9 +108,10 @@ class PairReport:
         if self.overlap is not None:
             lines.append(f"  tokenizers: the draft has {self.overlap.share:.1%} of the target's tokens")
         lines += [f"  {finding.level}: {finding.text}" for finding in self.findings]
-        lines += ["  upper bound of the speed-up over plain decoding:", "    acceptance   best K   speed-up"]
+        lines.append("  upper bound of the speed-up over plain decoding:")
+        lines.append("    verified acceptance rate   best K   speed-up")
         lines += [
-            f"    {gain.acceptance_probability:>10.1f}   {gain.num_draft_tokens:>6}   {gain.speedup:>7.2f}x"
+            f"    {gain.acceptance_probability:>24.1f}   {gain.num_draft_tokens:>6}   {gain.speedup:>7.2f}x"
             for gain in self.gains
         ]
         return "\n".join(lines)
@@ -300,7 +301,7 @@ def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
         yield _warning("the draft has as many bytes as the target: the adaptive schedule never calls it")
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
         most = max(ACCEPTANCE_PROBABILITIES)
-        yield _warning(f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted")
+        yield _warning(f"the draft is too large for a speed-up up to a verified acceptance rate of {most:.0%}")
 
 
 def quantisation_findings(described: Described) -> Iterator[Finding]:

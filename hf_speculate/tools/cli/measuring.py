@@ -56,6 +56,7 @@ def run_bench(options: Bench) -> int:
         result |= comparison.run(decoder, on_step=on_step)
     left_out = result.pop("left_out")
     result["settings"] |= {
+        "counted": result.pop("counted"),
         "num_prompts": sum(len(batch.input_ids) for batch in batches),
         "repeats": options.repeats,
         "seed": seed,
@@ -168,6 +169,8 @@ def _show_comparison(result: dict[str, Any]) -> None:
         f"batches of {settings['batch_size']}, {'sampling' if settings['do_sample'] else 'greedy'}; "
         "medians (minimum to maximum) over batches"
     )
+    if settings["counted"]:
+        note(f"counted: {settings['counted']}")
     own = {"method": field("name")}
     # short, for narrow terminals
     own_speed = own | {
@@ -196,6 +199,7 @@ def _show_trials(result: dict[str, Any], rule: Rule) -> None:
     columns = {
         "method": field("name"),
         "prompts": field("num_prompts"),
+        "of equal texts": field("num_counted"),
         "tokens/s": values.tokens_per_s,
         "speed-up": field("speedup", 2),
         "accepted": values.share("acceptance_rate"),

@@ -71,7 +71,9 @@ def test_the_store_is_copied_from_where_its_match_is_longer():
     assert draft_of([[3, 9, 2, 3]], store=store) == [[4, 5]]
     assert draft_of([[2, 3, 9, 2, 3]], num=4, store=store) == [[9, 2, 3, 9]]  # as long here, and the row's own
     assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
-    assert draft_of([[3, 8, 2, 3]], num=3, store=store, vocab_size=4) == [[8, 2, 3]]  # of the longer match nothing is known
+    assert draft_of([[3, 8, 2, 3]], num=3, store=store, vocab_size=4) == [
+        [8, 2, 3]
+    ]  # of the longer match nothing is known
     assert draft_of([[9, 2, 3]], store=store, eos_token_ids=frozenset([4])) == [[4]]
 
 

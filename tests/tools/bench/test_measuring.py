@@ -1,12 +1,14 @@
 """Methods take turns with plain decoding, and figures that cannot be trusted are flagged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.decoding import Run, measure, ratios, up_to_eos
+from hf_speculate.tools.bench.decoding import Run, measure, of_equal_texts, ratios, up_to_eos
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.bench.results import method_entry, reliability
+from hf_speculate.tools.bench.results import counted_runs, method_entry, reliability
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
 PLAIN, OURS, THEIRS = Method("plain", "plain"), Method("ours", "ours"), Method("theirs", "transformers")
@@ -65,3 +67,29 @@ def test_a_speed_up_above_the_bound_is_noise():
         run = Run(BATCH, 0, seconds, texts, stats)
         entry = method_entry(method, [run], [Run(BATCH, 0, 1.0, texts, None)], None, cost=0.25)
         assert (entry["speedup_bound"], entry["is_noise"]) == (bound, is_noise)
+
+
+def runs_of(*texts):
+    """A call on each batch, by the number of its text."""
+    return [Run(batch, 0, 1.0, [[text]], None) for batch, text in zip(empty_batches(len(texts)), texts, strict=True)]
+
+
+def test_calls_count_where_all_exact_methods_wrote_one_text():
+    lossy = Method("lossy", "ours", is_lossy=True)
+    methods = [PLAIN, OURS, THEIRS, lossy]
+    runs = {"plain": runs_of(1, 1, 1), "ours": runs_of(1, 2, 1), "theirs": runs_of(1, 1, 3), "lossy": runs_of(9, 9, 9)}
+    counted = of_equal_texts(runs, methods)
+    assert {name: [run.batch.number for run in of_it] for name, of_it in counted.items()} == {
+        name: [0] for name in runs
+    }
+    reasons = []
+    assert counted_runs(runs, methods, reasons)[1].startswith("1 of 3 calls") and not reasons
+    sampled = [replace(method, do_sample=True) for method in methods]
+    assert of_equal_texts(runs, sampled) == runs
+
+
+def test_calls_without_equal_texts_are_doubted():
+    runs, reasons = {"plain": runs_of(1), "ours": runs_of(2)}, []
+    counted, words = counted_runs(runs, [PLAIN, OURS], reasons)
+    assert counted == runs and words.startswith("0 of 1 calls")
+    assert "use --dtype float32" in reasons[0]
