@@ -176,8 +176,7 @@ def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
             if memory.costs.prior.never_pays:
                 max_model_tokens = 0
             refills_rows = plan.call.row_lists.rows_leave
-            keeps_rows = plan.steps_have_all_rows
-            return AdaptiveSchedule(memory, max_model_tokens, keeps_rows, refills_rows)
+            return AdaptiveSchedule(memory, max_model_tokens, refills_rows)
         case "heuristic":
             return HeuristicSchedule(config.first_tokens, max_model_tokens)
         case _:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 class Tuning:
     """Weights of the acceptance model, chosen by the table of means of tests/schedule/laboratory."""
 
-    decay: float = 0.95  # of the counts, per round of one row
-    batch_power: float = 0.4  # of the number of rows: with more observations old ones weigh less
+    decay: float = 0.95  # of the counts, per round
     slow_decay: float = 0.99  # of the long-run counts of the first position, per round
     plain_decay: float = 0.99  # of the counts, per plain step: texts change
     weight: float = 5.0  # of the rate of the position before, in observations
@@ -44,7 +43,7 @@ class Acceptance:
 
     def observe(self, rows: Sequence[DraftedRow]) -> None:
         """Learn from a round; a position also counts as rejected if the source stopped before it."""
-        self._forget(TUNING.decay ** len(rows) ** TUNING.batch_power)
+        self._forget(TUNING.decay)
         accepted, drafted = (TUNING.slow_decay * count for count in self._long_run)
         for row in rows:
             num_verified = min(row.num_accepted + 1, row.num_drafted, len(self._drafted))

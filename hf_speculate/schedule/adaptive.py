@@ -32,7 +32,6 @@ class Tuning:
 
     max_wait: int = 256  # plain steps between trials at most
     paying_wait: int = 32  # the same while past gains pay for trials
-    least_gain: float = 1.02  # expected of a call whose draft has yet to read the prompt
     least_trial_gain: float = 1.1  # expected of a trial, optimistically
     pace_weight: float = 0.05  # of the newest round in the pace
     row_weight: float = 0.1  # of the newest round in the tokens per round of a row
@@ -47,21 +46,13 @@ class AdaptiveSchedule(Schedule):
     Args:
         memory: estimates and account of the calls of this type.
         max_model_tokens: tokens that a model or head drafts at most; 0 if all proposals are free.
-        keeps_rows: whether finished rows stay in the batch, so that ending a row saves nothing.
         refills_rows: whether other rows take the places of finished ones, so that all tokens of a
             round are worth the same.
     """
 
-    def __init__(
-        self,
-        memory: ScheduleMemory,
-        max_model_tokens: int,
-        keeps_rows: bool = False,
-        refills_rows: bool = False,
-    ) -> None:
+    def __init__(self, memory: ScheduleMemory, max_model_tokens: int, refills_rows: bool = False) -> None:
         self.memory = memory
-        self._max_model_tokens, self._keeps_rows = max_model_tokens, keeps_rows
-        self._refills_rows = refills_rows
+        self._max_model_tokens, self._refills_rows = max_model_tokens, refills_rows
         self._rows: Sequence[RowAhead] = ()  # of the round that was chosen last
         self._choice = PLAIN_STEP
         self._num_unread = 0
@@ -101,7 +92,7 @@ class AdaptiveSchedule(Schedule):
         step_s = costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return PLAIN_STEP, 0.0
-        worths = row_worths(rows, self._paces, self._row_share(num_rows))
+        worths = [1 / len(rows)] * len(rows) if self._refills_rows else row_worths(rows, self._paces)
         value_s = step_s / max(memory.pace, 1.0)
         verifications_s = costs.verifications_s(num_rows)
         width, saved_s = best_width(rows, worths, value_s, verifications_s, lengths)
@@ -115,21 +106,18 @@ class AdaptiveSchedule(Schedule):
     def _choose_length(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float, bool]:
         """Return the K of a model or head, its gain, and whether the round is a trial."""
         memory, costs = self.memory, self.memory.costs
-        num_left = [row.num_left for row in self._rows]
-        if self._refills_rows:
-            num_left = [max(num_left)]  # no row is waited for
-        max_tokens = min(self._max_model_tokens, max(num_left) - 1)
+        num_left = max(row.num_left for row in self._rows)
+        max_tokens = min(self._max_model_tokens, num_left - 1)
         lengths = [num for num in lengths if num <= max_tokens]
         step_s = costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return 0, 1.0, False
-        rounds_s = self._rounds_s(num_rows)
-        alone_s = rounds_s if self._keeps_rows or num_rows == 1 else self._rounds_s(1)
+        rounds_s = list(map(float.__add__, costs.verifications_s(num_rows), costs.drafts_s(num_rows)))
         read_s = costs.read_s(num_rows, self._num_unread)
-        round_costs = RoundCosts(step_s, rounds_s, alone_s, read_s)
+        round_costs = RoundCosts(step_s, rounds_s, read_s)
         probabilities = memory.acceptance.probabilities()
         best, gain = best_length(probabilities, num_left, round_costs, lengths)
-        if gain > (TUNING.least_gain if read_s else 1.0):
+        if gain > 1.0:
             return best, gain, False
         max_wait = TUNING.paying_wait if memory.account > 0 else TUNING.max_wait
         if memory.num_plain < min(memory.wait, max_wait):
@@ -167,21 +155,6 @@ class AdaptiveSchedule(Schedule):
         size = num_rows, costs.size_of(choice.num_draft_tokens)
         memory.missed_s[size] = memory.missed_s.get(size, 0.0) + max(saved_s - other_saved_s, 0.0)
         return choice if memory.missed_s[size] >= costs.start_s else other
-
-    def _rounds_s(self, num_rows: int) -> list[float]:
-        """Return [K_max + 1] seconds of a round by K, without reading a prompt."""
-        costs = self.memory.costs
-        return list(map(float.__add__, costs.verifications_s(num_rows), costs.drafts_s(num_rows)))
-
-    def _row_share(self, num_rows: int) -> float:
-        """Return the part of a plain step that each row takes."""
-        costs = self.memory.costs
-        step_s = costs.plain_s(num_rows)
-        if self._refills_rows:
-            return 1 / num_rows
-        if self._keeps_rows or num_rows == 1 or not step_s:
-            return 0.0
-        return min(costs.row_s(num_rows) / step_s, 1 / num_rows)
 
     def _can_afford(self, num_rows: int, choice: Choice) -> bool:
         """Return whether the account stays above its limit if the whole draft is rejected."""
@@ -250,10 +223,9 @@ class AdaptiveSchedule(Schedule):
         memory.account = min(memory.account + gained + INCOME * took, MAX_GAIN)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:
-        """Return the plain steps that a round has replaced."""
-        share = self._row_share(outcome.num_rows)
+        """Return the plain steps that a round has replaced: of the longest row, or of all in the mean."""
         num_emitted = {row.row_id: row.num_emitted for row in outcome.rows}
+        if self._refills_rows:
+            return sum(num_emitted.values()) / outcome.num_rows
         left = [(row.num_left, num_emitted.get(row.row_id, 1)) for row in self._rows]
-        last = max(before for before, _ in left) - max(before - emitted for before, emitted in left)
-        whole = 1 - share * outcome.num_rows
-        return whole * last + share * sum(num_emitted.values())
+        return max(before for before, _ in left) - max(before - emitted for before, emitted in left)

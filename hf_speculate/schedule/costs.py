@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median_low
 
 from hf_speculate.schedule.base import DraftPrior
@@ -15,7 +14,7 @@ from hf_speculate.schedule.base import DraftPrior
 class Tuning:
     """Weights of the cost model, chosen by the table of means of tests/schedule/laboratory."""
 
-    num_samples: int = 15  # newest rounds of a size whose median counts
+    num_samples: int = 30  # newest rounds of a size whose median counts
     slope: float = 0.03  # of a verification per draft token, in plain steps, until it was measured
     unknown_slope: float = 0.3  # the same if the target's weights are quantised
     line_weight: float = 3.0  # samples that the fitted line counts as
@@ -148,17 +147,6 @@ class Costs:
             if num and rows >= num_rows and len(self._samples[rows, num]) > 1
         ]
         return min([plain_s, *longer])
-
-    def row_s(self, num_rows: int) -> float:
-        """Return the least by which a plain step of at most B rows gets shorter for each row less.
-
-        0 if that is not known.
-        """
-        known = sorted((n, s) for (n, num), s in self._medians.items() if num == 0 and n <= num_rows)
-        if not known or known[-1][0] < num_rows or known[0][0] > 1:
-            return 0.0
-        slopes = [(after_s - s) / (after - n) for (n, s), (after, after_s) in pairwise(known)]
-        return max(min(slopes, default=0.0), 0.0)
 
     def step_s(self, num_rows: int) -> float:
         """Return the seconds of a draft step of B rows."""

@@ -8,25 +8,20 @@ from hf_speculate.schedule.base import RowAhead
 FIRST_PACE = 1.2  # tokens per round of a row before its first round
 
 
-def row_worths(rows: Sequence[RowAhead], paces: Mapping[int, float], row_share: float) -> list[float]:
+def row_worths(rows: Sequence[RowAhead], paces: Mapping[int, float]) -> list[float]:
     """Return [N] plain steps that one more token of each row saves.
 
-    A token of the row that ends last saves a whole step. A token of another row saves the part of a
-    step that its row takes. Which row ends last is not certain, so all rows have a share of the
-    first part, by how far their expected ends lie apart.
+    A token of the row that ends last saves a whole step. Which row ends last is not certain, so all
+    rows have a share of it, by how far their expected ends lie apart.
 
     Args:
         rows: the live rows.
         paces: tokens per round of each row, by row id.
-        row_share: the part of a plain step that each row takes, in [0, 1 / N].
     """
-    if len(rows) == 1:
-        return [1.0]
     rounds = [row.num_left / paces.get(row.row_id, FIRST_PACE) for row in rows]
     last = max(rounds)
     lateness = [math.exp((num - last) / max(last, 1.0) ** 0.5) for num in rounds]
-    shared = (1 - row_share * len(rows)) / sum(lateness)
-    return [row_share + shared * late for late in lateness]
+    return [late / sum(lateness) for late in lateness]
 
 
 def best_width(

@@ -71,8 +71,6 @@ def test_rows_between_measured_numbers_are_interpolated():
         costs.add_verification(5, 0, 2.0)
     assert costs.plain_s(3) == pytest.approx(1.5)
     assert costs.plain_s(9) == pytest.approx(2.0)
-    assert costs.row_s(5) == pytest.approx(0.25)
-    assert costs.row_s(9) == 0.0  # not known
 
 
 def test_compiled_lengths_run_as_the_next_size():

@@ -246,7 +246,7 @@ def run_adaptive(
     machine = setting.machine
     memory = ScheduleMemory(DraftPrior(machine.step_ratio), machine.max_draft_tokens, setting.sizes)
     max_model = machine.max_draft_tokens if setting.has_model else 0
-    make = lambda: AdaptiveSchedule(memory, max_model, setting.keeps_rows, setting.num_waiting > 0)  # noqa: E731
+    make = lambda: AdaptiveSchedule(memory, max_model, setting.num_waiting > 0)  # noqa: E731
     return run(Process(setting, NOISES[noise], seed), make, texts, num_calls)
 
 
