@@ -208,7 +208,9 @@ def test_rows_stay_where_a_hook_holds_a_vector_for_each(choice):
 def test_a_shortened_layer_is_named(cache):
     (target, _), inputs = new_pair("llama"), ragged_prompts(1, seed=2, min_len=40, max_len=40)
     add_eviction(target)
-    with pytest.raises(UnsupportedModelError, match=r"got 8 of 4[014] in layer 0 of .* forward hook evict of the model"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"got 8 of 4[014] in layer 0 of .* forward hook evict of the model"
+    ):
         decode(target, inputs, speculation_hooks="trusted", speculation_cache=cache)
 
 

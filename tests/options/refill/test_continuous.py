@@ -186,9 +186,7 @@ def test_a_short_prompt_overtakes_a_long_one_after_each_chunk(source):
 
 
 @pytest.mark.fallback("as large as its target")
-@pytest.mark.parametrize(
-    ("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"]
-)
+@pytest.mark.parametrize(("scripted", "reads"), [((0,), False), ((0, 0, 2), True)], indirect=["scripted"])
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_draft_reads_a_prompt_when_it_drafts_next(scripted, reads, chunk):
     target, draft = pair("llama")
