@@ -219,11 +219,9 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/engine/draft_length.py", "engine/test_batch.py"): {
-            "drafts past the last row's end": Fault("max(min(left - 1, limit)", "max(min(left + 3, limit)"),
-            "a probe lets rows move apart": Fault(
-                "self.schedule.is_probe and not self.group.is_group", "False", "generation/test_schedules.py"
-            ),
-            "the target's table has no end": Fault("most = min(most, target_room)", "pass", COLUMNS),
+            "drafts past the last row's end": Fault("[min(num_left[row] - 1, batch", "[min(num_left[row] + 3, batch"),
+            "rows without a drafter are learned from": Fault("record.is_served[row] and (cached", "(cached"),
+            "the target's table has no end": Fault("max_tokens = min(max_tokens, target_room)", "pass", COLUMNS),
         },
         ("hf_speculate/options/draft_state/reuse.py", "options/draft_state/test_draft_state.py"): {
             "a passed state of another length is used whole": Fault(
