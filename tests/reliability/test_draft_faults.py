@@ -58,8 +58,8 @@ def hooks_of(*models):
 def test_a_draft_model_that_raises_leaves_the_text(source, family, batch_size, at, monkeypatch):
     monkeypatch.setattr(adaptive, "MAX_LOSS", 1e6)  # or times of tiny models decide whether a draft is called again
     target, draft = new_pair(family)
-    if source == "adaptive":  # which never calls a draft of the target's size
-        draft = make_model(family, num_hidden_layers=1)
+    if source == "adaptive":  # which never calls a draft of the target's size, and may call this one once
+        draft, at = make_model(family, num_hidden_layers=1), 1
     layer = list(draft.modules())[-2]
     own = {"num_assistant_tokens": K, **SOURCES[source]}
     before = copy.deepcopy(draft.config.to_dict()), hooks_of(target, draft)
