@@ -133,7 +133,18 @@ def test_the_library_imports_only_what_it_requires() -> None:
     nodes = [node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))]
     imported = {name.split(".")[0] for node in nodes for name in imported_modules(node)}
     # The kernels import Triton, and nothing imports the kernels but a call that asks for them; others are extras.
-    optional = {"accelerate", "fastapi", "matplotlib", "pandas", "pydantic", "ray", "starlette", "triton", "uvicorn"}
+    optional = {
+        "accelerate",
+        "fastapi",
+        "matplotlib",
+        "pandas",
+        "pydantic",
+        "ray",
+        "starlette",
+        "triton",
+        "uvicorn",
+        "xgrammar",
+    }
     assert imported - {*sys.stdlib_module_names, "hf_speculate"} - optional == required
 
 
