@@ -37,7 +37,7 @@ class ModelSize(NamedTuple):
 class Gain:
     """The best draft length and its speed-up over plain decoding for one verified acceptance rate."""
 
-    acceptance_probability: float  #: of each drafted token whose predecessors were accepted: accepted over verified
+    acceptance_probability: float  #: accepted over verified drafted tokens
     num_draft_tokens: int  #: 0 if no draft length is faster than plain decoding
     speedup: float  #: 1.0 then
 
