@@ -16,7 +16,8 @@ from hf_speculate.compat import CACHE_NAME
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
-NUM_CALLS, NUM_WARM, EVERY = 500, 120, 40  # samples after the same kinds of call
+# Samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size: they fill in 400 calls.
+NUM_CALLS, NUM_WARM, EVERY = 800, 440, 40
 # One kind of call in ten that leaves one object makes 0.1.
 OBJECTS_A_CALL = 0.04
 # Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45 from the 100th to
