@@ -97,8 +97,8 @@ class HybridDrafter(PerRow, Drafter):
         num_model = min(num_draft_tokens, self.max_model_tokens)
         matched = self.matches.cut_proposal(num_draft_tokens)
         uses_match, room = [], [self._model_room(text, num_model) for text in self.matches.texts]
-        rows = zip(self._rows, self.matches.texts, matched.lens.tolist(), room, strict=True)
-        for row, text, num_match, num in rows:
+        for row, text, num in zip(self._rows, self.matches.texts, room, strict=True):
+            num_match = min(len(text.proposal.token_ids), num_draft_tokens)
             uses_match.append(row.prefers_match(text, num_match, num))
             row.num_model = num if row.is_live and not uses_match[-1] else 0
         if not any(row.num_model for row in self._rows):
