@@ -76,9 +76,18 @@ class CustomDrafter(PerRow, Drafter):
             self.drafter.begin(token_ids)
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._num_rows = len(new_ids)
         probabilities: list[list[float]] = self.drafter.look_up(new_ids)
+        if len(probabilities) != len(new_ids):
+            raise ShapeError(
+                f"look_up of a drafter must return a list for each of {len(new_ids)} rows, got {len(probabilities)}; "
+                "return an empty list for a row without a proposal"
+            )
+        self._num_rows = len(new_ids)
         return probabilities
+
+    def rows(self, indices: Sequence[int]) -> None:
+        super().rows(indices)
+        self._num_rows = len(indices)
 
     def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
         draft = self.drafter.cut_proposal(num_draft_tokens)

@@ -45,6 +45,10 @@ class _Waiting(NamedTuple):
     rows: list[_Row]
     chunk_size: int | None  # prompt tokens of each row that are read in a round; None for all
 
+    def num_unread(self, batch: Batch) -> int:
+        """Return the tokens of each row that the drafter has yet to read."""
+        return self.session.num_unread([batch.tokens.lens[row.index] for row in self.rows])
+
 
 class DraftGuard:
     """Calls a draft session for the rows that it serves; the other rows of the batch get no drafts.
@@ -61,14 +65,13 @@ class DraftGuard:
         num_pads: Sequence[int],  # [B] columns of padding before each row of the batch
         rows_may_leave: bool = True,  # whether the session can do without a row before the batch does
         ranks: Ranks = ONE_PROCESS,
-        chunk_size: int | None = None,  # prompt tokens per forward; None for all at once
     ):
         self._session: DraftSession | None = session
         self._faults, self._ranks, self._rows_may_leave = faults, ranks, rows_may_leave
         self._served = [_Row(index, _end(session.drafter, num)) for index, num in enumerate(num_pads)]
         self._look: tuple[list[_Row], Tensor] | None = None  # rows, and whether their logits are numbers, on its way
         self._waiting: list[_Waiting] = []
-        self._chunk_size = chunk_size
+        self._chunk_size: int | None = None  # prompt tokens of each row that are read in a round; None for all
         self._own: DraftOut | None = None  # the session's draft of the round, if it serves a part of the batch
         self.num_fed = 0  # tokens of each row that the drafter read in the round
         self.is_served = [False] * len(num_pads)  # [B] rows that had room for drafts in the round
@@ -79,7 +82,7 @@ class DraftGuard:
         session = DraftSession.of(plan, drafter, states)
         call, is_fixed = plan.call, plan.is_lock_step or "draft" in plan.runners.parts
         rows_may_leave = not is_fixed and session.reuse is None and not call.ranks.is_synced
-        return cls(session, faults, call.prompts.num_pads, rows_may_leave, call.ranks, call.prefill_chunk_size)
+        return cls(session, faults, call.prompts.num_pads, rows_may_leave, call.ranks)
 
     @property
     def kv_cache(self) -> KVCache | None:
@@ -103,8 +106,12 @@ class DraftGuard:
         if self._session is None:
             return 0
         lens = batch.tokens.lens
-        num_unread = self._session.num_unread([lens[row.index] for row in self._served])
-        num_waiting = sum(lens[row.index] for group in self._waiting for row in group.rows)
+        own_lens = [lens[row.index] for row in self._served]
+        num_unread = self._call(lambda session: session.num_unread(own_lens)) or 0
+        num_waiting = 0
+        for group in self._waiting:
+            num_left = group.num_unread(batch)
+            num_waiting += len(group.rows) * min(num_left, group.chunk_size or num_left)
         return num_unread + num_waiting // batch.num_rows
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
@@ -113,6 +120,7 @@ class DraftGuard:
     def read_ahead(self, batch: Batch, max_tokens: int | None) -> bool:
         """Prepare the rows to join others; see `DraftSession.read_ahead`."""
         if self._session is not None and self._session.reads_late:
+            self._chunk_size = max_tokens
             self._call(lambda session: session.show_prompts(self._view(batch)))
             return False
         return bool(self._call(lambda session: session.read_ahead(self._view(batch), max_tokens)))
@@ -154,8 +162,7 @@ class DraftGuard:
         """Draft what was chosen, and no more than `room` [B] tokens of each row."""
         self.num_fed, self._own = 0, None
         num_draft_tokens = choice.num_draft_tokens
-        if choice.num_model_tokens:
-            self._admit_waiting(batch)
+        num_read = self._admit_waiting(batch) if choice.num_model_tokens else 0
         if num_draft_tokens and not self._is_joint:
             self._make_room(batch, num_draft_tokens, room)
         if not num_draft_tokens or self._session is None:
@@ -168,7 +175,7 @@ class DraftGuard:
             meet()
         if draft is None or self._session is None:
             return batch.no_draft()
-        self.num_fed = self._session.num_fed
+        self.num_fed = self._session.num_fed and self._session.num_fed + num_read // batch.num_rows
         if view is batch:
             return draft
         self._own = draft
@@ -177,6 +184,8 @@ class DraftGuard:
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
         """Roll back the session; see `DraftSession.commit`."""
         if self._session is None:
+            return
+        if not draft.token_ids.shape[1] and self._session.hidden_states is None:
             return
         view = self._view(batch)
         if view is not batch:
@@ -237,10 +246,16 @@ class DraftGuard:
             self._call(lambda session: session.catch_up_and_join(theirs, self._view(batch)))
             self._served = self._served + joining if self._session is not None else []
 
-    def _admit_waiting(self, batch: Batch) -> None:
-        """Let the drafter read prompts of rows that have joined; rows that it has read are served."""
+    def _admit_waiting(self, batch: Batch) -> int:
+        """Let the drafter read prompts of rows that have joined; rows that it has read are served.
+
+        Returns the tokens of all rows that were read.
+        """
+        num_read = 0
         while self._waiting:
             group = self._waiting[0]
+            num_left = group.num_unread(batch)
+            num_read += len(group.rows) * min(num_left, group.chunk_size or num_left)
             is_read = self._call(partial(self._admit, batch, group))
             if self._session is None or not is_read:  # the next chunk is read in the next round
                 break
@@ -248,6 +263,7 @@ class DraftGuard:
             self._served = self._served + group.rows
         for row in [row for group in self._waiting for row in group.rows]:
             self.is_served[row.index] = False
+        return num_read
 
     def _admit(self, batch: Batch, group: _Waiting, session: DraftSession) -> bool:
         """Read a chunk of a group's prompts; return whether that was the last, and the rows joined."""

@@ -114,10 +114,12 @@ class DraftSession(PerRow):
             return [[]] * batch.num_rows
         if self._seen_lens is None:
             self._show_prompts(batch)
-        first, lens = min(self._num_looked_up), batch.host_tokens.lens
+        lens = batch.host_tokens.lens
+        spans = list(zip(self._num_looked_up, lens, strict=True))
+        first = min((start for start, end in spans if start < end), default=0)  # of rows that are live
         ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist()
-        rows = zip(ids, self._num_looked_up, lens, strict=True)
-        new_ids = [row[start - first : end - first] for row, start, end in rows]
+        pairs = zip(ids, spans, strict=True)
+        new_ids = [row[max(start - first, 0) : end - first] if start < end else [] for row, (start, end) in pairs]
         self._num_looked_up = list(lens)
         return self.drafter.look_up(new_ids)
 
@@ -152,9 +154,8 @@ class DraftSession(PerRow):
             target_cache: the target's states, which drafters may read.
         """
         self.num_fed = num_read = 0
-        if choice.num_model_tokens:
-            num_read = self._read_prompt_alone(batch)
-            self._make_even(batch)
+        if choice.num_model_tokens and self._can_be_even(batch):
+            num_read = self._read_prompt_alone(batch) + self._make_even(batch)
             draft = self._draft(batch, choice.num_draft_tokens, keys, target_cache)
             has_cache = self.kv_cache is not None
         else:
@@ -212,24 +213,44 @@ class DraftSession(PerRow):
         num_known = [max(length - num_fed, seen) for length, seen in rows]
         self._num_seen = [num + num_fed + num_ahead for num in num_known]
 
-    def _make_even(self, batch: Batch) -> None:
-        """Bring the drafter equally far behind in every row.
+    def _lags(self, batch: Batch) -> list[int]:
+        """Return [B] tokens of each row that the drafter has not seen."""
+        return [row.length - row.num_seen for row in self._progress(batch)]
 
-        Rows that were drafted for by proposals alone have gained different numbers of tokens. All
-        rows read what each of them lacks; then those that lack less drop states, to be fed again.
+    def _is_uneven(self, lags: Sequence[int]) -> bool:
+        """Return whether proposals have brought rows forward by different numbers of tokens."""
+        return self.kv_cache is not None and self.drafter.proposes and len(set(lags)) > 1
+
+    def _can_be_even(self, batch: Batch) -> bool:
+        """Return whether every row has as many tokens as the one that is furthest behind lacks.
+
+        All rows are fed the same number of tokens.
         """
-        cache, rows = self.kv_cache, self._progress(batch)
-        lags = [row.length - row.num_seen for row in rows]
-        if cache is None or len(set(lags)) == 1 or not self.drafter.proposes:
-            return
-        num_read = min(lags) - self.drafter.min_query_len
-        if num_read > 0:
+        lags = self._lags(batch)
+        if not self._is_uneven(lags):
+            return True
+        num_query = max(lags) - max(min(lags) - self.drafter.min_query_len, 0)
+        rows = zip(batch.tokens.lens, batch.num_hidden, strict=True)
+        return num_query < min(length + min(num_hidden, 0) for length, num_hidden in rows)
+
+    def _make_even(self, batch: Batch) -> int:
+        """Bring the drafter equally far behind in every row; return the tokens of each row that it read.
+
+        All rows read as many tokens as the one with the fewest lacks. Then those that lack less than
+        others drop states, to be fed again.
+        """
+        cache, lags = self.kv_cache, self._lags(batch)
+        if cache is None or not self._is_uneven(lags):
+            return 0
+        num_read = max(min(lags) - self.drafter.min_query_len, 0)
+        if num_read:
             tokens = self._tokens(batch)
             columns = RowLens(self._num_seen, tokens.row_lens.aranges).columns(num_read)
             columns = columns.expand(batch.num_rows, -1)  # [B, N]
             self.drafter.read(tokens.token_ids.gather(1, columns), cache)
             self._num_seen = [num + num_read for num in self._num_seen]
         self._crop(batch, list(self._num_seen))
+        return num_read
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
         """Roll the draft cache back to the emitted tokens, which the batch holds by now."""

@@ -82,26 +82,39 @@ class AdaptiveSchedule(Schedule):
         num_drafted = choice.num_draft_tokens
         if costs.sizes is not None and num_drafted and not costs.is_measured(num_rows, num_drafted):
             choice = self._compiled(num_rows, lengths, choice, saved_s)
-        if choice.num_draft_tokens and not self._can_afford(num_rows, choice):
-            return PLAIN_STEP
-        return choice
+        if self._can_afford(num_rows, choice):
+            return choice
+        if choice.is_trial:
+            self.memory.num_plain = 0
+        choice = Choice(self._best_width(num_rows, lengths)[0])  # proposals alone
+        return choice if self._can_afford(num_rows, choice) else PLAIN_STEP
 
     def _best(self, num_rows: int, lengths: Sequence[int]) -> tuple[Choice, float]:
         """Return the best draft of these lengths, and the seconds that it saves of a plain step."""
-        memory, rows, costs = self.memory, self._rows, self.memory.costs
-        step_s = costs.plain_s(num_rows)
+        step_s = self.memory.costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return PLAIN_STEP, 0.0
-        worths = [1 / len(rows)] * len(rows) if self._refills_rows else row_worths(rows, self._paces)
-        value_s = step_s / max(memory.pace, 1.0)
-        verifications_s = costs.verifications_s(num_rows)
-        width, saved_s = best_width(rows, worths, value_s, verifications_s, lengths)
+        width, saved_s = self._best_width(num_rows, lengths)
         num_tokens, gain, is_trial = self._choose_length(num_rows, lengths)
-        if num_tokens and width and not is_trial:
-            num_tokens, width = self._weigh(num_rows, worths, value_s, saved_s, num_tokens, width)
-        if num_tokens:
-            saved_s = step_s * (1 - 1 / gain)
-        return Choice(max(num_tokens, width), num_tokens, is_trial), saved_s
+        if num_tokens and width and not is_trial and not self._outweighs(num_rows, num_tokens, saved_s):
+            num_tokens = 0
+        if not num_tokens:
+            return Choice(width), saved_s
+        return Choice(num_tokens, num_tokens, is_trial), step_s * (1 - 1 / gain)
+
+    def _best_width(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float]:
+        """Return the best width of the free proposals, and the seconds that it saves."""
+        verifications_s = self.memory.costs.verifications_s(num_rows)
+        return best_width(self._rows, self._worths(), self._token_s(num_rows), verifications_s, lengths)
+
+    def _worths(self) -> list[float]:
+        """Return [N] plain steps that one more token of each row saves."""
+        rows = self._rows
+        return [1 / len(rows)] * len(rows) if self._refills_rows else row_worths(rows, self._paces)
+
+    def _token_s(self, num_rows: int) -> float:
+        """Return the seconds that a plain step is worth at the pace of late."""
+        return (self.memory.costs.plain_s(num_rows) or 1.0) / max(self.memory.pace, 1.0)
 
     def _choose_length(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float, bool]:
         """Return the K of a model or head, its gain, and whether the round is a trial."""
@@ -126,24 +139,16 @@ class AdaptiveSchedule(Schedule):
         best, gain = best_length(probabilities, num_left, round_costs, lengths)
         return (best, gain, True) if gain > TUNING.least_trial_gain else (0, 1.0, False)
 
-    def _weigh(
-        self,
-        num_rows: int,
-        worths: Sequence[float],
-        value_s: float,
-        saved_s: float,
-        num_tokens: int,
-        width: int,
-    ) -> tuple[int, int]:
-        """Return the tokens of the model and the width: of both sources, or of proposals alone."""
+    def _outweighs(self, num_rows: int, num_tokens: int, saved_s: float) -> bool:
+        """Return whether a draft of the model saves more than proposals alone; each row has the better."""
         costs = self.memory.costs
         expected = sum(self.memory.acceptance.probabilities()[:num_tokens])
         tokens = [max(sum(row.proposed[:num_tokens]), expected) for row in self._rows]
-        both_s = value_s * sum(map(float.__mul__, worths, tokens))
+        both_s = self._token_s(num_rows) * sum(map(float.__mul__, self._worths(), tokens))
         verifications_s = costs.verifications_s(num_rows)
         both_s -= verifications_s[num_tokens] - verifications_s[0]
         both_s -= costs.drafts_s(num_rows)[num_tokens] + costs.read_s(num_rows, self._num_unread)
-        return (num_tokens, num_tokens) if both_s > saved_s else (0, width)
+        return both_s > saved_s
 
     def _compiled(self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float) -> Choice:
         """Return a draft of a compiled size, until what that has lost would have paid for a new one."""
@@ -158,6 +163,8 @@ class AdaptiveSchedule(Schedule):
 
     def _can_afford(self, num_rows: int, choice: Choice) -> bool:
         """Return whether the account stays above its limit if the whole draft is rejected."""
+        if not choice.num_draft_tokens:
+            return True
         step_s = self.memory.costs.plain_s(num_rows) or 1.0
         most_s = self._most_s(num_rows, choice.num_draft_tokens, choice.num_model_tokens)
         return self.memory.account - most_s / step_s >= -MAX_LOSS
@@ -192,13 +199,13 @@ class AdaptiveSchedule(Schedule):
             memory.num_plain += 1
             memory.acceptance.observe_plain()
         self._count_trial(num_tokens)
-        for row in outcome.rows:
+        for row in () if self._refills_rows else outcome.rows:
             pace = self._paces.get(row.row_id, FIRST_PACE)
             self._paces[row.row_id] = pace + TUNING.row_weight * (row.num_emitted - pace)
 
     def _count_trial(self, num_tokens: int) -> None:
         """Double the wait after a trial that no draft follows; begin anew after one that paid."""
-        memory, is_trial = self.memory, self._choice.is_trial
+        memory, is_trial = self.memory, self._choice.is_trial and num_tokens > 0
         if self._is_trial_open and not is_trial:
             memory.wait = FIRST_WAIT if num_tokens else min(2 * memory.wait, TUNING.max_wait)
         if is_trial:

@@ -55,7 +55,9 @@ class Costs:
 
     def begin(self, prefill_s: float, num_tokens: int) -> None:
         """Record the seconds of the target's prefill of `num_tokens` tokens of each row."""
-        token_s = prefill_s / max(num_tokens, 1)
+        if num_tokens < _LONG_READ:  # a passed cache, or an encoder that reads the text
+            return
+        token_s = prefill_s / num_tokens
         known_s = self._prefill_token_s
         self._prefill_token_s = min(token_s, known_s) if known_s else token_s
 

@@ -6,10 +6,13 @@ import torch
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.options.sources.hybrid import HybridDrafter, _mixed
+from hf_speculate.schedule import Choice
 from hf_speculate.types import DraftOut, SampleStrategy
+from tests.cases import assert_decodes_as_plain, pair
 from tests.draft.test_model import make_drafter
 from tests.options.heads.rounds import BySum
-from tests.tiny import make_model
+from tests.schedule.scripted import ScriptedSchedule
+from tests.tiny import make_model, noisy_copy
 
 GREEDY = SampleStrategy.GREEDY
 
@@ -120,3 +123,24 @@ def test_row_takes_the_source_with_more_expected_tokens(llama):
             poor.observe([0], 0)
     both = zip(rows, texts, strict=True)
     assert [row.prefers_match(text, 3, 4) for row, text in both] == [False, True]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
+    """Proposals bring one row far ahead; the model is then called with rows of very different lengths."""
+    monkeypatch.setattr(ScriptedSchedule, "choose", choose_by_turns)
+    target, lookup = pair("llama")[0], {"prompt_lookup_num_tokens": 8}
+    draft = noisy_copy(make_model("llama", num_hidden_layers=1))
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 9, 11, 12]])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    options = {"max_new_tokens": 60, "pad_token_id": 0, "num_assistant_tokens": None}
+    stats = assert_decodes_as_plain(target, draft, inputs, **options, **lookup)
+    assert stats.num_drafted > 0
+
+
+def choose_by_turns(schedule, rows, num_rows, max_tokens, num_unread=0):
+    """Eight rounds of proposals alone, then one with the model."""
+    schedule.num_unread.append(num_unread)
+    num_tokens = min(8, max_tokens)
+    is_model = len(schedule.num_unread) % 9 == 0
+    return Choice(num_tokens, num_tokens if is_model else 0)
