@@ -235,6 +235,7 @@ def test_pictures_whose_encoder_gives_states_by_layer_are_read():
     }
     projector = {"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 24}
     projector |= {"cross_attention_frequency": 1, "max_position_embeddings": 64, "use_qformer_text_input": False}
+    projector |= {"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 4}
     own = {"vision_config": vision, "text_config": {"model_type": "granite", **TEXT}, "qformer_config": projector}
     own |= {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [], "downsample_rate": "1/2"}
     own |= {"image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": [[8, 16], [16, 8]]}
