@@ -5,11 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from hf_speculate.stats import SpeculationStats
-
-# Hooks of tests count forwards and the like, and are no user's; `tests.generation.test_hooks` makes those of users.
-KNOWN_PACKAGES.add("tests")
 
 PAST_CONTEXT = "past the context of the drafter"
 # Why a KV cache is dynamic that a kind of model or an argument asks for, whatever drafts.

@@ -8,9 +8,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_speculate.models.foreign_code import KNOWN_PACKAGES
 from tests.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
 from tests.tiny_configs import MAX_LEN as MAX_LEN
 from tests.tiny_configs import PAD_TOKEN_ID, RECURRENT_FAMILIES, SLIDING_WINDOW, fill, recurrent_configs
+
+# Hooks of tests count forwards and the like, and are no user's; `tests.generation.test_hooks` makes those of users.
+KNOWN_PACKAGES.add("tests")
 
 # The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times float64's resolution.
 LOGIT_SCALE = 2.0
