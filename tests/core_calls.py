@@ -50,7 +50,7 @@ def decode(
     from hf_speculate.models.foreign_code import KNOWN_PACKAGES
     from hf_speculate.types import DraftOut
 
-    KNOWN_PACKAGES.add("tests")  # whose hooks the models have
+    KNOWN_PACKAGES.add("tests")  # the models have hooks of tests
     assert Path(hf_speculate.__file__).is_relative_to(folder)
 
     class Repeats:
@@ -100,7 +100,7 @@ def main() -> None:
     target = make_model("llama", num_hidden_layers=2).double()
     draft = noisy_copy(target)
     for name in [name for name in sys.modules if name.partition(".")[0] == "hf_speculate"]:
-        del sys.modules[name]  # of the checkout, which the models' hooks are declared to
+        del sys.modules[name]  # the copy is imported anew
     options = sorted(path.name for path in (LIBRARY / OPTIONS).iterdir() if (path / "__init__.py").is_file())
     copies = {"all": options, **{option: [option] for option in options}}
     failed = []

@@ -6,10 +6,10 @@ from torch import nn
 
 from hf_speculate.model_state import model_state
 
-_DECAY = 0.97  # of a row's counts, per verified token: texts change
-_SHARED_DECAY = 0.998  # of the counts of all rows, per verified token
-_WEIGHT = 6.0  # of the rate of all rows, in tokens
-_PRIOR_WEIGHT = 4.0  # of the prior among the counts of all rows, in tokens
+_DECAY = 0.97  # factor of a row's counts per verified token: texts change
+_SHARED_DECAY = 0.998  # factor of the shared counts per verified token
+_WEIGHT = 6.0  # weight of the shared rate, in tokens
+_PRIOR_WEIGHT = 4.0  # weight of the prior in the shared counts, in tokens
 # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more tokens
 _SUFFIX_PRIORS = (0.3, 0.5, 0.7, 0.8, 0.9)
 _MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones

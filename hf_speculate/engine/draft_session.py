@@ -116,7 +116,7 @@ class DraftSession(PerRow):
             self._show_prompts(batch)
         lens = batch.host_tokens.lens
         spans = list(zip(self._num_looked_up, lens, strict=True))
-        first = min((start for start, end in spans if start < end), default=0)  # of rows that are live
+        first = min((start for start, end in spans if start < end), default=0)  # ended rows gain no tokens
         ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist()
         pairs = zip(ids, spans, strict=True)
         new_ids = [row[max(start - first, 0) : end - first] if start < end else [] for row, (start, end) in pairs]

@@ -48,7 +48,7 @@ class Progress:
 
     def __init__(self, keeps_rows: bool = False) -> None:
         self._keeps_rows = keeps_rows
-        self._num_steps = 0  # that were replaced so far: the tokens of the live row that is furthest behind
+        self._num_steps = 0  # replaced steps: the tokens of the live row that is furthest behind
         self._lens: dict[int, int] = {}  # tokens of each live row
         self._ended: dict[int, int] = {}  # tokens of each row that has ended ahead of a live one
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 class Tuning:
     """Weights of the acceptance model, chosen by the table of means of tests/schedule/laboratory."""
 
-    decay: float = 0.95  # of the counts, per round
-    slow_decay: float = 0.99  # of the long-run counts of the first position, per round
-    plain_decay: float = 0.99  # of the counts, per plain step: texts change
-    weight: float = 5.0  # of the rate of the position before, in observations
+    decay: float = 0.95  # factor of the counts per round
+    slow_decay: float = 0.99  # factor of the first position's long-run counts per round
+    plain_decay: float = 0.99  # factor of the counts per plain step: texts change
+    weight: float = 5.0  # weight of the previous position's rate, in observations
     first: tuple[float, float] = (1.6, 2.0)  # accepted and drafted first tokens before any round
     optimism: float = 0.5  # added to a rate of one observation in a trial
 

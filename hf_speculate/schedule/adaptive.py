@@ -33,8 +33,8 @@ class Tuning:
     max_wait: int = 256  # plain steps between trials at most
     paying_wait: int = 32  # the same while past gains pay for trials
     least_trial_gain: float = 1.1  # expected of a trial, optimistically
-    pace_weight: float = 0.05  # of the newest round in the pace
-    row_weight: float = 0.1  # of the newest round in the tokens per round of a row
+    pace_weight: float = 0.05  # weight of the newest round in the pace
+    row_weight: float = 0.1  # weight of the newest round in a row's pace
 
 
 TUNING = Tuning()
@@ -53,7 +53,7 @@ class AdaptiveSchedule(Schedule):
     def __init__(self, memory: ScheduleMemory, max_model_tokens: int, refills_rows: bool = False) -> None:
         self.memory = memory
         self._max_model_tokens, self._refills_rows = max_model_tokens, refills_rows
-        self._rows: Sequence[RowAhead] = ()  # of the round that was chosen last
+        self._rows: Sequence[RowAhead] = ()  # rows of the newest choice
         self._choice = PLAIN_STEP
         self._num_unread = 0
         self._paces: dict[int, float] = {}  # tokens per round of each row, lately

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-UNKNOWN_STEP_RATIO = 0.2  # of a source of unknown size, until it was measured
+UNKNOWN_STEP_RATIO = 0.2  # draft step over plain step, for a source of unknown size
 
 
 @dataclass(frozen=True)

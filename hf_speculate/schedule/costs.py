@@ -15,12 +15,12 @@ class Tuning:
     """Weights of the cost model, chosen by the table of means of tests/schedule/laboratory."""
 
     num_samples: int = 30  # newest rounds of a size whose median counts
-    slope: float = 0.03  # of a verification per draft token, in plain steps, until it was measured
+    slope: float = 0.03  # plain steps per draft token of a verification, before a measurement
     unknown_slope: float = 0.3  # the same if the target's weights are quantised
     line_weight: float = 3.0  # samples that the fitted line counts as
     untried: float = 0.99  # factor of the seconds of a size that was never measured
     stale: int = 150  # drafted rounds after which plain steps are measured again
-    max_factor: float = 2.0  # of the expected seconds, as which a pause or first forward counts at most
+    max_factor: float = 2.0  # bound of a round's seconds over those expected
     changed: float = 0.02  # change of a median, as a share, after which estimates are made anew
 
 
@@ -44,11 +44,11 @@ class Costs:
         self.sizes = sizes
         self.num_since_plain = 0  # drafted rounds since the last plain step
         self.start_s = 0.0  # seconds that the first forward of a new size took beyond later ones
-        self._samples: dict[tuple[int, int], deque[float]] = {}  # of verifications, by B and K
-        self._medians: dict[tuple[int, int], float] = {}  # of these, as the estimates have them
-        self._first_s: dict[tuple[int, int], float] = {}  # of these, uncapped
+        self._samples: dict[tuple[int, int], deque[float]] = {}  # seconds of verifications, by B and K
+        self._medians: dict[tuple[int, int], float] = {}  # medians in use, by B and K
+        self._first_s: dict[tuple[int, int], float] = {}  # first seconds of each size, without a bound
         self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
-        self._step_medians: dict[int, float] = {}  # of these, as the estimates have them
+        self._step_medians: dict[int, float] = {}  # medians in use, by B
         self._reads: deque[float] = deque(maxlen=3)  # seconds in which the draft reads a token
         self._prefill_token_s = 0.0  # seconds in which the target's prefill reads a token of each row
         self._verifications: dict[int, list[float]] = {}  # results of `verifications_s`, by B
@@ -110,7 +110,7 @@ class Costs:
             # a source that lags behind by a few tokens reads them with its first step
             steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
             known_s = self._step_medians.get(num_rows)
-            expected_s = self.step_s(num_rows) or math.inf  # of another number of rows if it is new
+            expected_s = self.step_s(num_rows) or math.inf  # a new number of rows takes the nearest one's
             steps.append(min(seconds / num_steps, TUNING.max_factor * expected_s))
             median_s = median_low(steps)
             if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:

@@ -53,7 +53,7 @@ def check_decoding(
     if model.training:  # dropout draws anew in every forward
         return "skipped, for the model is in training mode"
     situation, padding = _situation(call, num_tokens)
-    owner = type(model) if is_known_type(model) else model  # of a known type only the version is new
+    owner = type(model) if is_known_type(model) else model  # a known type is new in its version only
     differences: dict[Hashable, float] = model_state(owner).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
     if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
