@@ -50,6 +50,8 @@ class Lookahead:
     def __init__(self, layout: RowLayout, mask_dtype: torch.dtype = torch.float32):
         self.layout = layout
         self.num_query = 0  # tokens of each row in the current forward
+        self.num_columns = 0  # columns that some row used before the current forward
+        self.is_even = True  # whether all rows had the same length before the current forward
         self.is_masked = False  # whether the current forward is handed an additive mask
         self._num_expected = 0
         self._next = NextTokens(layout.row_lens.copy(), 0)
@@ -61,7 +63,7 @@ class Lookahead:
     @property
     def end(self) -> int:
         """Columns that some row uses once the tokens of the current forward are written."""
-        return self.layout.num_columns + self.num_query
+        return self.num_columns + self.num_query
 
     def expect(self, num_tokens: int) -> None:
         """Prepare the next forwards together, which read `num_tokens` tokens of each row before a rollback."""
@@ -75,6 +77,7 @@ class Lookahead:
     def begin(self, num_query: int) -> None:
         """Begin a forward over `num_query` tokens of each row."""
         self.num_query, self.is_masked, self._slot_mappings = num_query, False, {}
+        self.num_columns, self.is_even = self.layout.num_columns, self.layout.is_even
         if self._next.num_left < num_query:
             num_expected = self._num_expected
             if num_query == 1 and self._next.num_done:  # no rollback since the last forward: plain steps

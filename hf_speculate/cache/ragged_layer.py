@@ -61,16 +61,16 @@ class RaggedLayer(CacheLayerMixin):
         """Write the coming tokens' states [B, H, Q, D]; the states [B, H, T, D] that they attend to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        layout, num_query = self.layout, self.lookahead.num_query
-        window = self.window if layout.capacity is None else None
-        if window is not None and not layout.num_columns and num_query > window + WINDOW_SLACK:
+        lookahead, num_query = self.lookahead, self.lookahead.num_query
+        window = self.window if self.layout.capacity is None else None
+        if window is not None and not lookahead.num_columns and num_query > window + WINDOW_SLACK:
             first = num_query - window - WINDOW_SLACK
             self.load(key_states[:, :, first:], value_states[:, :, first:], first)
             return key_states, value_states  # all of a prompt attends, its end is kept
-        first, end = self.lookahead.first_seen(self.window), self.lookahead.end
+        first, end = lookahead.first_seen(self.window), lookahead.end
         if end - self.base > self.buffers.keys.shape[2]:  # what no query will look at any more may go
             keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
-            self._grow(keep_from, end, layout.num_columns)
+            self._grow(keep_from, end, lookahead.num_columns)
         keys, values = self.buffers
         self._write(keys, key_states)
         self._write(values, value_states)
@@ -164,8 +164,8 @@ class RaggedLayer(CacheLayerMixin):
         return -1  # no bound: the buffer grows
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
-        if self.layout.is_even:
-            start = self.layout.num_columns - self.base
+        if self.lookahead.is_even:
+            start = self.lookahead.num_columns - self.base
             buffer[:, :, start : start + self.lookahead.num_query] = states
             return
         slots = self.lookahead.slot_mapping(buffer.shape[1], buffer.shape[2], self.base, buffer.device)

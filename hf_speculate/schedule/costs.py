@@ -46,6 +46,7 @@ class Costs:
         self.start_s = 0.0  # seconds that the first forward of a new size took beyond later ones
         self._samples: dict[tuple[int, int], deque[float]] = {}  # seconds of verifications, by B and K
         self._medians: dict[tuple[int, int], float] = {}  # medians in use, by B and K
+        self._plain: dict[int, float | None] = {}  # results of `plain_s`, by B
         self._first_s: dict[tuple[int, int], float] = {}  # first seconds of each size, without a bound
         self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
         self._step_medians: dict[int, float] = {}  # medians in use, by B
@@ -101,7 +102,10 @@ class Costs:
         median_s, known_s = median_low(samples), self._medians.get(key)
         if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:
             self._medians[key] = median_s
+            self._plain.clear()
             self._verifications.clear()
+        elif len(samples) <= _FEW_SAMPLES:
+            self._plain.clear()
 
     def add_draft(self, num_rows: int, num_draft_tokens: int, num_fed: int, seconds: float) -> None:
         """Add the seconds of a draft whose source read `num_fed` tokens of each row first."""
@@ -125,6 +129,12 @@ class Costs:
 
     def plain_s(self, num_rows: int) -> float | None:
         """Return the seconds of a plain step of B rows; None before any."""
+        if num_rows not in self._plain:
+            self._plain[num_rows] = self._between(num_rows)
+        return self._plain[num_rows]
+
+    def _between(self, num_rows: int) -> float | None:
+        """Return the seconds of a plain step of B rows, on the line between the nearest measured ones."""
         known = sorted(rows for rows, num in self._medians if num == 0)
         if not known:
             return None
