@@ -68,7 +68,10 @@ class Inferencer:
         *,
         logits_to_keep: int | None = None,
     ) -> PrefillOutput:
-        """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place."""
+        """Public reference, not called by the library: feed a prompt [B, Q] int64 and choose the token after it.
+
+        `kv_cache` is advanced by Q tokens, in place. Drafters call `feed`.
+        """
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
         token_ids = self._choice(sample_strategy).choose(logits[:, -1])
         return PrefillOutput(token_ids[:, None], logits)
@@ -86,9 +89,9 @@ class Inferencer:
     def decode(
         self, query_token_ids: Tensor, kv_cache: KVCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """Decode up to `max_new_tokens` tokens after a query [B, Q] int64; a row is done after its EOS.
+        """Public reference, not called by the library: decode up to `max_new_tokens` tokens after a query [B, Q] int64.
 
-        See `extend` for the end of the loop and the cache.
+        A row is done after its EOS. See `extend`, which drafters call, for the end of the loop and the cache.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
