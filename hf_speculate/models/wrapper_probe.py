@@ -21,7 +21,6 @@ from hf_speculate.cache.layers import holding, window_of
 from hf_speculate.compat import set_attention_name
 from hf_speculate.model_state import model_state
 from hf_speculate.models.language_model import cache_name
-from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.models.text_decoder import text_decoder
 
 _NUM_ROWS, _NUM_CACHED, _NUM_QUERY = 2, 3, 2  # rows, tokens in the cache and new tokens of the probe's forward
@@ -50,11 +49,11 @@ class _StopForward(Exception):  # not an error
 
 
 def find_handed_on(model: PreTrainedModel) -> HandedOn:
-    """The arguments that the model passes on: all if nothing wraps its decoder, or if its type is tested.
+    """Return the arguments that the model passes on: all if nothing wraps its decoder.
 
     Nothing is asked of encoder-decoders, whose caches are dynamic and whose forwards name the positions that they take.
     """
-    if text_decoder(model) is model.base_model or model.config.is_encoder_decoder or is_tested_type(model):
+    if text_decoder(model) is model.base_model or model.config.is_encoder_decoder:
         return EVERYTHING
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     has_two_masks = len({window_of(layer) for layer in holding(layers)}) > 1

@@ -8,6 +8,7 @@ from transformers import LlavaForConditionalGeneration
 
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
+from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
 from tests.cases import assert_decodes_as_plain
@@ -77,6 +78,13 @@ CASES = {
 }
 
 
+def test_wrapper_of_tested_type_is_probed():
+    target = own_target(without_positions)
+    type(target).__module__ = LlavaForConditionalGeneration.__module__
+    assert is_tested_type(target)
+    assert find_handed_on(target) == HandedOn(positions=False)
+
+
 @pytest.mark.fallback("lock step", "cache: dynamic")
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
 def test_an_unknown_wrapper_decodes_as_what_it_hands_on_allows(forward, caplog):
@@ -135,11 +143,11 @@ def test_a_wrapper_that_cannot_be_made_from_its_config_has_the_reason():
     assert "tokenizer" in handed_on.failure
 
 
-def test_known_types_and_models_without_a_wrapper_are_not_probed():
+def test_models_without_a_wrapper_are_not_probed():
     def init(*_):
         raise AssertionError("a copy was made")
 
-    for model in (make_llava(), make_model("llama"), make_model("gpt2")):
+    for model in (make_model("llama"), make_model("gpt2")):
         known = type(model)
         model.__class__ = type("Known", (known,), {"__module__": known.__module__, "__init__": init})
         assert find_handed_on(model) == HandedOn()
