@@ -80,24 +80,35 @@ def _hook_reason(plan: ModelPlan) -> str:
 
 
 def _ungraphed_reason(plan: ModelPlan, runs_compiled: bool = False) -> str:
-    model = plan.model
-    failure = CompiledUnits.of(model).failures.get(FAILURE_KEY)
+    failure = CompiledUnits.of(plan.model).failures.get(FAILURE_KEY)
     if failure is not None:
         return f"{plan.part}: {failure}"
-    name = f"no graphs of the {plan.part} {type(model).__name__}"
+    name = f"no graphs of the {plan.part} {type(plan.model).__name__}"
     if plan.eager_reason:
         return f"{name}, {plan.eager_reason}"
-    obstacles = {
-        plan.ungraphed: bool(plan.ungraphed),
-        "it runs compiled": runs_compiled,
-        f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
-        "its weights lie on several devices": len({weight.device for weight in parameters_of(model)}) > 1,
-        "its states are not preallocated": plan.cache.kind != "preallocated",
-        "it reads more than its text": not plan.inputs.is_empty,
-        "its forward was compiled by the caller": is_compiled(model),
-        "it is split over processes": tensor_parallel_size(model) > 1,
-        "its rotary embedding changes with the length": growing_rope(model) is not None,
-        "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in modules_of(model)),
-    }
-    reason = next((reason for reason, holds in obstacles.items() if holds), "")
-    return f"{name}: {reason}" if reason else ""
+    obstacle = plan.ungraphed or _obstacle(plan, runs_compiled)
+    return f"{name}: {obstacle}" if obstacle else ""
+
+
+def _obstacle(plan: ModelPlan, runs_compiled: bool) -> str:
+    """Return why a model cannot run from graphs; empty if it can."""
+    model = plan.model
+    if runs_compiled:
+        return "it runs compiled"
+    if model.device.type not in GRAPH_BACKENDS:
+        return f"graphs need a CUDA device, and it is on {model.device.type}"
+    if len({weight.device for weight in parameters_of(model)}) > 1:
+        return "its weights lie on several devices"
+    if plan.cache.kind != "preallocated":
+        return "its states are not preallocated"
+    if not plan.inputs.is_empty:
+        return "it reads more than its text"
+    if is_compiled(model):
+        return "its forward was compiled by the caller"
+    if tensor_parallel_size(model) > 1:
+        return "it is split over processes"
+    if growing_rope(model) is not None:
+        return "its rotary embedding changes with the length"
+    if any(type(part).__module__.startswith("peft.") for part in modules_of(model)):
+        return "PEFT can switch its adapters"
+    return ""
