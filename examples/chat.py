@@ -61,8 +61,8 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        room = self.options["max_new_tokens"] if self.context is None else self.context - len(ids)
-        if room < 1:
+        max_answer_len = self.options["max_new_tokens"] if self.context is None else self.context - len(ids)
+        if max_answer_len < 1:
             raise ValueError(f"the conversation has {len(ids)} tokens, and the model's context {self.context}")
         self._forget_past(ids)
         output = self.target.generate(
@@ -71,7 +71,7 @@ class Chat:
             cache=self.cache,
             speculation_stats=self.stats,
             streamer=streamer,
-            **{**self.options, "max_new_tokens": min(self.options["max_new_tokens"], room)},
+            **{**self.options, "max_new_tokens": min(self.options["max_new_tokens"], max_answer_len)},
         )
         self.read_ids = output[0].tolist()
         answer = self.tokenizer.decode(self.read_ids[len(ids) :], skip_special_tokens=True)

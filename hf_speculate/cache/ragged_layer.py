@@ -47,9 +47,9 @@ class RaggedLayer(CacheLayerMixin):
         return KVState(self.keys, self.values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
-        room = self.layout.capacity or 0
-        self.take(KVState(_zeros(key_states, room), _zeros(value_states, room)))
+        """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without columns."""
+        capacity = self.layout.capacity or 0
+        self.take(KVState(_zeros(key_states, capacity), _zeros(value_states, capacity)))
 
     def take(self, buffers: KVState) -> None:
         """Use these buffers, filled with zeros."""

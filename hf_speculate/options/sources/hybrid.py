@@ -96,16 +96,16 @@ class HybridDrafter(PerRow, Drafter):
         num_draft_tokens = request.num_draft_tokens
         num_model = min(num_draft_tokens, self.max_model_tokens)
         matched = self.matches.cut_proposal(num_draft_tokens)
-        uses_match, room = [], [self._model_room(text, num_model) for text in self.matches.texts]
-        for row, text, num in zip(self._rows, self.matches.texts, room, strict=True):
+        uses_match, max_model_lens = [], [self._max_model_len(text, num_model) for text in self.matches.texts]
+        for row, text, num in zip(self._rows, self.matches.texts, max_model_lens, strict=True):
             num_match = min(len(text.proposal.token_ids), num_draft_tokens)
             uses_match.append(row.prefers_match(text, num_match, num))
             row.num_model = num if row.is_live and not uses_match[-1] else 0
         if not any(row.num_model for row in self._rows):
             return matched._replace(cached=not_fed(request.query_token_ids))
         drafted = self._run_model(request, num_model)
-        if min(room) < num_model:
-            lens = drafted.lens.minimum(upload(room, self.device, torch.int32))
+        if min(max_model_lens) < num_model:
+            lens = drafted.lens.minimum(upload(max_model_lens, self.device, torch.int32))
             drafted = drafted._replace(lens=lens)
         if not any(uses_match):
             return drafted
@@ -121,7 +121,7 @@ class HybridDrafter(PerRow, Drafter):
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         self.model.read(token_ids, kv_cache)
 
-    def _model_room(self, text: RowText, num_model: int) -> int:
+    def _max_model_len(self, text: RowText, num_model: int) -> int:
         """Return how many of `num_model` tokens the model can draft in a row."""
         context_len = self.model.context_len
         if context_len is None:

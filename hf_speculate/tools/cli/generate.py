@@ -91,15 +91,17 @@ def _answer(
     """Print the answer to the last message; returns the messages with the answer."""
     token_ids = token_ids_of(Row(1, messages, source="the chat"), pair.tokenizer, is_chat=True)
     max_new_tokens, context = arguments["max_new_tokens"], context_len(pair.target.config)
-    room = max_new_tokens if context is None else context - len(token_ids)
-    if room < 1:
+    max_answer_len = max_new_tokens if context is None else context - len(token_ids)
+    if max_answer_len < 1:
         raise ConfigError(
             f"the conversation must have fewer tokens than the model's context of {context}, got {len(token_ids)}"
         )
     try:
-        fields, line = _decode(pair, token_ids, arguments | {"max_new_tokens": min(max_new_tokens, room)}, printer)
+        fields, line = _decode(
+            pair, token_ids, arguments | {"max_new_tokens": min(max_new_tokens, max_answer_len)}, printer
+        )
         note(line)
-        if room < max_new_tokens and fields["num_tokens"] == room:
+        if max_answer_len < max_new_tokens and fields["num_tokens"] == max_answer_len:
             note(f"the answer was cut, because the model's context of {context} tokens is full; /clear starts over")
     except KeyboardInterrupt:
         note("\ninterrupted; /exit ends the chat")

@@ -38,8 +38,8 @@ def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: i
     """An axis that ends at round numbers on both sides of all values."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # one value: room on both sides
-        room = abs(low) / 10 if abs(low) > 1e-9 else 1.0
-        low, high = low - room, high + room
+        margin = abs(low) / 10 if abs(low) > 1e-9 else 1.0
+        low, high = low - margin, high + margin
     step = _step((high - low) / num_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -49,8 +49,8 @@ def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: i
 
 def axis_of_counts(highest: int, start: float, end: float) -> Axis:
     """An axis from 1 to the number of places; it names whole numbers only."""
-    room = min(10, 20 // len(str(highest)))  # labels that stand beside one another on a phone
-    step = max(1, round(_step(highest / room)))
+    max_labels = min(10, 20 // len(str(highest)))  # labels that stand beside one another on a phone
+    step = max(1, round(_step(highest / max_labels)))
     counts = (1, *(count for count in range(step, highest + 1, step) if count > 1))
     return Axis(1.0, float(highest), start, end, tuple((float(count), str(count)) for count in counts))
 
