@@ -41,8 +41,8 @@ class Rounds(list[RoundCount]):
         """Take down what was logged since the last round."""
         log = self.gpu.log
         own, waits = dict(log.launches.get("", {})), log.waits.get("", [])
-        rest = len(log.uploads), log.attention[:], len(log.plans), report
-        self.append(RoundCount(sum(own.values()), own, waits, *rest))
+        num_uploads, attention, num_plans = len(log.uploads), log.attention[:], len(log.plans)
+        self.append(RoundCount(sum(own.values()), own, waits, num_uploads, attention, num_plans, report))
         log.clear()
         if len(self) == self.most:
             raise Enough

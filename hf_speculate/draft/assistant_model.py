@@ -91,13 +91,18 @@ class AssistantModel(DraftSource):
         compiled = plan.make_compiled(max_position, chunk_size, settings, context)
         if compiled is not None:
             return compiled
-        arguments = model, max_position, plan.is_distributed, plan.inputs
-        rest = chunk_size, not plan.is_distributed, plan.meet
-        if self.vocabulary is None:
-            inferencer = Inferencer(LanguageModel(*arguments), *rest)
+        options: dict[str, Any] = {"max_position": max_position, "extra_inputs": plan.inputs}
+        options["keeps_states"] = plan.is_distributed
+        vocabulary = self.vocabulary
+        translated = None if vocabulary is None else TranslatedLanguageModel(vocabulary, model, **options)
+        inferencer = Inferencer(
+            LanguageModel(model, **options) if translated is None else translated,
+            chunk_size=chunk_size,
+            stops_early=not plan.is_distributed,
+            meet=plan.meet,
+        )
+        if translated is None:
             return ModelDrafter(inferencer, plan.processors, settings, context)
-        translated = TranslatedLanguageModel(self.vocabulary, *arguments)
-        inferencer = Inferencer(translated, *rest)
         return TranslatedDrafter(inferencer, translated, plan.processors, settings, context, plan.device)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:

@@ -35,8 +35,16 @@ class PreallocatedKind(CacheKind):
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
         is_mask_per_row = bool(limit_reason(request.model, Limit.MASK_PER_ROW))
         mask_spec = MaskSpec(windows, by_name, dtype_of(request.model), is_mask_per_row)
-        shape = batch_size, request.attention_mask, request.device, request.max_columns
-        return PreallocatedKVCache(mask_spec, *shape, kept_cache, *buffers)
+        return PreallocatedKVCache(
+            mask_spec,
+            batch_size,
+            attention_mask=request.attention_mask,
+            device=request.device,
+            max_columns=request.max_columns,
+            kept_cache=kept_cache,
+            capacity=buffers.capacity,
+            pool=buffers.pool,
+        )
 
 
 KIND = PreallocatedKind()

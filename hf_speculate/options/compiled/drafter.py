@@ -82,7 +82,7 @@ class CompiledDrafter(ModelDrafter):
         backend = runner.sampling_backend or self.settings.backend
         settings = self.settings._replace(eos_token_ids=None, backend=backend)  # steps do not end rows
         name = f"draft step, {'greedy' if keys is None else settings}"
-        ends, *constant = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
+        ends, rows, states, mask_spec = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
         query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
         carry = Carry(buffers.vary(query, 0), ends, keys)
-        return runner.repeat(name, draft_step, num_steps, carry, *constant, settings)
+        return runner.repeat(name, draft_step, num_steps, carry, rows, states, mask_spec, settings)

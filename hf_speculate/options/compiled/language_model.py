@@ -213,8 +213,9 @@ class CompiledLanguageModel(LanguageModel):
             padded[:, :num_query] = query_token_ids
             layers = () if self.capture is None else self.capture.layers
             name = f"forward with {layers}" if layers else "forward"
-            arguments = buffers.vary(padded, 0, 1), *buffers.arguments(padded_len), layers
-            scored = self.runner.run(name, forward_rows, *arguments)
+            query = buffers.vary(padded, 0, 1)
+            ends, rows, states, mask_spec = buffers.arguments(padded_len)
+            scored = self.runner.run(name, forward_rows, query, ends, rows, states, mask_spec, layers)
         if scored is None:
             return super().run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
         kv_cache.advance(num_query)

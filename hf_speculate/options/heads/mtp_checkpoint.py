@@ -87,9 +87,9 @@ def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
         )
     config = _layer_config(request, num_layers, is_prefixed)
     decoder = request.target.get_decoder()
-    types = type(decoder.layers[-1]), type(decoder.norm)
+    layer_class, norm_class = type(decoder.layers[-1]), type(decoder.norm)
     with torch.device("meta"):
-        layers = nn.ModuleList([MtpLayer(config, *types, depth) for depth in range(num_layers)])
+        layers = nn.ModuleList([MtpLayer(config, layer_class, norm_class, depth) for depth in range(num_layers)])
     load_into(layers, stored, request)
     return CheckpointMtpNetwork(layers, config, request.spec.vocab_size)
 

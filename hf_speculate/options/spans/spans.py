@@ -50,11 +50,11 @@ class SpanVerifier:
         inside = self.span.open_after_each(draft.token_ids, self.is_open)  # [B, K+1]
         if inside.device.type == "cpu" and not inside.any():
             return self.exact.verify(target_logits, draft, keys)
-        singles = _token_by_token(target_logits, draft, keys)
-        lossy = self.lossy.verify(*singles)
+        single_logits, single_draft, single_keys = _token_by_token(target_logits, draft, keys)
+        lossy = self.lossy.verify(single_logits, single_draft, single_keys)
         # Both everywhere, because telling positions apart would wait for a device.
         only_lossy = inside.device.type == "cpu" and bool(inside.all())
-        exact = lossy if only_lossy else self.exact.verify(*singles)
+        exact = lossy if only_lossy else self.exact.verify(single_logits, single_draft, single_keys)
         is_lossy = inside.flatten()
         token_ids = torch.where(is_lossy, lossy.token_ids[:, 0], exact.token_ids[:, 0]).view(inside.shape)
         accepted = torch.where(is_lossy, lossy.num_accepted, exact.num_accepted).view(inside.shape)  # 0 or 1

@@ -56,8 +56,15 @@ def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_
     if not num_expert_bytes or num_experts < 2 or not 1 <= num_chosen <= num_experts:
         num_expert_bytes, num_experts, num_chosen = 0, 1, 1
     kv_bytes = round(kv_values_per_token(config) * bytes_per_value)
-    sizes = round(num_bytes), round(num_lookup_bytes), round(num_expert_bytes)
-    return ModelSize(num_params, *sizes, num_experts, num_chosen, kv_bytes)
+    return ModelSize(
+        num_params=num_params,
+        num_bytes=round(num_bytes),
+        num_lookup_bytes=round(num_lookup_bytes),
+        num_expert_bytes=round(num_expert_bytes),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        kv_bytes_per_token=kv_bytes,
+    )
 
 
 def expected_speedup(

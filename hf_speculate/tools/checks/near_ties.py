@@ -110,8 +110,18 @@ class DifferenceCheck:
             reason = "in float64 too, a forward over several tokens gives other logits than one over one"
         elif not gap <= bound:  # NaN is not a tie
             verdict, reason = "bug", "the gap is larger than rounding explains"
-        top_gaps = measured.top_gap, None if exactly is None else exactly.top_gap
-        return ParityRow(0, verdict, position, *chosen, *top_gaps, gap, measured.noise, bound, reason)
+        return ParityRow(
+            verdict=verdict,
+            position=position,
+            plain_id=chosen[0],
+            speculative_id=chosen[1],
+            top_gap=measured.top_gap,
+            exact_top_gap=None if exactly is None else exactly.top_gap,
+            gap=gap,
+            noise=measured.noise,
+            bound=bound,
+            reason=reason,
+        )
 
 
 class GapRecorder(LogitsProcessor):

@@ -270,7 +270,9 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
             yield Finding("does not fit", f"{unknown}, and {counts} differ by more than padding; pass both tokenizers")
     elif not overlap.is_same:
         try:
-            vocabulary = intersect_vocabularies(target.tokenizer, draft.tokenizer, *sizes)
+            vocabulary = intersect_vocabularies(
+                target.tokenizer, draft.tokenizer, num_target=sizes[0], num_draft=sizes[1]
+            )
         except UnsupportedModelError as error:
             yield Finding("does not fit", str(error))
             return

@@ -188,7 +188,13 @@ def _compared(
             continue
         position, chosen = difference
         if position >= num_both or int(recorder.best_ids[position][row]) != chosen[0]:
-            yield ParityRow(0, "bug", position, *chosen, reason="one of the outputs had ended before")
+            yield ParityRow(
+                verdict="bug",
+                position=position,
+                plain_id=chosen[0],
+                speculative_id=chosen[1],
+                reason="one of the outputs had ended before",
+            )
             continue
         if is_text:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0

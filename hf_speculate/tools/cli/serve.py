@@ -24,9 +24,17 @@ def run(options: Serve) -> int:
 
     def load() -> Engine:
         pair, name = load_pair(options), options.name or options.target
-        limits = options.rows, options.max_queued, options.max_cache_tokens
         grammars = GrammarLimits(options.grammar_seconds, options.max_schema_bytes, options.grammar_memory_bytes)
-        return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, *limits, grammars)
+        return Engine(
+            pair.target,
+            pair.tokenizer,
+            name,
+            pair.arguments | fields,
+            num_rows=options.rows,
+            max_queued=options.max_queued,
+            max_cache_tokens=options.max_cache_tokens,
+            grammar_limits=grammars,
+        )
 
     return serve(load, options.host, options.port, options.allowed_hosts or ())
 

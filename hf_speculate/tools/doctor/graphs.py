@@ -111,8 +111,7 @@ def _compare_verifications(site: Site, runner: Graphing, buffers: _Buffers, inde
     query, ends = buffers.ids(QUERY_LEN, index + 1), buffers.ends + index
 
     def replay() -> list[Any] | None:
-        arguments = query, ends, buffers.rows, buffers.states, buffers.mask_spec, ()
-        scored = runner.run("forward", forward_rows, *arguments)
+        scored = runner.run("forward", forward_rows, query, ends, buffers.rows, buffers.states, buffers.mask_spec, ())
         return None if scored is None else [scored]
 
     return _compared(replay, lambda: [buffers.forward(query, ends)], buffers.states)
@@ -120,23 +119,25 @@ def _compare_verifications(site: Site, runner: Graphing, buffers: _Buffers, inde
 
 def _compare_steps(site: Site, runner: Graphing, buffers: _Buffers, index: int) -> str:
     """Greedy steps, then sampled ones."""
-    backend = "torch" if site.is_simulated else "auto"  # a simulated graph records no Triton kernel
+    settings = DraftSettings(
+        backend="torch" if site.is_simulated else "auto"  # a simulated graph records no Triton kernel
+    )
+    constant = buffers.rows, buffers.states, buffers.mask_spec, settings
     for is_sampled in (False, True):
         zeros = torch.zeros_like(buffers.ends)
         keys = NoiseKeys(zeros + 7, zeros + index, buffers.ends + index) if is_sampled else None
         carry = Carry(buffers.ids(STEP_QUERY_LEN, index + 1), buffers.ends + index, keys)
-        rest = buffers.rows, buffers.states, buffers.mask_spec, DraftSettings(backend=backend)
 
-        def eager(carry: Carry = carry, rest: Any = rest) -> list[Any]:
+        def eager(carry: Carry = carry) -> list[Any]:
             results = []
             with torch.no_grad(), folding():
                 for _ in range(NUM_STEPS):
-                    result, carry = draft_step(runner.model, carry, *rest)
+                    result, carry = draft_step(runner.model, carry, *constant)
                     results.append(result)
             return results
 
         name = f"step, {is_sampled}"
-        replay = partial(runner.repeat, name, draft_step, NUM_STEPS, carry, *rest)
+        replay = partial(runner.repeat, name, draft_step, NUM_STEPS, carry, *constant)
         if difference := _compared(replay, eager, buffers.states):
             return f"{difference} ({'sampled' if is_sampled else 'greedy'})"
     return ""

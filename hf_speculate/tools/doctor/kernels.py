@@ -50,9 +50,9 @@ def kernel_checks() -> dict[str, Check]:
 def _agree(name: str, site: Site, is_hostile: bool = False) -> str:
     if not runs_kernels("auto", site.device):
         raise NotHere("Triton is not installed, is too old or does not serve this device")
-    sizes = site.num_draft_tokens, site.vocab_size
-    faulty = make_faulty_round(name, 1, *sizes) if is_hostile else None
-    target, ids, draft = make_round(NUM_ROWS, *sizes) if faulty is None else faulty[:3]
+    sizes = {"num_draft_tokens": site.num_draft_tokens, "vocab_size": site.vocab_size}
+    faulty = make_faulty_round(name, 1, **sizes) if is_hostile else None
+    target, ids, draft = make_round(NUM_ROWS, **sizes) if faulty is None else faulty[:3]
     # The interpreter of Triton 3.6 lacks the bfloat16 constants that rows which start anywhere need.
     dtype = torch.float16 if site.is_simulated else torch.bfloat16
     target, ids, draft = target.to(site.device, dtype), ids.to(site.device), draft.to(site.device, dtype)

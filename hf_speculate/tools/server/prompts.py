@@ -124,17 +124,17 @@ def _shared_options(request: Request, engine: Engine) -> dict[str, Any]:
 def _own_options(request: Request, num_prompt: int, engine: Engine) -> dict[str, Any]:
     """Arguments of `generate()` for a prompt of so many tokens."""
     num: int | None = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    room = _DEFAULT_NUM_TOKENS
+    max_answer_len = _DEFAULT_NUM_TOKENS
     if engine.max_length is not None:
-        room = engine.max_length - num_prompt
-        if room < (num or 1):
+        max_answer_len = engine.max_length - num_prompt
+        if max_answer_len < (num or 1):
             raise RequestError(
                 f"prompt and answer must have at most {engine.max_length} tokens, got {num_prompt} + {num or 1}; "
                 "send less text, or ask for fewer tokens",
                 "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
-    options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS)}
+    options: dict[str, Any] = {"max_new_tokens": num or min(max_answer_len, _DEFAULT_NUM_TOKENS)}
     if stops := tuple([request.stop] if isinstance(request.stop, str) else request.stop or ()):
         is_chat = isinstance(request, ChatRequest)
         options["stopping_criteria"] = [StopTexts(engine.token_bytes, stops, num_prompt, is_chat)]
@@ -155,9 +155,9 @@ def _processors(
 ) -> list[LogitsProcessor]:
     """Logits processors of a text, which are not shared with others."""
     processors: list[LogitsProcessor] = []
-    penalties = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
-    if any(penalties):
-        processors.append(PenaltiesProcessor(num_prompt, *penalties))
+    frequency, presence = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
+    if frequency or presence:
+        processors.append(PenaltiesProcessor(num_prompt, frequency=frequency, presence=presence))
     if request.has_grammar:
         check_ends(request, engine)
         grammar = grammar or engine.grammars.compile(request.answer_schema)
