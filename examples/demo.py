@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -49,9 +48,9 @@ from demo_decoding import (
     encode,
     load_pair,
     methods,
-    texts_of,
 )
-from demo_report import Method, Tally, print_summary, print_table, print_text
+from demo_report import Line, Tallies, Tally, print_summary, print_table, print_text
+from hf_speculate.tools.bench.decoding import Batch
 from models import PAIR, Question, load_models, read_by_category
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -84,43 +83,24 @@ class Pass(NamedTuple):
 
     kind: str
     batch_size: int
-    inputs: dict[str, Tensor]
+    batch: Batch
 
 
 Loader = Callable[[argparse.Namespace], Loaded]
 
 
-def run_method(
-    method: Method, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int, tally: Tally
-) -> None:
-    """Decode one batch and add what was seen to `tally`."""
-    pair.num_target_calls = 0
-    begin = time.perf_counter()
+def run_line(line: Line, pair: Pair, batch: Batch, max_new_tokens: int, num_pass: int, tally: Tally) -> None:
+    """Decode one batch and add the call to `tally`."""
     reports: list[hf_speculate.RoundReport] = []
-    callback = reports.append if replace(method, kind="") == OURS_GREEDY else None
-    token_ids, stats = decode(method, pair, inputs, max_new_tokens, seed, callback)
-    seconds = time.perf_counter() - begin
-    texts = texts_of(token_ids, pair.target.generation_config.eos_token_id)
-    num_tokens = sum(map(len, texts))
-    tally.tokens_per_s.append(num_tokens / seconds)
-    tally.texts.append(texts)
-    tally.outputs.append((inputs, token_ids))
+    callback = reports.append if replace(line, kind="") == OURS_GREEDY else None
+    run = decode(line, pair, batch, max_new_tokens, num_pass, callback)
+    tally.runs.append(run._replace(repeat=num_pass))
     tally.rounds.append([(report.num_accepted[0], report.num_emitted[0]) for report in reports])
-    tally.num_tokens += num_tokens
-    tally.num_target_calls += pair.num_target_calls
-    if stats is not None:
-        tally.num_rounds += stats.num_rounds
-        tally.num_emitted += stats.num_emitted
-        tally.num_verified += stats.num_verified
 
 
-def time_plain(pair: Pair, inputs: dict[str, Tensor]) -> Timing:
+def time_plain(pair: Pair, batch: Batch) -> Timing:
     """Time plain greedy decoding by two short runs; the first one also warms up."""
-    seconds = []
-    for num_tokens in (2, 2, 12):
-        begin = time.perf_counter()
-        decode(PLAIN_GREEDY, pair, inputs, num_tokens, seed=0)
-        seconds.append(time.perf_counter() - begin)
+    seconds = [decode(PLAIN_GREEDY, pair, batch, num_tokens, seed=0).seconds for num_tokens in (2, 2, 12)]
     token_s = max(seconds[2] - seconds[1], 0.0) / 10
     return Timing(max(seconds[1] - 2 * token_s, 0.0), token_s)
 
@@ -128,8 +108,8 @@ def time_plain(pair: Pair, inputs: dict[str, Tensor]) -> Timing:
 def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int) -> list[Pass]:
     """Each prompt alone, and between them batches of `num_rows` prompts of one kind, some of them again to fill one."""
     singles = [
-        Pass(question.kind, 1, inputs)
-        for question, inputs in zip(loaded.questions, encode(tokenizer, loaded.prompts, 1), strict=True)
+        Pass(question.kind, 1, batch)
+        for question, batch in zip(loaded.questions, encode(tokenizer, loaded.prompts, 1), strict=True)
     ]
     batches = []
     for kind in dict.fromkeys(question.kind for question in loaded.questions):
@@ -138,7 +118,7 @@ def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int)
         ]
         num_batches = -(-len(prompts) // num_rows)
         filled = list(islice(cycle(prompts), num_batches * num_rows))
-        batches += [Pass(kind, num_rows, inputs) for inputs in encode(tokenizer, filled, num_rows)]
+        batches += [Pass(kind, num_rows, batch) for batch in encode(tokenizer, filled, num_rows)]
     passes, num_between = [], len(singles) // len(batches)
     for number, single in enumerate(singles, 1):
         passes.append(single)
@@ -147,20 +127,18 @@ def passes_of(tokenizer: PreTrainedTokenizerBase, loaded: Loaded, num_rows: int)
     return passes + batches
 
 
-def choose_methods(timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool) -> list[Method]:
+def choose_methods(timing: Timing, loaded: Loaded, num_tokens: int, budget_s: float, has_head: bool) -> list[Line]:
     """The methods with the most rows of which `MIN_PASSES` passes of each number of rows fit into the time."""
     sizes = [min(size, len(loaded.prompts)) for size in BATCH_SIZES if size <= loaded.max_rows]
     choices = [methods(size, has_head, loaded.is_sampled_too) for size in sizes]
     fitting = [
-        lines
-        for lines in choices
-        if MIN_PASSES * sum(timing.of_method(method, num_tokens) for method in lines) <= budget_s
+        lines for lines in choices if MIN_PASSES * sum(timing.of_line(line, num_tokens) for line in lines) <= budget_s
     ]
     return (fitting or choices[-1:])[0]
 
 
 def measure(
-    tallies: dict[Method, Tally],
+    tallies: Tallies,
     pair: Pair,
     passes: list[Pass],
     probes_s: list[float],
@@ -168,35 +146,33 @@ def measure(
     begin: float,
 ) -> None:
     """The passes, over and over, until `args.passes` of them or the time since `begin` are used up."""
-    for method in tqdm(tallies, desc="warming up", leave=False):
-        inputs = next(part.inputs for part in passes if part.batch_size == method.batch_size)
-        short = {name: tensor[:, -NUM_WARM_UP_TOKENS:] for name, tensor in inputs.items()}
-        decode(method, pair, short, 4, seed=0)
+    for line in tqdm(tallies, desc="warming up", leave=False):
+        batch = next(one.batch for one in passes if one.batch_size == line.batch_size)
+        ids, mask = (tensor[:, -NUM_WARM_UP_TOKENS:] for tensor in (batch.input_ids, batch.attention_mask))
+        decode(line, pair, batch._replace(input_ids=ids, attention_mask=mask), 4, seed=0)
         if time.perf_counter() - begin > WARM_UP_SHARE * args.budget_s:
             break
     budget_s = args.budget_s * MEASURING_SHARE
     with tqdm(total=round(budget_s), desc="decoding", bar_format=BAR) as bar:
-        for index, (kind, batch_size, inputs) in enumerate(islice(cycle(passes), args.passes)):
+        for index, (kind, batch_size, batch) in enumerate(islice(cycle(passes), args.passes)):
             if index % PROBE_EVERY == 0:
-                probes_s.append(time_probe(pair, passes[0].inputs))
-            lines = [method for method in tallies if (method.kind, method.batch_size) == (kind, batch_size)]
-            for method in lines if index % 2 == 0 else reversed(lines):
-                bar.set_postfix_str(f"{method.batch_size} x {method.name}", refresh=False)
+                probes_s.append(time_probe(pair, passes[0].batch))
+            lines = [line for line in tallies if (line.kind, line.batch_size) == (kind, batch_size)]
+            for line in lines if index % 2 == 0 else reversed(lines):
+                bar.set_postfix_str(f"{line.batch_size} x {line.name}", refresh=False)
                 elapsed_s = time.perf_counter() - begin
                 bar.update(min(round(elapsed_s), bar.total) - bar.n)
                 if elapsed_s > budget_s:
                     return
-                run_method(method, pair, inputs, args.max_new_tokens, index, tallies[method])
+                run_line(line, pair, batch, args.max_new_tokens, index, tallies[line])
 
 
-def time_probe(pair: Pair, inputs: dict[str, Tensor]) -> float:
-    """Seconds of a short plain run."""
-    begin = time.perf_counter()
-    decode(PLAIN_GREEDY, pair, inputs, PROBE_TOKENS, seed=0)
-    return time.perf_counter() - begin
+def time_probe(pair: Pair, batch: Batch) -> float:
+    """Return the seconds of a short plain run."""
+    return decode(PLAIN_GREEDY, pair, batch, PROBE_TOKENS, seed=0).seconds
 
 
-def print_texts(tallies: dict[Method, Tally], tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> None:
+def print_texts(tallies: Tallies, tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> None:
     """The first texts of each kind, two in all."""
     kinds = list(dict.fromkeys(question.kind for question in questions))
     for kind in kinds:
@@ -204,11 +180,10 @@ def print_texts(tallies: dict[Method, Tally], tokenizer: PreTrainedTokenizerBase
         if tally.rounds and kind == kinds[0]:
             print("\nGenerated text, with the drafted tokens that were accepted in green:")
         same = [question for question in questions if question.kind == kind]
-        for question, (_, token_ids), rounds in list(zip(same, tally.outputs, tally.rounds, strict=False))[
-            : 2 // len(kinds)
-        ]:
+        shown = list(zip(same, tally.runs, tally.rounds, strict=False))[: 2 // len(kinds)]
+        for question, run, rounds in shown:
             print(f"\n[{question.category}]" * bool(kind))
-            print_text(tokenizer, question.text, token_ids[0].tolist(), rounds)
+            print_text(tokenizer, question.text, run.texts[0], rounds)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -277,7 +252,7 @@ def run(args: argparse.Namespace, load: Loader) -> int:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{dtype}, {torch.get_num_threads()} threads, {versions}")
     kinds = dict.fromkeys(question.kind for question in loaded.questions)
-    tallies = {replace(method, kind=kind): Tally() for kind in kinds for method in lines}
+    tallies = {replace(line, kind=kind): Tally() for kind in kinds for line in lines}
     probes_s: list[float] = []
     try:
         measure(tallies, pair, passes_of(tokenizer, loaded, num_rows), probes_s, args, begin)

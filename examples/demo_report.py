@@ -6,21 +6,24 @@ from statistics import median
 
 import rich
 from rich.text import Text
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from hf_speculate.tools.bench.decoding import Run, Runs, of_equal_texts, ratios
+from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS, Method
 
 MAX_SPREAD = 1.5  # of the same short plain run, again and again; beyond it the machine was busy
 MIN_GAIN = 1.05  # times plain decoding, from which a gain is called one
 KIND_NAMES = {"copying": "tasks that copy text", "plain": "plain questions"}
-COLOURS = {"plain": "white", "transformers": "dark_orange3", "hf_speculate": "blue"}
+COLOURS = {PLAIN: "white", TRANSFORMERS: "dark_orange3", OURS: "blue"}
+ENGINE_NAMES = {PLAIN: "plain", TRANSFORMERS: "transformers", OURS: "hf_speculate"}
 
 
 @dataclass(frozen=True)
-class Method:
+class Line:
     """One line of the table: who decodes, with which verifier, how many rows at a time."""
 
-    engine: str  # "plain", "transformers" or "hf_speculate"
-    mode: str  # the verifier of hf_speculate
+    engine: str  # one of `ENGINE_NAMES`
+    mode: str  # our verifier
     batch_size: int
     is_sampled: bool
     has_head: bool = False  # whether an EAGLE-3 head drafts in place of the draft model
@@ -28,7 +31,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.mode}{self.head_name}"
+        return f"{ENGINE_NAMES[self.engine]}, {self.mode}{self.head_name}"
 
     @property
     def head_name(self) -> str:
@@ -48,71 +51,63 @@ class Method:
 
 @dataclass
 class Tally:
-    """What the runs of one method added up to."""
+    """The timed calls of one line."""
 
-    tokens_per_s: list[float] = field(default_factory=list)  # one entry per pass
-    num_tokens: int = 0
-    num_target_calls: int = 0
-    num_rounds: int = 0
-    num_emitted: int = 0
-    num_verified: int = 0
-    texts: list[list[list[int]]] = field(default_factory=list)  # new tokens of each row up to its end, per pass
-    outputs: list[tuple[dict[str, Tensor], Tensor]] = field(default_factory=list)  # inputs and new tokens, per pass
+    runs: list[Run] = field(default_factory=list)
     rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # accepted and emitted, where they are shown
 
-
-def speedups(tallies: dict[Method, Tally], method: Method) -> list[float]:
-    """Speed over plain decoding of the same setting, for each pass that counts and measured both."""
-    ours, plain = tallies[method].tokens_per_s, plain_of(tallies, method.setting).tokens_per_s
-    counted = counted_passes(tallies, method.setting)
-    return [ours[number] / plain[number] for number in counted if number < len(ours)]
+    def sum_of(self, name: str) -> int:
+        """Return the sum of a count of our statistics over all calls."""
+        return sum(getattr(run.stats, name) for run in self.runs if run.stats is not None)
 
 
-def plain_of(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> Tally:
-    """Plain decoding of a setting."""
-    (plain,) = [tally for method, tally in tallies.items() if method.engine == "plain" and method.setting == setting]
-    return plain
+Setting = tuple[str, int, bool]
+Tallies = dict[Line, Tally]
 
 
-def counted_passes(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> list[int]:
-    """Numbers of the passes of a setting in which all methods wrote one text; all compared ones if they sample.
-
-    A method that follows another text at a near-tie meets other drafts: its speed says nothing of the others.
-    """
-    plain, is_sampled = plain_of(tallies, setting), setting[-1]
-    texts = [tally.texts for method, tally in tallies.items() if method.setting == setting and tally is not plain]
-    return [
-        number
-        for number, text in enumerate(plain.texts[: num_compared(tallies, setting)])
-        if is_sampled or all(of_it[number] == text for of_it in texts if number < len(of_it))
-    ]
+def speedups(tallies: Tallies, line: Line) -> list[float]:
+    """Return the speed over plain decoding of the same setting, for each pass that counts and measured both."""
+    counted = counted_runs(tallies, line.setting)
+    plain = next(other for other in tallies if other.engine == PLAIN and other.setting == line.setting)
+    return ratios(counted[line.name], counted[plain.name])
 
 
-def num_compared(tallies: dict[Method, Tally], setting: tuple[str, int, bool]) -> int:
-    """Passes of a setting that plain decoding and another method decoded."""
-    members = [(method, tally) for method, tally in tallies.items() if method.setting == setting]
-    most = max((len(tally.texts) for method, tally in members if method.engine != "plain"), default=0)
-    return min(most, len(plain_of(tallies, setting).texts))
+def compared_runs(tallies: Tallies, setting: Setting) -> Runs:
+    """Return the calls on passes of a setting that plain decoding and another method decoded, by name of the line."""
+    members = {line: tally.runs for line, tally in tallies.items() if line.setting == setting}
+    plain = {run.key for line, runs in members.items() for run in runs if line.engine == PLAIN}
+    others = {run.key for line, runs in members.items() for run in runs if line.engine != PLAIN}
+    return {line.name: [run for run in runs if run.key in plain & others] for line, runs in members.items()}
 
 
-def compared_speeds(tallies: dict[Method, Tally]) -> dict[Method, list[float]]:
-    """Speeds over plain decoding, of each setting of which more than plain decoding was measured."""
-    ratios = {method: found for method in tallies if (found := speedups(tallies, method))}
-    settings = {one.setting for one in ratios if one.engine != "plain"}
-    return {method: found for method, found in ratios.items() if method.setting in settings}
+def counted_runs(tallies: Tallies, setting: Setting) -> Runs:
+    """Return the compared calls on passes in which all methods wrote one text; all compared ones if they sample."""
+    methods = [Method(line.name, line.engine, do_sample=setting[-1]) for line in tallies if line.setting == setting]
+    return of_equal_texts(compared_runs(tallies, setting), methods)
 
 
-def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool:
-    """A line for each method whose speed was compared with plain decoding's; whether the speeds are reliable.
+def num_passes(runs: Runs) -> int:
+    return len({run.key for of_line in runs.values() for run in of_line})
+
+
+def compared_speeds(tallies: Tallies) -> dict[Line, list[float]]:
+    """Return speeds over plain decoding, of each setting of which more than plain decoding was measured."""
+    by_line = {line: speeds for line in tallies if (speeds := speedups(tallies, line))}
+    settings = {line.setting for line in by_line if line.engine != PLAIN}
+    return {line: speeds for line, speeds in by_line.items() if line.setting in settings}
+
+
+def print_table(tallies: Tallies, probes_s: Sequence[float]) -> bool:
+    """Print a line for each method whose speed was compared; return whether the speeds are reliable.
 
     Args:
         tallies: what was measured.
         probes_s: seconds of the same short plain run at several times.
     """
     measured = compared_speeds(tallies)
-    settings = [setting for setting in dict.fromkeys(method.setting for method in tallies) if not setting[-1]]
-    num_counted = sum(len(counted_passes(tallies, setting)) for setting in settings)
-    num_greedy = sum(num_compared(tallies, setting) for setting in settings)
+    settings = [setting for setting in dict.fromkeys(line.setting for line in tallies) if not setting[-1]]
+    num_counted = sum(num_passes(counted_runs(tallies, setting)) for setting in settings)
+    num_greedy = sum(num_passes(compared_runs(tallies, setting)) for setting in settings)
     counted = f"{num_counted} of {num_greedy} greedy passes, those in which all methods wrote one text"
     if not measured:
         reason = "the machine is too busy or too slow; set a longer --budget-s"
@@ -121,16 +116,16 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool
         print(f"\nSpeeds were not compared: {reason}\n")
         return False
     head = f"{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}"
-    kinds = list(dict.fromkeys(method.kind for method in measured))
+    kinds = list(dict.fromkeys(line.kind for line in measured))
     for kind in kinds:
         print(f"\n{KIND_NAMES.get(kind, kind)}" * bool(kind) + f"\n{head}")
-        for method, ratios in measured.items():
-            if method.kind == kind:
-                print_line(method, tallies, ratios)
+        for line, speeds in measured.items():
+            if line.kind == kind:
+                print_line(line, tallies, speeds)
     counts = list(map(len, measured.values()))
     least, most = min(counts), max(counts)
-    num_passes = f"{least}" if least == most else f"{least} to {most}"
-    print(f"medians of alternating passes ({num_passes}); length: mean acceptance length")
+    passes = f"{least}" if least == most else f"{least} to {most}"
+    print(f"medians of alternating passes ({passes}); length: mean acceptance length")
     print(f"counted: {counted}\n")
     factor = max(probes_s) / min(probes_s)
     most_of_kind = min(max(len(measured[one]) for one in measured if one.kind == kind) for kind in kinds)
@@ -141,38 +136,40 @@ def print_table(tallies: dict[Method, Tally], probes_s: Sequence[float]) -> bool
     return is_reliable
 
 
-def print_line(method: Method, tallies: dict[Method, Tally], ratios: list[float]) -> None:
-    """A line of the table."""
-    tally, length = tallies[method], "-"
-    if method.engine == "hf_speculate":
-        length = f"{tally.num_emitted / tally.num_rounds:.2f}" if tally.num_rounds else "1.00"
-    spread = f"{median(ratios):.2f}x ({min(ratios):.2f}, {max(ratios):.2f})"
-    counted = counted_passes(tallies, method.setting)
-    speed = median(tally.tokens_per_s[number] for number in counted if number < len(tally.tokens_per_s))
-    print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
+def print_line(line: Line, tallies: Tallies, speeds: list[float]) -> None:
+    """Print a line of the table."""
+    length = "-"
+    if line.engine == OURS:
+        num_emitted, num_rounds = (tallies[line].sum_of(name) for name in ("num_emitted", "num_rounds"))
+        length = f"{num_emitted / num_rounds:.2f}" if num_rounds else "1.00"
+    spread = f"{median(speeds):.2f}x ({min(speeds):.2f}, {max(speeds):.2f})"
+    speed = median(run.tokens_per_s for run in counted_runs(tallies, line.setting)[line.name])
+    print(f"{line.batch_size:>4}  {line.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
 
 
-def print_summary(tallies: dict[Method, Tally], is_reliable: bool) -> None:
-    """Bars of the greedy methods that were measured, a sentence for each setting, and, if reliable, what was gained."""
-    greedy = {method: median(ratios) for method, ratios in compared_speeds(tallies).items() if not method.is_sampled}
+def print_summary(tallies: Tallies, is_reliable: bool) -> None:
+    """Print bars of the greedy methods, a sentence for each setting and, if reliable, what was gained."""
+    greedy = {line: median(speeds) for line, speeds in compared_speeds(tallies).items() if not line.is_sampled}
     if not greedy:
         return
     scale = 30 / max(greedy.values())
-    for setting in dict.fromkeys(method.setting for method in greedy):
-        members = [method for method in greedy if method.setting == setting]
+    for setting in dict.fromkeys(line.setting for line in greedy):
+        members = [line for line in greedy if line.setting == setting]
         print(f"\n{members[0].prompts}")
-        for method in members:
-            bar = Text("█" * max(round(greedy[method] * scale), 1), style=COLOURS[method.engine])
-            rich.print(Text(f"  {method.engine + method.head_name:<23}") + bar + Text(f" {greedy[method]:.2f}x"))
+        for line in members:
+            bar = Text("█" * max(round(greedy[line] * scale), 1), style=COLOURS[line.engine])
+            rich.print(
+                Text(f"  {ENGINE_NAMES[line.engine] + line.head_name:<23}") + bar + Text(f" {greedy[line]:.2f}x")
+            )
     print()
     gains: dict[bool, list[str]] = {True: [], False: []}
-    for setting in dict.fromkeys(method.setting for method in greedy):
+    for setting in dict.fromkeys(line.setting for line in greedy):
         medians = {one.engine: (one, greedy[one]) for one in reversed(greedy) if one.setting == setting}
-        if {"hf_speculate", "transformers"} <= medians.keys():
-            (method, ours), (_, theirs) = (medians[engine] for engine in ("hf_speculate", "transformers"))
-            peer = f"row by row: {theirs:.2f}x" if method.batch_size > 1 else f"{theirs:.2f}x"
-            print(f"{method.prompts}: {ours:.2f}x plain decoding; transformers' assisted generation, {peer}.")
-            gains[ours >= MIN_GAIN].append(method.prompts)
+        if {OURS, TRANSFORMERS} <= medians.keys():
+            (line, ours), (_, theirs) = (medians[engine] for engine in (OURS, TRANSFORMERS))
+            peer = f"row by row: {theirs:.2f}x" if line.batch_size > 1 else f"{theirs:.2f}x"
+            print(f"{line.prompts}: {ours:.2f}x plain decoding; transformers' assisted generation, {peer}.")
+            gains[ours >= MIN_GAIN].append(line.prompts)
     if gains[True] and is_reliable:
         print(f"Gained: {'; '.join(gains[True])}.")
     if gains[False] and is_reliable:

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_speculate.tools.bench.decoding import Batch, Run
+from hf_speculate.tools.bench.methods import OURS, PLAIN, TRANSFORMERS
+
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 
 
@@ -37,18 +40,28 @@ def test_batches_hold_prompts_of_one_kind_and_stand_between_single_ones(demo, mo
     monkeypatch.setattr(
         demo, "encode", lambda _, texts, size: ["".join(texts[at : at + size]) for at in range(0, len(texts), size)]
     )
-    passes = [(one.kind, one.batch_size, one.inputs) for one in demo.passes_of(None, loaded, 2)]
+    passes = [(one.kind, one.batch_size, one.batch) for one in demo.passes_of(None, loaded, 2)]
     single = [("copying", 1, "0"), ("plain", 1, "1"), ("copying", 1, "2"), ("copying", 1, "3")]
     batches = [("copying", 2, "02"), ("copying", 2, "30"), ("plain", 2, "11")]
     assert passes == [single[0], batches[0], single[1], batches[1], single[2], batches[2], single[3]]
 
 
+def tally_of(report, speeds, texts):
+    """A tally of calls of so many tokens per second, one in each pass."""
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    calls = zip(speeds, texts, strict=True)
+    runs = [
+        Run(Batch(0, ids, ids), at, sum(map(len, text)) / speed, text, None) for at, (speed, text) in enumerate(calls)
+    ]
+    return report.Tally(runs)
+
+
 def test_gains_are_reported_by_kind(demo, import_example, capsys):
     report = import_example("demo_report")
     tallies = {
-        report.Method(engine, "greedy", rows, False, kind=kind): report.Tally(tokens_per_s=[speed], texts=[[[1]]])
+        report.Line(engine, "greedy", rows, False, kind=kind): tally_of(report, [speed], [[[1]]])
         for kind, rows, ours in (("copying", 1, 30.0), ("copying", 4, 20.0), ("plain", 1, 10.0))
-        for engine, speed in (("plain", 10.0), ("transformers", 5.0), ("hf_speculate", ours))
+        for engine, speed in ((PLAIN, 10.0), (TRANSFORMERS, 5.0), (OURS, ours))
     }
     report.print_summary(tallies, is_reliable=True)
     peer = "plain decoding; transformers' assisted generation,"
@@ -66,18 +79,18 @@ def test_gains_are_reported_by_kind(demo, import_example, capsys):
 
 def test_passes_of_unequal_texts_do_not_count(import_example, capsys):
     report = import_example("demo_report")
-    plain, ours, theirs = (report.Method(engine, "greedy", 1, False) for engine in report.COLOURS)
+    plain, ours, theirs = (report.Line(engine, "greedy", 1, False) for engine in (PLAIN, OURS, TRANSFORMERS))
     same, other = [[1, 2]], [[1, 3]]
     tallies = {
-        plain: report.Tally(tokens_per_s=[1.0, 1.0, 1.0], texts=[same, same, same]),
-        ours: report.Tally(tokens_per_s=[2.0, 9.0, 4.0], texts=[same, other, same]),
-        theirs: report.Tally(tokens_per_s=[3.0, 3.0], texts=[same, same]),  # Ctrl-C
+        plain: tally_of(report, [1.0, 1.0, 1.0], [same, same, same]),
+        ours: tally_of(report, [2.0, 9.0, 4.0], [same, other, same]),
+        theirs: tally_of(report, [3.0, 3.0], [same, same]),  # Ctrl-C
     }
     assert report.speedups(tallies, ours) == [2.0, 4.0]
     assert report.speedups(tallies, theirs) == [3.0]
     report.print_table(tallies, probes_s=[1.0])
     assert "counted: 2 of 3 greedy passes" in capsys.readouterr().out
-    tallies[ours].texts = [other, other, other]
+    tallies[ours] = tally_of(report, [2.0, 9.0, 4.0], [other, other, other])
     assert not report.print_table(tallies, probes_s=[1.0])
     assert "no text is equal in all methods" in capsys.readouterr().out
 
@@ -116,15 +129,15 @@ def test_without_time_speeds_are_not_compared_but_texts_of_both_dtypes_are(demo,
 def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not(demo, import_example, capsys):
     pair = import_example("demo_decoding").load_pair(PAIR, torch.float32, num_assistant_tokens=5)
     weights = pair.target.get_output_embeddings().weight.data
-    inputs = {"input_ids": torch.arange(4, 12)[None], "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    batch = Batch(0, torch.arange(4, 12)[None], torch.ones(1, 8, dtype=torch.long))
 
     def compared(other_id=None, num_tokens=8, num_verified=1):
         comparison = demo.Comparison(pair)
-        expected, _ = demo.decode(demo.PLAIN_GREEDY, pair, inputs, 8, seed=0)
-        ours = expected[:, :num_tokens].clone()
+        expected = demo.decode(demo.PLAIN_GREEDY, pair, batch, 8, seed=0)
+        text = expected.texts[0][:num_tokens]
         if other_id is not None:
-            ours[0, 2] = other_id
-        comparison.add(inputs, expected, ours)
+            text[2] = other_id
+        comparison.add(demo.OURS_GREEDY, expected._replace(texts=[text]), expected)
         comparison.num_verified = num_verified
         comparison.print("float32")
         return comparison.is_failed, capsys.readouterr().out
@@ -137,11 +150,9 @@ def test_a_wrong_text_a_short_one_and_one_without_drafts_fail_and_a_tie_does_not
     ):
         assert verdict[0]
         assert note in verdict[1]
-    expected, _ = demo.decode(demo.PLAIN_GREEDY, pair, inputs, 8, seed=0)
-    tied = next(
-        token_id for token_id in range(int(expected.max()) + 1, len(weights)) if token_id not in inputs["input_ids"]
-    )
-    weights[tied] = weights[expected[0, 2]]
+    (expected,) = demo.decode(demo.PLAIN_GREEDY, pair, batch, 8, seed=0).texts
+    tied = next(token_id for token_id in range(max(expected) + 1, len(weights)) if token_id not in batch.input_ids)
+    weights[tied] = weights[expected[2]]
     is_failed, printed = compared(other_id=tied)
     assert (is_failed, "  near-tie at token 2: logits 0 apart" in printed) == (False, True)
 

@@ -21,7 +21,7 @@ from hf_speculate.field_checks import real
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
-from hf_speculate.tools.checks.near_ties import DifferenceCheck, GapRecorder, keep_logits, logits_after_text
+from hf_speculate.tools.checks.near_ties import DifferenceCheck, GapRecorder, ParityRow, keep_logits, logits_after_text
 
 _TRANSFORMERS_TOKENS = 20  # default of its assisted generation
 _NUM_WIDE = 64  # rows of logits that are held in float32 at once
@@ -60,11 +60,11 @@ class TextCheck:
         plain = {run.key: run.texts for run in plain_runs}
         verdicts: Counter[str] = Counter()
         for run in runs:
-            verdicts.update(self._verdicts(method, run, plain[run.key]))
+            verdicts.update(row.verdict for row in self.rows(method, run, plain[run.key]))
         return Compared(verdicts["equal"], verdicts["tie"], verdicts["bug"])
 
-    def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[str]:
-        """Yield "equal", "tie" or "bug" for each row."""
+    def rows(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[ParityRow]:
+        """Compare each row of a call with plain decoding's texts of the same batch."""
         num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
@@ -76,12 +76,13 @@ class TextCheck:
         gaps = [] if last is None else self._gaps(run, last + 1)
         for row, (ids, others, at) in enumerate(zip(plain, run.texts, positions, strict=True)):
             if at is None:
-                yield "equal" if len(ids) == len(others) else "bug"
+                reason = f"a text ends after {len(others)} tokens, plain decoding's after {len(ids)}"
+                yield ParityRow() if len(ids) == len(others) else ParityRow(verdict="bug", reason=reason)
                 continue
             prompt = run.batch.rows[row]
             text = torch.cat([prompt, prompt.new_tensor(others[:at])])
             logits_of = partial(logits_after_text, token_ids=text, block_len=num_drafted + 1, num_rows=num_rows)
-            yield self._check((ids[at], others[at]), float(gaps[at][row]), at, logits_of).verdict
+            yield self._check((ids[at], others[at]), float(gaps[at][row]), at, logits_of)
 
     def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
         """Gaps [B] of plain decoding's tokens to those of a run, for each step."""
