@@ -80,10 +80,10 @@ def test_what_cannot_draft_is_named(tmp_path):
         with pytest.raises(ConfigError, match=f"must name a draft head or a causal language model, got '{source}'"):
             get(source, target_of())
     xpress = write_speculators(tmp_path / "x", EAGLE3, make_weights(EAGLE3), speculators_model_type="xpress")
-    with pytest.raises(UnsupportedModelError, match="got an XPress head"):
+    with pytest.raises(UnsupportedModelError, match="got the speculators model type 'xpress'"):
         get(xpress, target_of())
-    flare = write_z_lab(tmp_path / "f", DFLASH, make_weights(DFLASH), architectures=["DFlareDraftModel"])
-    with pytest.raises(UnsupportedModelError, match="got a DFlare head"):
+    flare = write_z_lab(tmp_path / "f", DFLASH, make_weights(DFLASH), fusion_mode="flare")
+    with pytest.raises(UnsupportedModelError, match="fusion_mode 'flare'"):
         get(flare, target_of())
     folder = tmp_path / "model"
     make_model("llama").save_pretrained(folder)

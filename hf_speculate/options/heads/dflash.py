@@ -22,7 +22,7 @@ from hf_speculate.options.heads.load_network import ConfigSource
 from hf_speculate.options.heads.network import FusingNetwork, NetworkPlan, TargetParts
 from hf_speculate.options.heads.round import HeadDrafter, NewTokens
 from hf_speculate.options.heads.row_cache import CacheView
-from hf_speculate.options.heads.unserved import unserved
+from hf_speculate.options.heads.served import unserved
 
 _MASK, _CONFIDENCE = "mask_embedding", "confidence_head.proj.weight"
 _DEFAULT_BLOCK_SIZE = {"z-lab": 16, "speculators": 8}

@@ -27,7 +27,7 @@ from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.layers import DecoderLayer
 from hf_speculate.options.heads.load_network import ConfigSource
 from hf_speculate.options.heads.network import NetworkPlan
-from hf_speculate.options.heads.unserved import unserved
+from hf_speculate.options.heads.served import unserved
 
 _DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _LAYER_IDS = {"z-lab": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}

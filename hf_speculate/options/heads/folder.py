@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import COMPUTE_DTYPES
-from hf_speculate.options.heads.unserved import PLAIN_WEIGHTS, unserved
+from hf_speculate.options.heads.served import PLAIN_WEIGHTS, unserved
 from hf_speculate.options.heads.weight_files import PATTERNS, first_file, read_names, read_weights
 
 _QUANTISED = ("weight_scale", "weight_scale_inv", "input_scale", ".scales", "qweight", "weight_packed")

@@ -18,7 +18,6 @@ from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
 from hf_speculate.options.heads.recognise import HeadKind
 from hf_speculate.options.heads.target_ids import target_ids
-from hf_speculate.options.heads.unserved import check_weight_names
 
 # Names of the same weight in other trainers' files.
 _RENAMED = (
@@ -94,7 +93,6 @@ def load_network(
     spec, options, file = request.spec, request.options, request.folder.weights_file
     renamed = ((own_name(name), weight) for name, weight in request.folder.weights().items())
     weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
-    check_weight_names(weights)
     d2t, t2d = (weights.pop(name, None) for name in VOCABULARY_WEIGHTS)
     ids = None if d2t is None else target_ids(d2t, t2d, spec.vocab_size, file).to(request.device)
     vocabulary = DraftVocabulary(spec.vocab_size, ids)

@@ -13,7 +13,7 @@ from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS, load_check
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan, TargetParts
 from hf_speculate.options.heads.recognise import text_fields
 from hf_speculate.options.heads.row_cache import CacheView
-from hf_speculate.options.heads.unserved import unserved
+from hf_speculate.options.heads.served import unserved
 
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -20,7 +20,7 @@ from hf_speculate.options.heads.load_network import ConfigSource, LoadRequest, c
 from hf_speculate.options.heads.network import TargetParts
 from hf_speculate.options.heads.parallel import SlotInputs, SlotNetwork
 from hf_speculate.options.heads.row_cache import TransformersCache
-from hf_speculate.options.heads.unserved import unserved
+from hf_speculate.options.heads.served import unserved
 
 _HEAD = "lm_head.weight"
 _CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}

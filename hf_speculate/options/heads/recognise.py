@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from hf_speculate.field_checks import is_int
-from hf_speculate.options.heads.unserved import check_config, unserved, unserved_kind
+from hf_speculate.options.heads.served import architectures_of, check_config, unserved
 
 SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -33,7 +33,7 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
         if model_type not in SPECULATORS_KINDS:
             raise unserved(f"the speculators model type {model_type!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
         return HeadKind(model_type, "speculators")
-    architectures = _architectures(config)
+    architectures = architectures_of(config)
     if _is_dflash2(config):
         return HeadKind("dflash2", "z-lab")
     if "dflash_config" in config or "DFlash" in architectures or config.keys() >= _BLOCK_FIELDS:
@@ -54,11 +54,11 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
 
 
 def is_head(config: dict[str, Any]) -> bool:
-    """Whether a config is that of a draft head, of a served kind or not, rather than of an ordinary model."""
+    """Return whether a config is that of a draft head rather than of an ordinary model."""
     # MTP layers have no config of their own, and a few early heads have that of an ordinary model.
     fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size", *_DFLASH2_FIELDS}
     has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS
-    return has_fields or any(name in _architectures(config) for name in _HEAD_NAMES) or bool(unserved_kind(config))
+    return has_fields or any(name in architectures_of(config) for name in _HEAD_NAMES)
 
 
 def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
@@ -84,10 +84,5 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any]:
 def _is_dflash2(config: dict[str, Any]) -> bool:
     fields = config.get("dflash_config")
     fields = config | (fields if isinstance(fields, dict) else {})
-    is_named = "DFlash2" in _architectures(config) or fields.get("projector_type") == "dflash2"
+    is_named = "DFlash2" in architectures_of(config) or fields.get("projector_type") == "dflash2"
     return is_named or bool(_DFLASH2_FIELDS & fields.keys())
-
-
-def _architectures(config: dict[str, Any]) -> str:
-    names = config.get("architectures")
-    return " ".join(map(str, names)) if isinstance(names, list) else ""

@@ -1,0 +1,61 @@
+"""The kinds of draft heads that are served, the error for others, and options that a served kind must not have."""
+
+from typing import Any
+
+from hf_speculate.errors import UnsupportedModelError
+
+SERVED = "EAGLE-3 and 3.1, P-EAGLE, DFlash, DFlash 2, DSpark, PARD, and MTP layers"
+PLAIN_WEIGHTS = "weights in float16, bfloat16 or float32"
+_PROJECTORS = ("dflash", "dflash2")
+_DENSE = "dense Llama or Qwen 3 layers"
+
+
+def unserved(got: str, allowed: str = "") -> UnsupportedModelError:
+    """Return the error for a head that is not served; `allowed` is what is served instead."""
+    return UnsupportedModelError(
+        f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, got {got}; use "
+        "another head, or load an ordinary draft model and pass it as assistant_model"
+    )
+
+
+def architectures_of(config: dict[str, Any]) -> str:
+    """Return the names of architectures in a config, joined by spaces."""
+    names = config.get("architectures")
+    return " ".join(map(str, names)) if isinstance(names, list) else ""
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Check that a config names no option under which a served kind would read its tensors wrongly.
+
+    The weights of other kinds are missing or left over when they are loaded.
+
+    Raises:
+        UnsupportedModelError: it names one.
+    """
+    layer, dflash = _nested(config, "transformer_layer_config") or config, _nested(config, "dflash_config")
+    fields, architectures = config | dflash, architectures_of(config)
+    is_head = "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures
+    if is_head and layer.get("kv_lora_rank"):
+        raise unserved("a draft with latent attention (MLA, kv_lora_rank)", _DENSE)
+    has_experts = layer.get("num_experts") or layer.get("num_local_experts")
+    if (is_head and has_experts) or fields.get("draft_ffn_type") == "moe":
+        raise unserved("a draft with experts", _DENSE)
+    if config.get("quantization_config") and (is_head or dflash):
+        raise unserved("a quantised head (quantization_config)", PLAIN_WEIGHTS)
+    projector = fields.get("projector_type") or "dflash"
+    if projector not in _PROJECTORS:
+        raise unserved(
+            f"a DFlash variant with projector_type {projector!r}",
+            f"projector_type {' or '.join(map(repr, _PROJECTORS))}",
+        )
+    if fields.get("fusion_mode") == "flare":
+        raise unserved("a DFlash variant with fusion_mode 'flare'", "states of layers that fc.weight joins")
+    if dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"):
+        raise unserved("a DFlash head with attention sinks", "attention without sinks")
+    if "DSpark" in architectures and "speculators_model_type" not in config:
+        raise unserved("a DSpark head outside the speculators format", "speculators_model_type 'dspark'")
+
+
+def _nested(config: dict[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
