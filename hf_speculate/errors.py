@@ -1,6 +1,8 @@
-"""Errors that the library raises, and the import of libraries that only some features need."""
+"""Errors and warnings of the library, and the import of libraries that only some features need."""
 
 import importlib
+import sys
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +12,7 @@ from hf_speculate.triton_kernels.errors import ShapeError as ShapeError
 from hf_speculate.triton_kernels.errors import SpeculateError as SpeculateError
 
 _NUM_NAMED = 3  # names in an error
+_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # packages between the user's code and a warning
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
@@ -33,6 +36,14 @@ class BadLogitsError(SpeculateError, RuntimeError):
 
 class OtherRankError(SpeculateError, RuntimeError):
     """Another process of a distributed call has raised an error, which ends the call in all of them."""
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that called the library."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _ON_THE_WAY:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def counted(number: int, noun: str) -> str:

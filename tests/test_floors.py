@@ -30,7 +30,6 @@ FLOORS = {
     "hf_speculate.field_checks": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
-    "hf_speculate.caller": 0,
     "hf_speculate.model_state": 0,
     "hf_speculate.transfers": 0,
     "hf_speculate.triton_kernels": -1,

@@ -3,14 +3,12 @@
 import copy
 import functools
 import importlib
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.caller import caller_level
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter, TranslatedDrafter
@@ -19,7 +17,7 @@ from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import MAX_PADDING, TranslatedLanguageModel, VocabMapping, padding_mapping
-from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.errors import UnsupportedModelError, warn_user
 from hf_speculate.models.context import context_of
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel, device_of, input_table, vocab_size_of
@@ -112,11 +110,10 @@ class AssistantModel(DraftSource):
         verified = DraftCounts(stats.num_verified, stats.num_accepted)
         if AcceptanceTallies.of(target).add(self.model, verified, VERIFIED_TOKENS_BOUND):
             names = [str(model.name_or_path) or type(model).__name__ for model in (target, self.model)]
-            warnings.warn(
+            warn_user(
                 f"fewer than {VERIFIED_TOKENS_BOUND.least_rate:.0%} of the draft tokens were accepted; the "
                 f"vocabularies of {names[0]} and {names[1]} have the same size but may differ: pass tokenizer= and "
-                "assistant_tokenizer= if they do",
-                stacklevel=caller_level(),
+                "assistant_tokenizer= if they do"
             )
 
 
@@ -169,10 +166,9 @@ def map_vocabularies(
             return common
         why = "their tokenizers differ"
     elif abs(num_target - num_draft) <= MAX_PADDING and _eos_ids(target) == _eos_ids(draft):
-        warnings.warn(
+        warn_user(
             f"the target has {num_target} ids and the draft {num_draft}; their tokenizers were not found, so ids are "
-            "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure",
-            stacklevel=caller_level(),
+            "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure"
         )
         return padding_mapping(num_target, num_draft)
     else:

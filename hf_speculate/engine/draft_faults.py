@@ -1,7 +1,6 @@
 """Draft faults: what becomes of an error that is raised while tokens are drafted."""
 
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -9,10 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_speculate.caller import caller_level
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
-from hf_speculate.errors import OtherRankError
+from hf_speculate.errors import OtherRankError, warn_user
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -81,7 +79,7 @@ class DraftFaults:
         """Record a fallback, and warn of it once."""
         if reason not in self.stats.fallbacks:
             self.stats.add_fallback(reason)
-            warnings.warn(reason, stacklevel=caller_level())
+            warn_user(reason)
 
 
 def is_of_device(error: Exception, device: torch.device) -> bool:

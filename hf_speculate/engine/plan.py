@@ -3,7 +3,6 @@
 import functools
 import logging
 import pkgutil
-import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,12 +10,12 @@ import torch
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
 from hf_speculate.cache.layers import is_recurrent
-from hf_speculate.caller import caller_level
 from hf_speculate.compat import attention_name
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
 from hf_speculate.engine.runners import Runners, draft_lens, find_runners
 from hf_speculate.engine.step_weights import draft_prior
+from hf_speculate.errors import warn_user
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import is_compiled
@@ -247,7 +246,7 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
             f"eager forwards of the {part} {type(model).__name__}, because a forward that the caller compiled would be "
             "traced anew for each form of the cache; pass compile_config= to compile speculative forwards"
         )
-        warnings.warn(reason, stacklevel=caller_level())
+        warn_user(reason)
         yield reason
 
 

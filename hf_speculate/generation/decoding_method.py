@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ from transformers.utils.generic import ModelOutput
 
 from hf_speculate.cache.layers import num_cached
 from hf_speculate.cache.static import is_static, static_copies
-from hf_speculate.caller import caller_level
 from hf_speculate.compat import CACHE_NAMES, plain_decoding
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.no_drafts import NoDrafts
@@ -29,6 +27,7 @@ from hf_speculate.engine.ranks import Ranks, find_ranks
 from hf_speculate.engine.row_lists import ONE_CALL, RowLists
 from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
+from hf_speculate.errors import warn_user
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_inputs import read_draft_inputs
 from hf_speculate.generation.model_inputs import target_inputs
@@ -216,7 +215,7 @@ class SpeculativeDecoding:
     def _warn(self, reason: str) -> None:
         """Record a fallback, and warn of it."""
         self.stats.add_fallback(reason)
-        warnings.warn(reason, stacklevel=caller_level())
+        warn_user(reason)
 
     def _decode_plainly(
         self,

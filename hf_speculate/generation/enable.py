@@ -1,14 +1,12 @@
 """Enables and disables speculative `generate()` for one model object."""
 
 import threading
-import warnings
 from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_speculate.caller import caller_level
 from hf_speculate.compat import check_private_names, version_note
-from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.errors import UnsupportedModelError, warn_user
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin, warn_of_lost_fields
 
 ModelT = TypeVar("ModelT")
@@ -45,7 +43,7 @@ def enable(model: ModelT) -> ModelT:
     check_private_names(base)
     if not is_enabled(base):
         if type(base) not in _ENABLED_CLASSES and (note := version_note(type(base))):
-            warnings.warn(note, stacklevel=caller_level())
+            warn_user(note)
         base.__class__ = _enabled_class(type(base))
     warn_of_lost_fields(base)
     return model

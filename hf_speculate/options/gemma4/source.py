@@ -1,18 +1,16 @@
 """The source of Gemma 4 assistants: transformers' model, or a `Gemma4Assistant` around it."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.caller import caller_level
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.source import FactorySource, HistoryKey, hint_of
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import UnsupportedGenerationError, warn_user
 from hf_speculate.options.gemma4.assistant import Gemma4Assistant
 from hf_speculate.options.gemma4.drafter import Gemma4Drafter
 from hf_speculate.stats import SpeculationStats
@@ -61,11 +59,10 @@ class Gemma4Source(FactorySource):
         drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
         first = DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
         if AcceptanceTallies.of(target).add(self.assistant.model, first, FIRST_TOKENS_BOUND):
-            warnings.warn(
+            warn_user(
                 f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {self.assistant.name} "
                 "drafted were accepted; it may belong to another checkpoint than the target's, or need the other "
-                "position, which check_positions measures",
-                stacklevel=caller_level(),
+                "position, which check_positions measures"
             )
 
 

@@ -1,7 +1,6 @@
 """Loads a draft head of any served kind, or says from configs alone whether it fits."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_speculate.caller import caller_level
 from hf_speculate.draft.base import Drafter, DrafterSetup
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, UnsupportedModelError, warn_user
 from hf_speculate.field_checks import integer, is_int
 from hf_speculate.models.context import context_len as context_len_of
 from hf_speculate.models.language_model import device_of, dtype_of
@@ -139,7 +137,7 @@ def load_drafter(
             "load the head that was trained for this target"
         )
     for note in fit.notes:
-        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=caller_level())
+        warn_user(f"the draft head {spec.name}: {note}")
     if context_len is not None:
         _LENGTH("context_len", context_len)
         spec = replace(spec, max_position_embeddings=context_len)

@@ -1,6 +1,5 @@
 """The source of draft heads: a loaded head, or the MTP layers of the target's own checkpoint (`use_mtp`)."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -8,13 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.caller import caller_level
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.source import FactorySource, HistoryKey, hint_of
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import UnsupportedGenerationError, warn_user
 from hf_speculate.options.heads.head import DraftHead
 from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
@@ -77,10 +75,9 @@ class HeadSource(FactorySource):
             )
         else:
             cause = "it may belong to another target, or read another vocabulary"
-        warnings.warn(
+        warn_user(
             f"fewer than {FIRST_TOKENS_BOUND.least_rate:.0%} of the first tokens that {spec.name} drafted were "
-            f"accepted; {cause}",
-            stacklevel=caller_level(),
+            f"accepted; {cause}"
         )
 
 
