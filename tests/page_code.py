@@ -27,7 +27,11 @@ STAND_INS = {
 }
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
 # Blocks that need a head or an assistant of the reader's.
-NOT_RUN = ("head = hf_speculate.load_drafter(", "print(head.check_layers(", "from hf_speculate.options.gemma4")
+NOT_RUN = (
+    "head = hf_speculate.load_drafter(",
+    "from hf_speculate.tools.checks.layers",
+    "from hf_speculate.options.gemma4",
+)
 
 
 def names_of_the_example() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A loaded draft head: what `load_drafter` returns and `generate(assistant_model=head)` takes."""
 
-import warnings
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,23 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
-from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.models.language_model import device_of, vocab_size_of
+from hf_speculate.errors import UnsupportedModelError, warn_user
 from hf_speculate.models.module_walk import weight_bytes
 from hf_speculate.models.runner import CompiledUnits
-from hf_speculate.models.text_decoder import unwrapped
-from hf_speculate.options.heads.layer_capture import FINAL_STATE, LayerCapture
+from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
-from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.types import Kept, Stream
 
-_SHIFTS = (0, 1, -1)  # shifts of layers' ids that `check_layers` compares
-_FEWEST_READ = 8  # tokens before the first that it predicts, if the prompts are that long
 _AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds that draft all tokens of a round in one step
-_MARGIN = 0.05  # by which another shift must be better, about two standard deviations of 200 tokens
 _TABLE, _HEAD = SHARED_TABLES
+_CHECK = "hf_speculate.tools.checks.layers"  # which imports this module
 _LOOKED_UP = (_TABLE, "predecessor_codebook", "successor_codebook")
 
 
@@ -92,20 +86,6 @@ class HeadSpec:
                 f"{MAX_PADDING:,} apart"
             )
         return problems
-
-
-class LayerCheck(NamedTuple):
-    """How often a head's first token was the target's own choice, by what it read."""
-
-    layers: tuple[int, ...]  # that it reads
-    accuracies: dict[int, float]  # by shift of all ids: 0, and +1 and -1 where there are such layers
-    num_tokens: int  # that were predicted with each
-
-    @property
-    def best_layers(self) -> tuple[int, ...]:
-        """The ids with the highest accuracy, pass them as `aux_layers`."""
-        best = max(self.accuracies, key=lambda shift: self.accuracies[shift])
-        return tuple(layer + best for layer in self.layers)
 
 
 HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
@@ -184,58 +164,12 @@ class DraftHead:
                 f"{'; '.join(problems)}; load the head that was trained for this target with load_drafter"
             )
 
-    @torch.no_grad()
     def check_layers(
         self, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
-    ) -> LayerCheck:
-        """Measure whether the head reads the layers that it was trained on: an id that is off by one is silent.
-
-        The head predicts each next token of the prompts from the target's states, with its ids as they are and shifted
-        by one, and each prediction is compared with the target's own choice.
-
-        Args:
-            target: that it was loaded for.
-            prompts: [B, T] int64, or what a tokenizer returns: `input_ids`, and `attention_mask` for padding.
-            num_tokens: that are predicted, at most.
-
-        Returns:
-            The accuracies by shift; a warning is given if a shift is clearly better.
-
-        Raises:
-            ConfigError: the head reads no layers, or the prompts hold fewer than three tokens.
-        """
-        if not self.hidden_layers or FINAL_STATE in self.hidden_layers:
-            raise ConfigError(
-                "check_layers needs a head that reads the states of layers, got one that reads "
-                f"{self.hidden_layers or 'none'}; there is nothing to shift"
-            )
-        target = unwrapped(target, "target")
-        shifted = {shift: tuple(layer + shift for layer in self.hidden_layers) for shift in _SHIFTS}
-        shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= self.shape.num_layers}
-        batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts
-        masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        texts = [row[mask.bool()].to(device_of(target)) for row, mask in zip(batch["input_ids"], masks, strict=True)]
-        longest = _FEWEST_READ + -(-num_tokens // max(len(texts), 1))
-        texts = [text[:longest] for text in texts if len(text) > 2]
-        if not texts:
-            raise ConfigError("prompts must hold a text of at least three tokens, got none; pass some lines of text")
-        hits: dict[int, list[bool]] = {shift: [] for shift in shifted}
-        with LayerCapture(target, sorted({layer for ids in shifted.values() for layer in ids})) as capture:
-            for text in texts:
-                choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
-                for shift, ids in shifted.items():
-                    states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
-                    hits[shift] += _hits(self.with_layers(ids), target, text, states, choices)
-        accuracies = {shift: sum(shifted_hits) / len(shifted_hits) for shift, shifted_hits in hits.items()}
-        check = LayerCheck(self.hidden_layers, accuracies, len(hits[0]))
-        if accuracies[0] + _MARGIN < max(accuracies.values()):
-            warnings.warn(
-                f"the head predicts {max(accuracies.values()):.0%} of {len(hits[0])} tokens from layers "
-                f"{check.best_layers}, and {accuracies[0]:.0%} from {self.hidden_layers}; load it with "
-                f"aux_layers={list(check.best_layers)}",
-                stacklevel=3,
-            )
-        return check
+    ) -> Any:
+        """Deprecated: see `hf_speculate.tools.checks.layers.check_layers`."""
+        warn_user(f"DraftHead.check_layers is deprecated; call check_layers(head, ...) of {_CHECK}", DeprecationWarning)
+        return importlib.import_module(_CHECK).check_layers(self, target, prompts, num_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DraftHead":
         """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
@@ -258,28 +192,3 @@ class DraftHead:
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
             f"default K {spec.default_draft_tokens or 'as the schedule says'}{most})"
         )
-
-
-def _hits(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:
-    """Whether the first drafted token was the target's choice, token by token of a text."""
-    setup = DrafterSetup(
-        target=target,
-        batch_size=1,
-        num_pads=(0,),
-        max_length=len(text) + 1,
-        max_draft_tokens=1,
-        vocab_size=vocab_size_of(target),
-        eos_token_ids=frozenset(),
-        device=target.device,
-        processors=BlockLogitsProcessorList(),
-        stream=Stream.DRAFT,
-    )
-    drafter, ids, hits, told = head(setup), text[None], [], 1
-    states = drafter.project_states(states)
-    for num_read in range(min(_FEWEST_READ, len(text) // 2) + 1, len(text) + 1):
-        count = torch.tensor([num_read - told], dtype=torch.int32, device="cpu")
-        kept = Kept(ids[:, told:num_read], count, states[:, told - 1 : num_read - 1])
-        draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=kept))
-        hits.append(bool(draft.token_ids[0, 0] == choices[num_read - 1]))
-        told = num_read
-    return hits

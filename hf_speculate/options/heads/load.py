@@ -110,7 +110,7 @@ def load_drafter(
         device: of the head's weights; the target's if None.
         aux_layers: ids of the target's hidden states that the head reads, for configs that name them wrongly: i is the
             input of decoder layer i, and the number of layers is the state before the final norm. If None, those
-            of the config. `DraftHead.check_layers` measures whether they are right.
+            of the config. `hf_speculate.tools.checks.layers.check_layers` measures whether they are right.
         context_len: tokens up to which rows are drafted for, >= 1; longer rows decode plainly. If None, the
             `max_position_embeddings` of the config, beyond which the acceptance rate falls.
         subfolder: of the folder or repository, with "/" between its parts; empty for none. Of a repository, the weights

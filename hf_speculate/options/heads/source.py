@@ -71,7 +71,8 @@ class HeadSource(FactorySource):
             cause = "it may belong to another target, or to weights that this one had before it was changed"
         elif spec.hidden_layers:
             cause = (
-                "it may read other layers than it was trained on: measure it with head.check_layers(target, prompts)"
+                "it may read other layers than it was trained on: measure it with check_layers(head, target, prompts) "
+                "of hf_speculate.tools.checks.layers"
             )
         else:
             cause = "it may belong to another target, or read another vocabulary"

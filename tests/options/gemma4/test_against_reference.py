@@ -10,8 +10,8 @@ import hf_speculate
 from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.options.gemma4.assistant import Gemma4Assistant
-from hf_speculate.options.gemma4.check_positions import check_positions
 from hf_speculate.options.gemma4.drafter import Gemma4Drafter
+from hf_speculate.tools.checks.positions import check_positions
 from hf_speculate.types import DraftOut
 from tests.options.gemma4.models import make_assistant, make_reader, make_target, make_unified_target, num_scored
 from tests.options.gemma4.reference import Reference

@@ -10,9 +10,9 @@ from torch import nn
 import hf_speculate
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.options.gemma4.assistant import Gemma4Assistant
-from hf_speculate.options.gemma4.check_positions import check_positions
 from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.tools.checks.positions import check_positions
 from tests.cases import CACHES, assert_decodes_as_plain, each_value
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.options.gemma4.models import make_assistant, make_target

@@ -18,6 +18,7 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.tools.checks.layers import check_layers
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.compatibility_rows import CHARACTERS
@@ -244,7 +245,7 @@ def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
     (folder, texts), layers = fitted, tuple(layer - is_wrong for layer in FITTED.aux_layers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check = load_drafter(folder, target_of(), aux_layers=layers).check_layers(target_of(), texts, num_tokens=60)
+        check = check_layers(load_drafter(folder, target_of(), aux_layers=layers), target_of(), texts, num_tokens=60)
     assert ["load it with aux_layers=[1, 3, 6]" in str(one.message) for one in caught] == [True] * is_wrong
     assert (check.layers, check.best_layers) == (layers, FITTED.aux_layers)
     assert check.accuracies[int(is_wrong)] > 0.4
@@ -254,9 +255,18 @@ def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
 def test_what_reads_no_layers_has_nothing_to_check(fitted, tmp_path):
     write_pard(tmp_path)
     with pytest.raises(ConfigError, match="check_layers needs a head that reads the states of layers"):
-        load_drafter(tmp_path, target_of()).check_layers(target_of(), torch.ones(1, 9, dtype=torch.int64))
+        check_layers(load_drafter(tmp_path, target_of()), target_of(), torch.ones(1, 9, dtype=torch.int64))
     with pytest.raises(ConfigError, match="prompts must hold a text of at least three tokens"):
-        load_drafter(fitted[0], target_of()).check_layers(target_of(), torch.ones(1, 2, dtype=torch.int64))
+        check_layers(load_drafter(fitted[0], target_of()), target_of(), torch.ones(1, 2, dtype=torch.int64))
+
+
+def test_check_layers_of_a_head_is_deprecated(fitted):
+    folder, texts = fitted
+    head = load_drafter(folder, target_of())
+    with pytest.warns(DeprecationWarning, match=r"call check_layers\(head, ...\) of hf_speculate.tools") as caught:
+        check = head.check_layers(target_of(), texts, num_tokens=20)
+    assert caught[0].filename == __file__
+    assert check == check_layers(head, target_of(), texts, num_tokens=20)
 
 
 K = 3
