@@ -3,19 +3,19 @@
 import importlib
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import rich.jupyter
-import rich.markup
-import rich.table
 
-from hf_speculate.errors import counted, import_extra
+from hf_speculate.errors import import_extra
 from hf_speculate.types import StageSeconds
+
+if TYPE_CHECKING:
+    import rich.table
 
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
@@ -23,7 +23,6 @@ MAX_PLAIN_STEPS = 256  # plain steps of one number of rows whose seconds are kep
 ENOUGH_PLAIN_STEPS = 16  # plain steps of one number of rows; with fewer, those of earlier calls count too
 _PLAIN_STEPS = ("plain_step_s_by_rows", "earlier_plain_step_s_by_rows")
 _BY_NUMBER = ("rounds_by_draft_len", "replaced_steps", *_PLAIN_STEPS)  # dicts with int keys
-_NOTHING_DRAFTED = "nothing was drafted"
 _DERIVED = (  # properties in `as_dict`
     *("speedup", "mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position"),
     *("verified_acceptance_rate", "verified_acceptance_rate_per_position", "tokens_per_s", "total_s"),
@@ -32,7 +31,7 @@ _DERIVED = (  # properties in `as_dict`
 
 
 @dataclass
-class SpeculationStats(rich.jupyter.JupyterMixin):
+class SpeculationStats:
     """Counts and seconds of one `generate()` call, all runs of it if a model decodes in several; each call resets it.
 
     Times are measured on the host. On an accelerator, the cost of work shows up in the stage that waits for it.
@@ -178,7 +177,7 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         `replaced_steps`. A step takes the median of the plain steps of as many rows, interpolated between two numbers.
         Where the call took fewer than 16 plain steps, those of earlier calls of its type count too.
         """
-        steps = self._measured_steps()
+        steps = self.measured_steps()
         if not steps or self.total_s <= 0:
             return None
         measured = sorted(steps)
@@ -235,42 +234,26 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         return import_extra("pandas", "plot").DataFrame([row])
 
     def summary(self) -> str:
-        """One line: speed-up, target forwards, mean acceptance length, acceptance rate, seconds."""
-        if not self.num_rounds and self.has_draft_source:
-            return f"{self.verifier or 'no'} verification: no rounds in {self.total_s:.2f} s"
-        if not self.has_draft_source:
-            return self.headline
-        rate = f"acceptance rate {self.acceptance_rate:.3f}" if self.num_drafted else _NOTHING_DRAFTED
-        forwards = f"{counted(self.num_target_forwards, 'target forward')} (plain {self.num_plain_forwards}), "
-        return (
-            f"{self.headline}; {self.verifier} verification: {counted(self.num_emitted, 'token')} in "
-            f"{counted(self.num_rounds, 'round')}, {forwards}"
-            f"mean acceptance length {self.mean_acceptance_length:.2f}, {rate}, "
-            f"{self.total_s:.2f} s, {self.tokens_per_s:.1f} tokens/s"
-        )
+        """Return one line: speed-up, target forwards, mean acceptance length, acceptance rate, seconds."""
+        line: str = _rendering().summary(self)
+        return line
 
     @property
     def headline(self) -> str:
         """Estimated speed-up over plain decoding, or why there is none."""
-        if not self.has_draft_source:
-            return "plain decoding: no draft source"
-        if not self.num_rounds:
-            return "no token was decoded after the prompt"
-        if (speedup := self.speedup) is None:
-            return "speed-up over plain decoding not measured (no call of this type has taken a plain step yet)"
-        num_own = sum(map(len, self.plain_step_s_by_rows.values()))
-        num = sum(map(len, self._measured_steps().values()))
-        steps = counted(num, "plain step") + (f", {num - num_own} of earlier calls" if num > num_own else "")
-        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {steps})"
+        line: str = _rendering().headline(self)
+        return line
 
-    def as_table(self) -> rich.table.Table:
-        """A table for rich; `rich.print(stats)` shows it."""
-        table = rich.table.Table(title=self.headline, show_header=False)
-        for name, value in self._lines():
-            table.add_row(name, rich.markup.escape(value))
+    def as_table(self) -> "rich.table.Table":
+        """Return a table for rich; `rich.print(stats)` shows it."""
+        table: rich.table.Table = _rendering().as_table(self)
         return table
 
     __rich__ = as_table
+
+    def _repr_mimebundle_(self, include: Sequence[str], exclude: Sequence[str], **options: Any) -> dict[str, str]:
+        """Show the table in a notebook."""
+        return self.as_table()._repr_mimebundle_(include, exclude, **options)
 
     def plot(self) -> Any:
         """A `matplotlib.figure.Figure` of acceptance rate per position, draft length by round, and seconds by stage.
@@ -278,14 +261,19 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        rates = self.acceptance_rate_per_position
-        make_figure = importlib.import_module("hf_speculate.plotting").make_figure
-        return make_figure(self.headline, rates, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
+        return importlib.import_module("hf_speculate.tools.plotting").make_figure(
+            self.headline,
+            self.acceptance_rate_per_position,
+            self.draft_lens,
+            self.num_batch_rounds,
+            self.seconds_by_stage,
+        )
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *(f"{name}: {value}" for name, value in self._lines())])
+        text: str = _rendering().text(self)
+        return text
 
-    def _measured_steps(self) -> dict[int, list[float]]:
+    def measured_steps(self) -> dict[int, list[float]]:
         """Seconds of plain steps by number of rows: the call's own, and as many earlier ones as it lacks."""
         own, earlier = self.plain_step_s_by_rows, self.earlier_plain_step_s_by_rows
         steps = {}
@@ -295,46 +283,6 @@ class SpeculationStats(rich.jupyter.JupyterMixin):
             newest_first = earlier.get(num_rows, [])[::-1]
             steps[num_rows] = measured + newest_first[:num_lacking]
         return steps
-
-    def _lines(self) -> list[tuple[str, str]]:
-        """Names and values, the most important first."""
-        if not self.num_rounds and not self.has_draft_source:
-            return []
-        total_s = self.total_s
-        positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
-        lens = " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items()))
-        stages = ", ".join(
-            f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
-            for stage, seconds in self.seconds_by_stage.items()
-        )
-        drafts = {
-            "target forwards": f"{self.num_target_forwards} after the prompt, plain decoding {self.num_plain_forwards}",
-            "mean acceptance length": f"{self.mean_acceptance_length:.2f} "
-            f"({counted(self.num_emitted, 'token')} in {counted(self.num_rounds, 'round')})",
-        }
-        rates = {
-            "acceptance rate": f"{self.acceptance_rate:.3f} ({self.num_accepted} of {self.num_drafted} drafted tokens)",
-            "verified acceptance rate": f"{self.verified_acceptance_rate:.3f} "
-            f"({self.num_accepted} of {self.num_verified} verified tokens)",
-            "acceptance rate per position": positions,
-        }
-        drafts |= rates if self.num_drafted else {"acceptance rate": f"- ({_NOTHING_DRAFTED})"}
-        lines = {
-            **(drafts if self.has_draft_source and self.num_rounds else {}),
-            "tokens per second": f"{self.tokens_per_s:.1f}" if self.num_rounds else "",
-            "time to first token": f"{self.time_to_first_token_s:.3f} s" if self.time_to_first_token_s else "",
-            "rounds by draft length": lens,
-            "rounds scored again": f"{self.num_rescored}, after NaN or infinite logits" if self.num_rescored else "",
-            "time by stage": stages,
-            "verifier": self.verifier or "none",
-            "host synchronisations": f"{self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
-            "plan": self.plan,
-            "compiled": ", ".join(self.compiled),
-            "from graphs": ", ".join(self.graphed),
-            "rows": "moved in lock step" if self.lock_step else "",
-        }
-        shown = [(name, value) for name, value in lines.items() if value]
-        return shown + [("fallback", reason) for reason in self.fallbacks]
 
 
 _COUNTS = tuple(entry.name for entry in fields(SpeculationStats) if entry.name.endswith(("_per_position", "_per_row")))
@@ -359,3 +307,8 @@ _ADD: dict[str, Callable[[Any, Any], Any]] = {
 
 def _ratios(numerators: list[int], denominators: list[int]) -> list[float]:
     return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
+
+
+def _rendering() -> Any:
+    """Return the module that renders statistics, which imports rich."""
+    return importlib.import_module("hf_speculate.tools.rendering")

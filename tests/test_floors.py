@@ -24,7 +24,6 @@ FLOORS = {
     "hf_speculate.processors": 6,
     "hf_speculate.config": 4,
     "hf_speculate.stats": 3,
-    "hf_speculate.plotting": 2,
     "hf_speculate.compat": 1,
     "hf_speculate.per_row": 1,
     "hf_speculate.field_checks": 1,
