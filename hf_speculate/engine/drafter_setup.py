@@ -1,19 +1,20 @@
-"""The drafter of a call: its source begins before the plan, and makes it from the plan."""
+"""The setup of a call's drafter, and the drafter of a planned call."""
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
+from transformers import CompileConfig
+
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup
 from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.draft_faults import DraftFaults
-from hf_speculate.engine.plan import Plan
-from hf_speculate.engine.runners import draft_lens
+from hf_speculate.engine.runners import draft_lens, runner_request
 from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.context import Context
 from hf_speculate.models.language_model import vocab_size_of
@@ -23,24 +24,23 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.verify.base import traits_of
 
+if TYPE_CHECKING:
+    from hf_speculate.engine.draft_faults import DraftFaults
+    from hf_speculate.engine.plan import Plan
+
 _STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
 _FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
 
 
-def begin_source(call: Call, stats: SpeculationStats, prepared: Mapping[str, Any]) -> Call:
-    """The call once its source has begun; `prepared` is what transformers hands to candidate generators."""
-    return replace(call, source=call.source.begin(drafter_setup(call, stats.add_eager_part), prepared))
-
-
-def make_drafter(plan: Plan, stats: SpeculationStats, faults: DraftFaults) -> Drafter:
+def make_drafter(plan: "Plan", stats: SpeculationStats, faults: "DraftFaults") -> Drafter:
     """The drafter of a planned call, which then says which errors of its own are the caller's."""
     source_plan = draft_plan(plan, stats.add_eager_part, partial(faults.meet, is_last=False))
-    drafter = plan.call.source.make_drafter(source_plan)
+    drafter = plan.source.make_drafter(source_plan)
     faults.is_callers = drafter.is_callers
     return drafter
 
 
-def find_target_states(plan: Plan, drafter: Drafter) -> TargetStates | None:
+def find_target_states(plan: "Plan", drafter: Drafter) -> TargetStates | None:
     """The states that the drafter of a planned call reads; None if it reads none."""
     if plan.hidden_layers is None:
         return None
@@ -48,12 +48,17 @@ def find_target_states(plan: Plan, drafter: Drafter) -> TargetStates | None:
     return states
 
 
-def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> DrafterSetup:
+def drafter_setup(
+    call: Call,
+    source: DraftSource,
+    config: SpeculationConfig,
+    settings: CompileConfig | None,  # of the target's compiled forwards; None if they run eagerly
+    on_failure: Callable[[str, str], None],
+) -> DrafterSetup:
     """The setup of a drafter; `on_failure` gets the part and the reason if the draft cannot be compiled."""
-    config, traits, compilation = call.config, traits_of(call.config), None
-    settings = call.static.settings.get("target")
+    traits, compilation = traits_of(config), None
     if settings is not None:
-        lens = draft_lens(config, call.source.varies_len)
+        lens = draft_lens(config, source.varies_len)
         compilation = DraftCompilation(settings, lens, CompiledUnits(), partial(on_failure, "draft"))
     return DrafterSetup(
         target=call.target,
@@ -75,10 +80,12 @@ def drafter_setup(call: Call, on_failure: Callable[[str, str], None]) -> Drafter
     )
 
 
-def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callable[[], None]) -> DraftPlan:
+def draft_plan(plan: "Plan", on_failure: Callable[[str, str], None], meet: Callable[[], None]) -> DraftPlan:
     """What the source of a planned call is told; with synced ranks, `meet` is called before a model's forwards."""
     call, draft = plan.call, plan.draft
-    setup, processors = drafter_setup(call, on_failure), call.processors.for_draft()
+    settings = runner_request(call, plan.source).settings.get("target")
+    setup = drafter_setup(call, plan.source, plan.config, settings, on_failure)
+    processors = call.processors.for_draft()
     if draft is not None and draft.device.type == "cuda" and runs_kernels(setup.backend, draft.device):
         processors = BlockLogitsProcessorList(
             importlib.import_module(_FUSED_WARPERS).fuse_warpers(processors, setup.backend)
@@ -94,7 +101,7 @@ def draft_plan(plan: Plan, on_failure: Callable[[str, str], None], meet: Callabl
 
     return DraftPlan(
         **{**vars(setup), "processors": call.row_lists.processors(processors, call.batch_size)},
-        config=call.config,
+        config=plan.config,
         inputs=call.draft_inputs,
         prompt_len=call.prompts.input_ids.shape[1] - min(setup.num_pads),
         num_query=call.prefill_chunk_size or call.prompts.query_ids.shape[1],

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
 from hf_speculate.models.cache_kinds import CachePlan, CacheRequest, find_kind, plan_cache
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -33,11 +35,13 @@ class ModelPlan(NamedTuple):
         return self.cache.request.device
 
 
-def plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
+def plan_target(
+    call: Call, config: SpeculationConfig, source: DraftSource, hidden_layers: tuple[int, ...] | None
+) -> ModelPlan:
     """The plan of the target; the drafter reads the states of some of its layers."""
     eager_reason = ""
-    if hidden_layers and call.source.reads_outputs:
-        eager_reason = call.source.reads_outputs
+    if hidden_layers and source.reads_outputs:
+        eager_reason = source.reads_outputs
     elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = ""
@@ -45,10 +49,12 @@ def plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
         ungraphed = "rows of the batch are refilled"
     elif call.recorded.hidden_states or call.recorded.attentions:
         ungraphed = "hidden states or attentions are returned"
-    return ModelPlan("target", plan_target_cache(call), call.target_inputs, eager_reason, ungraphed)
+    return ModelPlan("target", plan_target_cache(call, config), call.target_inputs, eager_reason, ungraphed)
 
 
-def plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
+def plan_draft(
+    call: Call, config: SpeculationConfig, source: DraftSource, draft: PreTrainedModel, target: ModelPlan
+) -> ModelPlan:
     """The plan of the model that drafts."""
     device = device_of(draft)
     request = CacheRequest(
@@ -56,22 +62,22 @@ def plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPl
         None,
         _moved(call.prompts.text_mask, device),
         device,
-        call.config.speculation_cache,
+        config.speculation_cache,
         crosses=call.draft_inputs.crosses,
         max_columns=call.max_length,
         num_recurrent_states=target.cache.request.num_recurrent_states,
         handed_on=HandedOn.of(draft),
     )
     cache = plan_cache(request)
-    drops_states = cache.kind == "preallocated" and any(request.layers.is_sliding) and not call.static.is_static
-    if drops_states and request.requested == "auto" and call.config.draft_state is not None:
+    drops_states = cache.kind == "preallocated" and any(request.layers.is_sliding) and not call.is_static
+    if drops_states and request.requested == "auto" and config.draft_state is not None:
         reason = "growing buffers drop what lies behind a window, and draft_state keeps all states"
         cache = CachePlan(request, "dynamic", reason)
-    ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
+    ungraphed = target.ungraphed if source.vocabulary is None else "its vocabulary is another one"
     return ModelPlan("draft", cache, call.draft_inputs, ungraphed=ungraphed)
 
 
-def plan_target_cache(call: Call) -> CachePlan:
+def plan_target_cache(call: Call, config: SpeculationConfig) -> CachePlan:
     """The target's KV cache."""
     device = call.prompts.input_ids.device
     request = CacheRequest(
@@ -79,19 +85,19 @@ def plan_target_cache(call: Call) -> CachePlan:
         call.cache,
         _moved(call.prompts.attention_mask, device),
         device,
-        call.config.speculation_cache,
+        config.speculation_cache,
         call.is_cache_passed,
         call.is_cache_kept,
         call.recorded.attentions,
         call.target_inputs.crosses,
         max_columns=call.max_columns,
-        num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
+        num_recurrent_states=call.batch_size * (config.max_draft_tokens + 1),
         handed_on=HandedOn.of(call.target),
     )
     plan = plan_cache(request)
     if not call.foreign_code or plan.kind != "preallocated" or request.requested != "auto":
         return plan
-    if call.static.is_static or call.config.speculation_graphs == "on" or find_kind("dynamic").obstacle(request):
+    if call.is_static or config.speculation_graphs == "on" or find_kind("dynamic").obstacle(request):
         return plan
     return CachePlan(request, "dynamic", f"{described(call.foreign_code)} may read or edit its layers")
 

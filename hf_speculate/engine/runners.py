@@ -10,8 +10,9 @@ from transformers import CompileConfig
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.engine.call import Call, RunnerRequest
+from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_kinds import GROWING, Buffers
@@ -21,6 +22,16 @@ from hf_speculate.models.runner import GRAPH_BACKENDS
 from hf_speculate.processors.of_rows import RowProcessors
 
 _OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may run compiled, or from device graphs
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """The fixed buffers and compiled forwards that a call asks for."""
+
+    is_static: bool = False  # whether buffers never grow
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by model, "target" and "draft"
+    min_columns: int = 0  # columns that buffers have at least
+    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
 
 
 @dataclass(frozen=True)
@@ -88,12 +99,12 @@ def find_runners(
     return runners
 
 
-def static_request(call: Call, is_static: bool) -> RunnerRequest:
+def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
     """The fixed buffers and compiled forwards that a call asks for: no more than plain `generate` would compile."""
-    config, eager_draft = call.generation_config, call.source.eager_reason
-    if not is_static and config.compile_config is None:
+    config, eager_draft = call.generation_config, source.eager_reason
+    if not call.is_static:
         return RunnerRequest()
-    models = {"target": call.target} if call.draft is None else {"target": call.target, "draft": call.draft}
+    models = {"target": call.target} if source.model is None else {"target": call.target, "draft": source.model}
     configs = {part: compile_config_of(model, config) for part, model in models.items()}
     settings = {part: compile_config for part, compile_config in configs.items() if compile_config is not None}
     reason = ""

@@ -1,6 +1,5 @@
 """The decoding method of a call, which transformers runs once it has prepared the inputs."""
 
-import copy
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,16 +17,13 @@ from hf_speculate.cache.static import is_static, static_copies
 from hf_speculate.caller import caller_level
 from hf_speculate.compat import CACHE_NAMES, plain_decoding
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import VARIANTS, DraftSource, load_entry
 from hf_speculate.engine.builder import Prepared, build_decoder
 from hf_speculate.engine.call import Call, Prompts
-from hf_speculate.engine.drafter_setup import begin_source
 from hf_speculate.engine.outputs import GenerateOutput
-from hf_speculate.engine.plan import gains_nothing, make_plan, with_working_kernels
+from hf_speculate.engine.plan import gains_nothing, make_plan
 from hf_speculate.engine.ranks import Ranks, find_ranks
 from hf_speculate.engine.row_lists import ONE_CALL, RowLists
-from hf_speculate.engine.runners import static_request
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_inputs import read_draft_inputs
@@ -43,7 +39,7 @@ from hf_speculate.generation.validate_models import check_target
 from hf_speculate.models.extra_inputs import MEDIA, ExtraInputs
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.foreign_code import described, foreign_code
-from hf_speculate.models.language_model import cache_name, text_prefix, vocab_size_of
+from hf_speculate.models.language_model import cache_name, text_prefix
 from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -98,44 +94,27 @@ class SpeculativeDecoding:
         input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
         static_cache = _replace_static_cache(model, model_kwargs)
         check_unused(logits_processor)
-        prompts = self._prompts(model, input_ids, generation_config, model_kwargs, static_cache)
-        call = Call(
-            target=model,
-            source=self.source,
+        call = self._read_call(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor,
+            model_kwargs,
             config=config,
-            generation_config=copy.copy(generation_config),  # candidate generators may write to the one they are given
-            prompts=prompts,
-            cache=model_kwargs[cache_name(model)],
-            is_cache_passed=self.is_cache_passed and static_cache is None,
-            is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
-            processors=BlockLogitsProcessorList(logits_processor).by_row(len(input_ids)),
-            criteria=BlockStoppingCriteria(stopping_criteria),
-            streamer=streamer,
-            target_inputs=target_inputs(model, prompts, model_kwargs, has_positions="position_ids" in self.passed),
-            row_lists=self.row_lists,
+            static_cache=static_cache,
         )
-        check_extra_inputs(call)
-        is_fixed = self.is_static or static_cache is not None
-        call = replace(call, ranks=self._ranks(call, is_fixed))
-        call = self._with_draft_inputs(call, inputs_tensor, model_kwargs)
-        call = replace(call, static=static_request(call, is_fixed), foreign_code=foreign_code(model))
         self_test = ""
         if not is_tested_type(model):
-            check_decoding = importlib.import_module(_SELF_TEST).check_decoding
-            self_test = check_decoding(call, generation_config, model_kwargs, self.source)
-        reason = self._why_plainly(call, generation_config, model_kwargs)
+            self_test = importlib.import_module(_SELF_TEST).check_decoding(call, self.source)
+        reason = self._why_plainly(call)
         if reason:
             self._warn(reason)
             if config.verifier != "coupled":
-                plain = logits_processor, stopping_criteria, generation_config
-                return self._decode_plainly(call, plain, model_kwargs, static_cache)
-            source = NoDrafts(self.source.argument, self.source.hint, is_token_by_token=True)
-            call = replace(call, source=source, draft_inputs=ExtraInputs())
-            call = replace(call, static=static_request(call, is_fixed))
-        call = with_working_kernels(call, self.stats)
-        for_generators = _for_generators(call, generation_config, inputs_tensor, model_kwargs)
-        call = begin_source(call, self.stats, for_generators)
-        prepared = build_decoder(make_plan(call, self_test), self.stats, self.clock)
+                return self._decode_plainly(call, logits_processor, stopping_criteria, static_cache)
+        plan = make_plan(call, self.stats, drafts=not reason, self_test=self_test)
+        prepared = build_decoder(plan, self.stats, self.clock)
         if self.on_prepared is not None:
             self.on_prepared(prepared)
             return input_ids
@@ -143,6 +122,54 @@ class SpeculativeDecoding:
         self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
         self.stats.add_seconds(self.clock.lap())
         return output
+
+    def _read_call(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None,
+        model_kwargs: dict[str, Any],
+        *,
+        config: SpeculationConfig,
+        static_cache: Cache | None,
+    ) -> Call:
+        """The call that transformers has prepared, after all checks."""
+        prompts = self._prompts(model, input_ids, generation_config, model_kwargs, static_cache)
+        read = target_inputs(model, prompts, model_kwargs, has_positions="position_ids" in self.passed)
+        check_extra_inputs(read, input_ids, generation_config.prefill_chunk_size, self.source)
+        is_static_named, source = self.is_static or static_cache is not None, self.source
+        ranks = self._ranks(model, input_ids.device, generation_config, is_static_named)
+        reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
+        draft_inputs = self._draft_inputs(
+            model, prompts, generation_config, inputs_tensor if reads_tensor else None, model_kwargs, config, ranks
+        )
+        if draft_inputs is None:
+            source = source.without_model()
+            config = source.settings(config)
+        return Call(
+            target=model,
+            source=source,
+            config=config,
+            generation_config=generation_config,
+            prompts=prompts,
+            cache=model_kwargs[cache_name(model)],
+            is_cache_passed=self.is_cache_passed and static_cache is None,
+            is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
+            processors=BlockLogitsProcessorList(logits_processor).by_row(len(input_ids)),
+            criteria=BlockStoppingCriteria(stopping_criteria),
+            streamer=self.passed.get("streamer"),
+            model_kwargs=model_kwargs,
+            inputs_tensor=inputs_tensor,
+            is_static_named=is_static_named,
+            target_inputs=read,
+            draft_inputs=draft_inputs or ExtraInputs(),
+            ranks=ranks,
+            row_lists=self.row_lists,
+            foreign_code=foreign_code(model),
+        )
 
     def _prompts(
         self,
@@ -175,31 +202,59 @@ class SpeculativeDecoding:
             check_room(room, max_tokens - 1)
         return prompts
 
-    def _ranks(self, call: Call, is_fixed: bool) -> Ranks:
+    def _ranks(
+        self, model: PreTrainedModel, device: torch.device, generation_config: GenerationConfig, is_static_named: bool
+    ) -> Ranks:
         """The processes that decode the call together."""
-        ranks = find_ranks(self.passed.get("synced_gpus"), call.models, call.prompts.input_ids.device)
+        models = [model] if self.source.model is None else [model, self.source.model]
+        ranks = find_ranks(self.passed.get("synced_gpus"), models, device)
         if ranks.is_synced:
-            has_compiled = call.generation_config.compile_config is not None
-            check_synced(call.generation_config, is_fixed or has_compiled, call.source)
+            has_compiled = generation_config.compile_config is not None
+            check_synced(generation_config, is_static_named or has_compiled, self.source)
         return ranks
 
-    def _with_draft_inputs(self, call: Call, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]) -> Call:
-        """The call with what its draft model reads besides tokens, or without that model if it cannot read them."""
-        draft, media = call.draft, sorted(MEDIA & self.passed.keys())
-        if draft is None or not (draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs):
-            num_left = call.generation_config.max_length - call.prompts.input_ids.shape[1]
-            if draft is None or not media or num_left < _FEWEST_LEFT or gains_nothing(call):
-                return call
-            read_media = load_entry(VARIANTS["pictures"])
-            return replace(call, draft_inputs=read_media(call, draft, self.passed, media, self.stats))
-        reads_tensor = "encoder_outputs" not in self.passed and model_kwargs.get("inputs_embeds") is None
-        inputs = read_draft_inputs(call, draft, self.stats, inputs_tensor if reads_tensor else None, model_kwargs)
-        if inputs is not None:
-            return replace(call, draft_inputs=inputs)
-        source = call.source.without_model()
-        return replace(call, source=source, config=source.settings(call.config))
+    def _draft_inputs(
+        self,
+        model: PreTrainedModel,
+        prompts: Prompts,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None,
+        model_kwargs: Mapping[str, Any],
+        config: SpeculationConfig,
+        ranks: Ranks,
+    ) -> ExtraInputs | None:
+        """What the draft model reads besides tokens; None, with the reason in the statistics, if it cannot read it."""
+        draft, media = self.source.model, sorted(MEDIA & self.passed.keys())
+        if draft is None:
+            return ExtraInputs()
+        if draft.config.is_encoder_decoder or "encoder_outputs" in model_kwargs:
+            return read_draft_inputs(
+                model,
+                draft,
+                inputs_tensor,
+                model_kwargs,
+                vocabulary=self.source.vocabulary,
+                batch_size=len(prompts.input_ids),
+                ranks=ranks,
+                stats=self.stats,
+            )
+        num_left = generation_config.max_length - prompts.input_ids.shape[1]
+        if not media or num_left < _FEWEST_LEFT or gains_nothing(model, self.source, config):
+            return ExtraInputs()
+        inputs: ExtraInputs = load_entry(VARIANTS["pictures"])(
+            model,
+            draft,
+            prompts,
+            self.passed,
+            media,
+            vocabulary=self.source.vocabulary,
+            generation_config=generation_config,
+            ranks=ranks,
+            stats=self.stats,
+        )
+        return inputs
 
-    def _why_plainly(self, call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> str:
+    def _why_plainly(self, call: Call) -> str:
         """Why a call decodes without drafts because of foreign code in its target; empty if it drafts."""
         choice = call.config.speculation_hooks
         if self.on_prepared is not None or not self.source.drafts or choice == "trusted":
@@ -208,8 +263,7 @@ class SpeculativeDecoding:
             return ""
         reason = 'speculation_hooks is "plain"'
         if choice == "check":
-            obstacle_of = importlib.import_module(_SELF_TEST).foreign_code_obstacle
-            reason = obstacle_of(call, generation_config, model_kwargs, self.source)
+            reason = importlib.import_module(_SELF_TEST).foreign_code_obstacle(call, self.source)
         code = described(call.foreign_code) or "hooks on another rank"
         return f"plain decoding, because of {code}: {reason}" if reason else ""
 
@@ -221,13 +275,13 @@ class SpeculativeDecoding:
     def _decode_plainly(
         self,
         call: Call,
-        plain: tuple[LogitsProcessorList, StoppingCriteriaList, GenerationConfig],
-        model_kwargs: Mapping[str, Any],
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
         static_cache: Cache | None,
     ) -> GenerateOutput | Tensor:
         """Decode in transformers' own loop, over a cache that holds what transformers puts there."""
         self.stats.plan = f"Plan(drafter: none; {self.stats.fallbacks[-1]})"
-        options = {**model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
+        options = {**call.model_kwargs, "streamer": call.streamer, "synced_gpus": call.ranks.is_synced}
         device, seeds = call.prompts.input_ids.device, None
         if call.do_sample and (call.config.seed is not None or call.config.generator is not None):
             seeds = call.config.row_seeds(call.batch_size, do_sample=True)
@@ -235,6 +289,7 @@ class SpeculativeDecoding:
         with torch.random.fork_rng(devices, enabled=seeds is not None, device_type=device.type if devices else "cuda"):
             if seeds is not None:
                 torch.manual_seed(int(seeds.sum()))
+            plain = logits_processor, stopping_criteria, call.generation_config
             output: Any = plain_decoding(call.target, call.prompts.input_ids, plain, **options)
         if static_cache is not None:
             static_copies().write_back(call.cache, static_cache)
@@ -248,9 +303,10 @@ class SpeculativeDecoding:
         return output  # type: ignore[no-any-return]
 
     def _decode(self, prepared: Prepared, static_cache: Cache | None, encoded: object) -> GenerateOutput | Tensor:
-        decoder, batch, call = prepared.decoder, prepared.batch, prepared.plan.call
+        decoder, batch, plan = prepared.decoder, prepared.batch, prepared.plan
+        call = plan.call
         input_ids, pad_id = call.prompts.input_ids, call.pad_token_id or 0
-        folded = folded_attention_for([] if call.recorded.attentions else call.models)
+        folded = folded_attention_for([] if call.recorded.attentions else plan.models)
         with folded, decoder.caches(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
@@ -265,7 +321,7 @@ class SpeculativeDecoding:
             else:
                 output = decoder.output.sequences(input_ids, pad_id)
             for ids in decoder.output.new_ids.values():
-                call.source.keep(ids)
+                plan.source.keep(ids)
             if static_cache is not None:
                 static_copies().write_back(call.cache, static_cache)  # the last step, which nothing would undo
         return output
@@ -297,18 +353,3 @@ def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) 
         return None
     model_kwargs[cache_name(model)] = static_copies().dynamic_copy(cache, model.config.get_text_config(decoder=True))
     return cache
-
-
-def _for_generators(
-    call: Call, generation_config: GenerationConfig, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """What transformers hands to its candidate generators."""
-    input_ids = call.prompts.input_ids
-    return {
-        "input_ids": input_ids,
-        "generation_config": generation_config,
-        "model_kwargs": model_kwargs,
-        "inputs_tensor": input_ids if inputs_tensor is None else inputs_tensor,
-        "logits_processor": call.processors,
-        "vocab_size": vocab_size_of(call.target),
-    }

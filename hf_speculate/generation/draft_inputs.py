@@ -1,6 +1,7 @@
 """Draft inputs: what the draft model reads besides the text, or why its encoder cannot read it."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from hf_speculate.engine.call import Call
+from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.draft_faults import DraftFaults
+from hf_speculate.engine.ranks import Ranks
 from hf_speculate.errors import SpeculateError, UnsupportedGenerationError
 from hf_speculate.models.context import encoder_context_len
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -20,7 +22,15 @@ _BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")
 
 
 def read_draft_inputs(
-    call: Call, draft: PreTrainedModel, stats: SpeculationStats, inputs: Tensor | None, model_kwargs: dict[str, Any]
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    inputs: Tensor | None,
+    model_kwargs: Mapping[str, Any],
+    *,
+    vocabulary: VocabMapping | None,
+    batch_size: int,
+    ranks: Ranks,
+    stats: SpeculationStats,
 ) -> ExtraInputs | None:
     """The target's encoder output, or that of the draft's own encoder for `inputs`.
 
@@ -32,33 +42,41 @@ def read_draft_inputs(
             return ExtraInputs()
         return ExtraInputs({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)})
     name, read = f"the encoder of the drafter (model {type(draft).__name__})", None
-    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), call.ranks)
+    faults = DraftFaults(stats, name, device_of(draft), lambda error: isinstance(error, SpeculateError), ranks)
     longest, encoder = encoder_context_len(draft.config), draft.get_encoder()
-    is_text = inputs is not None and inputs.ndim == 2 and encoder is not call.target.get_encoder()
+    is_text = inputs is not None and inputs.ndim == 2 and encoder is not target.get_encoder()
     is_long = is_text and inputs is not None and longest is not None and inputs.shape[1] > longest
-    if call.ranks.any(is_long):
+    if ranks.any(is_long):
         faults.report(f"plain decoding, because {name} reads {longest} tokens at most")
         return None
     with faults:
-        read = _encoded(call, draft, inputs, model_kwargs)
+        read = _encoded(target, draft, inputs, model_kwargs, vocabulary=vocabulary, batch_size=batch_size)
     faults.meet()
     return read
 
 
-def _encoded(call: Call, draft: PreTrainedModel, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> ExtraInputs:
+def _encoded(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    inputs: Tensor | None,
+    model_kwargs: Mapping[str, Any],
+    *,
+    vocabulary: VocabMapping | None,
+    batch_size: int,
+) -> ExtraInputs:
     """What a draft model with an encoder reads: what its encoder makes of `inputs`, or what a shared one has made."""
     outputs = model_kwargs.get("encoder_outputs")
     mask = model_kwargs.get("attention_mask")
     encoder: Any = draft.get_encoder()
-    if encoder is not call.target.get_encoder():
+    if encoder is not target.get_encoder():
         if inputs is None:
             raise UnsupportedGenerationError(
                 "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of its own, "
                 f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
             )
-        if call.vocabulary is not None and encoder.main_input_name == "input_ids":
-            inputs = call.vocabulary.encoded(inputs.cpu())
-        num_copies = call.batch_size // inputs.shape[0]
+        if vocabulary is not None and encoder.main_input_name == "input_ids":
+            inputs = vocabulary.encoded(inputs.cpu())
+        num_copies = batch_size // inputs.shape[0]
         arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
         parameters = inspect.signature(encoder.forward).parameters
         for name in _BESIDE_MAIN_INPUT:

@@ -163,7 +163,7 @@ MUTANTS = mutants_of(
             "every call with a constant draft length begins plainly": Fault(
                 "return call.batch_size not in PlainSteps.of(plan.target.model).get(call_type_of(plan))", "return True"
             ),
-            "a plain step changes a sampled text": Fault("if depends_on_draft(call.config) or not", "if not"),
+            "a plain step changes a sampled text": Fault("if depends_on_draft(plan.config) or not", "if not"),
         },
         ("hf_speculate/engine/stage_clock.py", "generation/test_headline.py"): {
             "the time to the first token begins with the prefill": Fault(

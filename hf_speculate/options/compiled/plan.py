@@ -11,9 +11,8 @@ from transformers import CompileConfig
 
 from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.engine.call import RunnerRequest
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.engine.runners import Runners
+from hf_speculate.engine.runners import RunnerRequest, Runners
 from hf_speculate.models.cache_kinds import Buffers
 from hf_speculate.models.context import Context
 from hf_speculate.models.inferencer import Inferencer

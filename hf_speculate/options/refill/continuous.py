@@ -188,9 +188,9 @@ class ContinuousDecoder:
     def _join(self, reading: Reading) -> list[FinishedRow]:
         """Let the rows that are not finished join a running batch; returns the others."""
         prepared, finished = reading.prepared, reading.finished()
-        decoder, call = prepared.decoder, prepared.plan.call
-        if len(finished) < len(call.row_ids):
-            batch_key = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
+        decoder, plan = prepared.decoder, prepared.plan
+        if len(finished) < len(plan.call.row_ids):
+            batch_key = plan.call.do_sample, plan.config.verifier or "", _most_drafted(plan.config)
             running = self._running.pop(batch_key, None)  # an error leaves it half joined
             with torch.no_grad(), self._clock:
                 self._clock.enter(Stage.DRAFT)
@@ -255,7 +255,7 @@ class ContinuousDecoder:
         if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
         prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._source = prepared.plan.call.source
+        self._source = prepared.plan.source
         return prepared
 
 

@@ -120,6 +120,6 @@ def join_obstacle(prepared: Prepared) -> str:
         return "the drafter has states that cannot be joined"
     if call.binds_rows:
         return "hooks of the target may hold an adapter or a vector for each row"
-    if plan.keeps_rows or call.ranks.is_distributed or call.config.relax_only_inside is not None:
+    if plan.keeps_rows or call.ranks.is_distributed or plan.config.relax_only_inside is not None:
         return "the call depends on its rows staying together"
     return ""
