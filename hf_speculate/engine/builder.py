@@ -1,5 +1,7 @@
 """The builder: makes the decoder and the batch of a planned call."""
 
+import importlib
+from functools import partial
 from typing import NamedTuple
 
 from hf_speculate.engine.batch import Batch
@@ -7,7 +9,6 @@ from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.drafter_setup import find_target_states, make_drafter
 from hf_speculate.engine.observers import make_observers
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan
@@ -17,6 +18,8 @@ from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import TargetSession
 from hf_speculate.engine.verification import Verification
 from hf_speculate.stats import SpeculationStats
+
+_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
 
 
 class Prepared(NamedTuple):
@@ -32,9 +35,13 @@ def build_decoder(plan: Plan, stats: SpeculationStats, clock: StageClock) -> Pre
     """Make the decoder and the batch of a planned call; each part makes itself from the plan."""
     plan.report_to(stats)
     faults = DraftFaults.of(plan, stats)
-    drafter = make_drafter(plan, stats, faults)
-    states = find_target_states(plan, drafter)
-    target = TargetSession.of(plan, states, stats.add_eager_part)
+    meet = partial(faults.meet, is_last=False) if plan.call.ranks.is_synced else None
+    drafter = plan.source.make_drafter(plan.setup, plan.runners, meet)
+    faults.is_callers = drafter.is_callers
+    states = None
+    if plan.hidden_layers is not None:
+        states = importlib.import_module(_STATES).make_states(plan, drafter)
+    target = TargetSession.of(plan, states)
     verification, stops = Verification.of(plan), StopTracker.of(plan)
     draft_length, output = DraftLength.of(plan, drafter), OutputRecorder.of(plan, target.kv_cache)
     decoder = SpeculativeDecoder(

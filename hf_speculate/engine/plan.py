@@ -14,6 +14,7 @@ from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.caller import caller_level
 from hf_speculate.compat import attention_name
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
@@ -45,6 +46,7 @@ class Plan:
     call: Call
     source: DraftSource  # what drafts, once it has begun
     config: SpeculationConfig  # settings with the fallbacks applied
+    setup: DrafterSetup  # what the drafter is told
     target: ModelPlan
     draft: ModelPlan | None  # the model that drafts; None if none does
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
@@ -136,7 +138,7 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     request = runner_request(call, source)
     source, config = _without_useless_draft(call.target, source, config, fallbacks)
     setup = drafter_setup(call, source, config, request.settings.get("target"), stats.add_eager_part)
-    source = source.begin(setup, call.for_generators)
+    source = source.begin(setup)
     goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.row_lists.rows_leave
     lock_step = _lock_step_reason(call, source.model, goes_on, config.draft_state is not None)
     if lock_step:
@@ -149,13 +151,14 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     target = plan_target(call, config, source, hidden_layers)
     draft = None if source.model is None else plan_draft(call, config, source, source.model, target)
     models = [target] if draft is None else [target, draft]
-    runners = find_runners(request, lens, models, config.speculation_graphs, call.batch_size)
+    runners = find_runners(request, lens, models, config.speculation_graphs, call.batch_size, stats.add_eager_part)
     fallbacks += [*_cache_fallbacks(models), *_compiled_fallbacks(models, runners), *runners.reasons]
     reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         call=call,
         source=source,
         config=config,
+        setup=setup,
         target=target,
         draft=draft,
         draft_strategy=strategy,
