@@ -70,7 +70,7 @@ class DraftSession(PerRow):
         """The session of a planned call; `states` are those of the target that the drafter reads."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
-            kv_cache = draft.cache.make(call.batch_size, plan.runners.buffers(draft))
+            kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
             if plan.config.draft_state is not None:
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(plan, draft.model, kv_cache)
         padding_id = plan.pad_token_id if plan.is_lock_step else None

@@ -94,7 +94,7 @@ class Plan:
 
     def report_to(self, stats: SpeculationStats) -> None:
         """Write the plan to the statistics of its call."""
-        stats.plan, stats.verifier, stats.cache = repr(self), self.config.verifier or "", self.target.cache.kind
+        stats.plan, stats.verifier, stats.cache = repr(self), self.config.verifier or "", self.target.cache_kind
         stats.compiled, stats.graphed = self.compiled, list(self.runners.graphed)
         stats.lock_step, stats.has_draft_source = self.is_lock_step, self.source.drafts
         for reason in self.fallbacks:
@@ -108,8 +108,8 @@ class Plan:
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
-            "target cache": str(self.target.cache),
-            "draft cache": "" if self.draft is None else str(self.draft.cache),
+            "target cache": self.target.cache_description,
+            "draft cache": "" if self.draft is None else self.draft.cache_description,
             "draft reads": "" if self.draft is None else self.draft.inputs.description,
             "compiled": ", ".join(self.runners.settings),
             "from graphs": ", ".join(self.runners.graphed) or self.runners.graphs_off,
@@ -234,7 +234,7 @@ def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
     """Return the type of a call: what the seconds of a plain step depend on besides the number of rows."""
     call, target = plan.call, plan.target
     return (
-        *(target.model.device, target.model.dtype, torch.get_num_threads(), plan.config.verifier, target.cache.kind),
+        *(target.model.device, target.model.dtype, torch.get_num_threads(), plan.config.verifier, target.cache_kind),
         *(*plan.runners.settings, plan.runners.graphed, plan.is_lock_step),
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
@@ -289,7 +289,8 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
     """Which KV caches are not preallocated though nothing was said against it; the log has each once."""
-    for part, model, cache in ((model_plan.part, model_plan.model, model_plan.cache) for model_plan in models):
-        if cache.kind == "dynamic" and cache.reason:
-            _log_once(f"the {part} cache of {type(model).__name__} is dynamic: {cache.reason}")
-            yield f"{part} cache: dynamic, because {cache.reason}"
+    for model_plan in models:
+        part, reason = model_plan.part, model_plan.cache_reason
+        if model_plan.cache_kind == "dynamic" and reason:
+            _log_once(f"the {part} cache of {type(model_plan.model).__name__} is dynamic: {reason}")
+            yield f"{part} cache: dynamic, because {reason}"

@@ -133,7 +133,7 @@ class TargetSession(PerRow):
             "output_attentions": call.recorded.attentions,
         }
         options = {name: value for name, value in wanted.items() if value}
-        kv_cache = plan.target.cache.make(call.batch_size, runners.buffers(plan.target))
+        kv_cache = plan.target.make_cache(call.batch_size, runners.buffers(plan.target))
         return cls(model, kv_cache, call.prompts.query_ids, call.prefill_chunk_size, options, EndPadding.of(plan))
 
     @property

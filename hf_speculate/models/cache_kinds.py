@@ -1,4 +1,4 @@
-"""Cache kinds: the kinds of KV caches that a model may have, and the plan that chooses one of them."""
+"""Cache kinds: the kinds of KV caches that a model may have, and the choice among them."""
 
 import importlib
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class CacheKind:
         """A note about the cache for the user; empty if there is none."""
         return ""
 
-    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         """The KV cache of B rows."""
         raise NotImplementedError
 
@@ -81,24 +81,12 @@ def find_kind(name: str) -> CacheKind:
     return kind
 
 
-@dataclass(frozen=True)
-class CachePlan:
-    """The KV cache of one model."""
+def choose_kind(request: CacheRequest) -> tuple[str, str]:
+    """Choose the kind of a model's cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
 
-    request: CacheRequest
-    kind: str  # "dynamic", "preallocated" or "hybrid"
-    reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
-
-    def __str__(self) -> str:
-        return f"{self.kind} ({self.reason})" if self.reason else self.kind
-
-    def make(self, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
-        """The KV cache of B rows."""
-        return find_kind(self.kind).make(self.request, batch_size, buffers)
-
-
-def plan_cache(request: CacheRequest) -> CachePlan:
-    """The cache of a model: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
+    Returns:
+        The name of the kind, and why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back.
+    """
     wants = request.requested == "preallocated" or (request.requested == "auto" and not request.is_passed)
     reason, name = find_kind("preallocated").obstacle(request) if wants else "", type(request.model).__name__
     if reason and request.requested == "preallocated":
@@ -106,15 +94,15 @@ def plan_cache(request: CacheRequest) -> CachePlan:
             f"speculation_cache must be auto or dynamic for {name}, got 'preallocated': {reason}; leave it out"
         )
     if is_recurrent(request.layers):
-        return CachePlan(request, "hybrid", find_kind("hybrid").remark(request))
+        return "hybrid", find_kind("hybrid").remark(request)
     if wants and not reason:
-        return CachePlan(request, "preallocated")
+        return "preallocated", ""
     if obstacle := find_kind("dynamic").obstacle(request):
         raise UnsupportedModelError(
             f"states of {name} must be preallocated, for {obstacle}, got {reason or 'a dynamic cache'}; leave the "
             "cache and speculation_cache out, or decode plainly"
         )
-    return CachePlan(request, "dynamic", reason)
+    return "dynamic", reason
 
 
 def windows_in(cache: Cache) -> set[int | None]:

@@ -5,7 +5,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.layers import fixed_layers
-from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest, windows_in
+from hf_speculate.models.cache_kinds import GROWING, Buffers, CacheKind, CacheRequest, windows_in
 from hf_speculate.models.quirks import Limit, limit_reason
 
 
@@ -16,7 +16,7 @@ class DynamicKind(CacheKind):
         quirk = "" if request.cache is None else limit_reason(request.model, Limit.ONLY_PREALLOCATED)
         return quirk if quirk and windows_in(request.layers) != {None} else ""
 
-    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         cache = request.cache
         if cache is None:
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.

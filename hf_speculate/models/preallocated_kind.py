@@ -11,7 +11,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, holding, is_recurrent, only_attends, window_of
 from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.compat import attention_name
-from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest, windows_in
+from hf_speculate.models.cache_kinds import GROWING, Buffers, CacheKind, CacheRequest, windows_in
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
 from hf_speculate.models.language_model import dtype_of, takes_positions
 from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
@@ -29,7 +29,7 @@ class PreallocatedKind(CacheKind):
     def obstacle(self, request: CacheRequest) -> str:
         return next(_obstacles(request), "")
 
-    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         kept_cache = request.cache if request.is_kept else None
         windows = tuple(window_of(layer) for layer in holding(request.layers.layers))
         by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}

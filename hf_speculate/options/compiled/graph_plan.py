@@ -67,7 +67,7 @@ def _was_run(device: torch.device) -> bool:
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
     """Bytes of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
-    config, num_columns = plan.model.config.get_text_config(decoder=True), plan.cache.request.max_columns or 0
+    config, num_columns = plan.model.config.get_text_config(decoder=True), plan.request.max_columns or 0
     num_kv_values = num_columns * kv_values_per_token(config)
     num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
     return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
@@ -92,7 +92,7 @@ def _ungraphed_reason(plan: ModelPlan, runs_compiled: bool = False) -> str:
         "it runs compiled": runs_compiled,
         f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
         "its weights lie on several devices": len({weight.device for weight in parameters_of(model)}) > 1,
-        "its states are not preallocated": plan.cache.kind != "preallocated",
+        "its states are not preallocated": plan.cache_kind != "preallocated",
         "it reads more than its text": not plan.inputs.is_empty,
         "its forward was compiled by the caller": is_compiled(model),
         "it is split over processes": tensor_parallel_size(model) > 1,

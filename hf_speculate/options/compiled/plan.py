@@ -63,7 +63,7 @@ class CompiledRunners(Runners):
     def buffers(self, model_plan: ModelPlan) -> Buffers:
         # eager forwards make inference tensors, which no later call could write to
         pool = BufferPool.of(model_plan.model) if model_plan.part in self.parts else None
-        return Buffers(self._capacity(model_plan.cache.request.max_columns or 0, model_plan.device), pool)
+        return Buffers(self._capacity(model_plan.request.max_columns or 0, model_plan.device), pool)
 
     def language_model(
         self,
@@ -159,7 +159,7 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
 
 def _eager_reason(model_plan: ModelPlan, config: CompileConfig) -> str:
     reason = model_plan.eager_reason
-    if model_plan.cache.kind != "preallocated":
+    if model_plan.cache_kind != "preallocated":
         reason = "whose states are not preallocated"
     elif not model_plan.inputs.is_empty:
         reason = "which reads more than its text"

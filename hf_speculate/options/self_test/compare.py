@@ -25,7 +25,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.model_plan import plan_target_cache
+from hf_speculate.engine.model_plan import plan_target
 from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
@@ -145,7 +145,7 @@ def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
     folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
-        cache = plan_target_cache(ours, ours.config).make(call.batch_size)
+        cache = plan_target(ours, call.config, source).make_cache(call.batch_size)
         with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:
             stack.callback(cache.release)
             return _difference_to(plain, ours, cache, num_tokens)
