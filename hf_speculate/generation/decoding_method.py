@@ -18,8 +18,9 @@ from hf_speculate.caller import caller_level
 from hf_speculate.compat import CACHE_NAMES, plain_decoding
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import VARIANTS, DraftSource, load_entry
-from hf_speculate.engine.builder import Prepared, build_decoder
+from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call, Prompts
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.plan import gains_nothing, make_plan
 from hf_speculate.engine.ranks import Ranks, find_ranks
@@ -61,8 +62,8 @@ class SpeculativeDecoding:
     is_static: bool  # whether the call asks for fixed buffers
     clock: StageClock  # that was made when the call began
     row_lists: RowLists = ONE_CALL
-    # gets the prepared call instead of decoding it, so that its rows may join others; None to decode
-    on_prepared: Callable[[Prepared], object] | None = None
+    # gets the decoder in place of decoding, so that its rows may join others; None to decode
+    on_prepared: Callable[[SpeculativeDecoder], object] | None = None
 
     def __post_init__(self) -> None:
         self.stats = self.config.speculation_stats or SpeculationStats()
@@ -114,11 +115,11 @@ class SpeculativeDecoding:
             if config.verifier != "coupled":
                 return self._decode_plainly(call, logits_processor, stopping_criteria, static_cache)
         plan = make_plan(call, self.stats, drafts=not reason, self_test=self_test)
-        prepared = build_decoder(plan, self.stats, self.clock)
+        decoder = SpeculativeDecoder.of(plan, self.stats, self.clock)
         if self.on_prepared is not None:
-            self.on_prepared(prepared)
+            self.on_prepared(decoder)
             return input_ids
-        output = self._decode(prepared, static_cache, model_kwargs.get("encoder_outputs"))
+        output = self._decode(decoder, static_cache, model_kwargs.get("encoder_outputs"))
         self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
         self.stats.add_seconds(self.clock.lap())
         return output
@@ -302,13 +303,14 @@ class SpeculativeDecoding:
         self.stats.add_seconds(self.clock.lap())
         return output  # type: ignore[no-any-return]
 
-    def _decode(self, prepared: Prepared, static_cache: Cache | None, encoded: object) -> GenerateOutput | Tensor:
-        decoder, batch, plan = prepared.decoder, prepared.batch, prepared.plan
-        call = plan.call
+    def _decode(
+        self, decoder: SpeculativeDecoder, static_cache: Cache | None, encoded: object
+    ) -> GenerateOutput | Tensor:
+        plan, call = decoder.plan, decoder.plan.call
         input_ids, pad_id = call.prompts.input_ids, call.pad_token_id or 0
         folded = folded_attention_for([] if call.recorded.attentions else plan.models)
         with folded, decoder.caches(call.is_cache_passed):
-            decoder.decode(batch)
+            decoder.decode(Batch.of(plan))
             self.clock.enter(Stage.RETURN)
             decoder.target.kv_cache.hand_back()
             cache = self._returned_cache(call) if static_cache is None else static_cache

@@ -17,7 +17,7 @@ from hf_speculate.compat import check_private_names, comes_from_model_config
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source
-from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.row_lists import refilled_rows
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -114,14 +114,14 @@ def generate(
     return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
 
 
-def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
+def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> SpeculativeDecoder:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
-    calls: list[Prepared] = []
+    decoders: list[SpeculativeDecoder] = []
     bound, clock = bind(_plain_generate(model), (), kwargs), _started_clock()
     source, config, declined = _find_source(model, bound, {})
     decoding = _make_decoding(model, bound.call, source or CONTINUOUS, config, declined, clock)
-    _run(model, bound, replace(decoding, row_lists=refilled_rows(first_row), on_prepared=calls.append))
-    return calls[-1]
+    _run(model, bound, replace(decoding, row_lists=refilled_rows(first_row), on_prepared=decoders.append))
+    return decoders[-1]
 
 
 @contextmanager
