@@ -1,6 +1,7 @@
 """A prepared call: what one `generate()` call hands to the engine."""
 
 import copy
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +16,39 @@ from hf_speculate.compat import pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.engine.row_lists import RowLists
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.foreign_code import ForeignCode
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.module_walk import adapters_by_row
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+
+_REFILLED_ROWS = "hf_speculate.options.refill.row_groups"  # imported where rows leave, so that others may join
+
+
+class RowLists:
+    """Makes what the engine runs of a call's lists; rows of one call have the same ones, and share them."""
+
+    rows_leave = False  # whether each row ends by itself, to make room for another prompt
+    first_row = 0  # number of the first output row
+
+    def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
+        """The logits processors of so many rows."""
+        return processors
+
+    def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
+        """The stopping criteria of so many rows, which end at `max_length` columns."""
+        return criteria
+
+
+ONE_CALL = RowLists()
+
+
+def refilled_rows(first_row: int) -> RowLists:
+    """What makes the lists of a call whose rows leave; `first_row` is the number of its first one."""
+    lists: RowLists = importlib.import_module(_REFILLED_ROWS).RefilledRows(first_row)
+    return lists
 
 
 class Recorded(NamedTuple):
@@ -74,6 +101,7 @@ class Call:
     generation_config: GenerationConfig  # as transformers has prepared it
     prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
+    static_cache: Cache | None  # the static one that the user passed, which `cache` is a dynamic copy of
     is_cache_passed: bool  # whether the user passed this cache
     is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
     processors: BlockLogitsProcessorList  # the target's logits processors

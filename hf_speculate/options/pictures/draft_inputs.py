@@ -16,7 +16,7 @@ from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.call import Prompts
 from hf_speculate.engine.draft_faults import is_of_device
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.generation.model_inputs import OWN_NAMES, target_inputs
+from hf_speculate.generation.inputs import OWN_NAMES, target_inputs
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.stats import SpeculationStats
