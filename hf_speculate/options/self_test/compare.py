@@ -29,9 +29,9 @@ from hf_speculate.engine.model_plan import plan_target
 from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
+from hf_speculate.models.cache_kinds import has_holes
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name, dtype_of
-from hf_speculate.models.preallocated_kind import has_holes
 from hf_speculate.models.quirks import is_known_type, token_without_position
 
 LOGGER = logging.getLogger("hf_speculate")
