@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.models.cache_kinds import CacheRequest, plan_cache
+from hf_speculate.models.cache_kinds import CacheRequest, choose_kind, find_kind
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel
 
@@ -28,5 +28,6 @@ def make_forward(model: PreTrainedModel, batch_size: int, mask: Tensor | None) -
         batch_size: B.
         mask: [B, T] int64 over the tokens that the cache will hold; None if nothing is padded.
     """
-    cache = plan_cache(CacheRequest(model, None, mask, model.device)).make(batch_size)
+    request = CacheRequest(model, None, mask, model.device)
+    cache = find_kind(choose_kind(request)[0]).make(request, batch_size)
     return LanguageModel(model, keeps_states=False), cache

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hf_speculate.generation.enable import disable as disable
     from hf_speculate.generation.enable import enable as enable
     from hf_speculate.generation.enable import is_enabled as is_enabled
-    from hf_speculate.generation.mixin import SpeculativeGenerationMixin as SpeculativeGenerationMixin
-    from hf_speculate.generation.mixin import generate as generate
+    from hf_speculate.generation.generate import SpeculativeGenerationMixin as SpeculativeGenerationMixin
+    from hf_speculate.generation.generate import generate as generate
     from hf_speculate.options.candidates.to_candidate_generator import (
         DraftModelCandidateGenerator as DraftModelCandidateGenerator,
     )
@@ -67,7 +67,7 @@ _NAMES = {
         "UnsupportedModelError",
     ),
     "generation.enable": ("disable", "enable", "is_enabled"),
-    "generation.mixin": ("SpeculativeGenerationMixin", "generate"),
+    "generation.generate": ("SpeculativeGenerationMixin", "generate"),
     "processors.block": ("BlockLogitsProcessorList",),
     "processors.registry": ("RollbackProcessor", "register_row_wise"),
     "stats": ("SpeculationStats",),

@@ -164,7 +164,7 @@ FOR_ANNOTATIONS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ("engine.decoder", "def f():\n    import triton", "only triton_kernels"),
         ("triton_kernels.reference", "import transformers", "not for triton_kernels"),
         ("triton_kernels.reference", "from hf_speculate.triton_kernels.types import Verdict", "are relative"),
-        ("engine.builder", "from transformers.generation.utils import _x", "private names"),
+        ("engine.plan", "from transformers.generation.utils import _x", "private names"),
         ("cache.base", "from hf_speculate import enable", "layer 14 from layer 6"),
         ("cache.base", f"{FOR_ANNOTATIONS}from hf_speculate.options.heads import load", "layer 12 from layer 6"),
         ("cache.base", f"{FOR_ANNOTATIONS}pass\nfrom hf_speculate.engine import plan", "layer 10 from layer 6"),

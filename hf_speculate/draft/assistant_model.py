@@ -3,14 +3,14 @@
 import copy
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
-from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.model import ModelDrafter, TranslatedDrafter
 from hf_speculate.draft.named import NamedDrafts
 from hf_speculate.draft.no_drafts import NoDrafts
@@ -25,6 +25,9 @@ from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.transfers import upload
+
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
 
 _VOCABULARIES = "hf_speculate.draft.vocab_intersection"  # imported where two tokenizers are compared
 # With another tokenizer, one token in hundreds is accepted by coincidence, and one in ten of a poor draft with the same
@@ -70,38 +73,40 @@ class AssistantModel(DraftSource):
     def history_key(self) -> HistoryKey:
         return HistoryKey(self.model, ("model", False))
 
-    def make_drafter(self, plan: DraftPlan) -> ModelDrafter:
+    def make_drafter(
+        self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None
+    ) -> ModelDrafter:
         model, device = self.model, device_of(self.model)
-        context, is_synced = context_of(model, plan.prompt_len), plan.meet is not None
-        max_position = plan.max_position if context is None else min(plan.max_position, context.num_tokens - 1)
-        has_others = is_synced or plan.processors.can_join  # rows of other ranks, or later ones, may be longer
-        if context is not None and context.num_tokens >= plan.max_length and not has_others:
+        context, is_synced = context_of(model, setup.prompt_len), meet is not None
+        max_position = setup.max_position if context is None else min(setup.max_position, context.num_tokens - 1)
+        has_others = is_synced or setup.processors.can_join  # rows of other ranks, or later ones, may be longer
+        if context is not None and context.num_tokens >= setup.max_length and not has_others:
             context = None  # out of reach
-        reads_whole = is_synced or plan.inputs.awaits_prompt or not reads_prompts_in_chunks(model)
-        chunk_size = None if reads_whole else draft_chunk_size(plan.target, model, plan.num_query)
+        reads_whole = is_synced or setup.inputs.awaits_prompt or not reads_prompts_in_chunks(model)
+        chunk_size = None if reads_whole else draft_chunk_size(setup.target, model, setup.num_query)
         settings = DraftSettings(
-            eos_token_ids=upload(sorted(plan.eos_token_ids), device) if plan.eos_token_ids else None,
-            confidence_threshold=plan.confidence_threshold,
-            keeps_logits=plan.keeps_logits,
-            stream=plan.stream,
-            backend=plan.backend,
+            eos_token_ids=upload(sorted(setup.eos_token_ids), device) if setup.eos_token_ids else None,
+            confidence_threshold=setup.confidence_threshold,
+            keeps_logits=setup.keeps_logits,
+            stream=setup.stream,
+            backend=setup.backend,
         )
-        compiled = plan.make_compiled(max_position, chunk_size, settings, context)
+        compiled = runners.model_drafter(model, setup, max_position, chunk_size, settings, context)
         if compiled is not None:
             return compiled
-        options: dict[str, Any] = {"max_position": max_position, "extra_inputs": plan.inputs}
-        options["keeps_states"] = plan.is_distributed
+        options: dict[str, Any] = {"max_position": max_position, "extra_inputs": setup.inputs}
+        options["keeps_states"] = setup.is_distributed
         vocabulary = self.vocabulary
         translated = None if vocabulary is None else TranslatedLanguageModel(vocabulary, model, **options)
         inferencer = Inferencer(
             LanguageModel(model, **options) if translated is None else translated,
             chunk_size=chunk_size,
-            stops_early=not plan.is_distributed,
-            meet=plan.meet,
+            stops_early=not setup.is_distributed,
+            meet=meet,
         )
         if translated is None:
-            return ModelDrafter(inferencer, plan.processors, settings, context)
-        return TranslatedDrafter(inferencer, translated, plan.processors, settings, context, plan.device)
+            return ModelDrafter(inferencer, setup.processors, settings, context)
+        return TranslatedDrafter(inferencer, translated, setup.processors, settings, context, setup.device)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Warn once if next to none of its tokens were accepted; equal sizes of different vocabularies do this."""

@@ -1,7 +1,7 @@
 """The drafter protocol: what a drafter is told, what it is asked for, and what it can do."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,7 +10,9 @@ from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.view import CacheView
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
@@ -50,6 +52,13 @@ class DrafterSetup:
             cache held a part of the prompt.
         has_media: whether the target reads pictures or sounds with the prompts: what it makes of them, and not the
             embeddings of tokens, then enters its first layer at their tokens.
+        config: the call's settings.
+        prompt_len: tokens of the longest prompt.
+        num_query: tokens of a prompt that the target reads in one forward.
+        max_position: the position id of the last token that the target reads in a row without padding.
+        inputs: what a draft model reads besides tokens.
+        is_distributed: whether several processes decode the call.
+        for_generators: what transformers hands to its candidate generators.
     """
 
     target: PreTrainedModel
@@ -68,6 +77,13 @@ class DrafterSetup:
     compilation: DraftCompilation | None = None
     prompt_axes: Tensor | None = None
     has_media: bool = False
+    config: SpeculationConfig = field(default_factory=SpeculationConfig, compare=False, repr=False)
+    prompt_len: int = field(default=0, compare=False, repr=False)
+    num_query: int = field(default=1, compare=False, repr=False)
+    max_position: int = field(default=0, compare=False, repr=False)
+    inputs: ExtraInputs = field(default_factory=ExtraInputs, compare=False, repr=False)
+    is_distributed: bool = field(default=False, compare=False, repr=False)
+    for_generators: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class DraftRequest(NamedTuple):

@@ -162,7 +162,7 @@ class CustomSource(FactorySource):
     def description(self) -> str:  # type: ignore[override]
         return getattr(self.factory, "description", None) or "custom drafter"
 
-    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+    def start(self, setup: DrafterSetup) -> Drafter:
         return CustomDrafter(self.factory, setup)
 
     def history_key(self) -> HistoryKey:

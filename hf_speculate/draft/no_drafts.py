@@ -1,11 +1,16 @@
 """The null draft source, of calls that decode token by token."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.per_row import PerRow
 from hf_speculate.types import DraftOut
+
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
 
 
 class NoDrafter(PerRow, Drafter):
@@ -29,7 +34,7 @@ class NoDrafts(DraftSource):
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
         return False
 
-    def make_drafter(self, plan: DraftPlan) -> Drafter:
+    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
         return NoDrafter()
 
 

@@ -1,17 +1,19 @@
 """The source of prompt lookup: drafts what followed an earlier match of a row's last tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_rates import SharedRates
-from hf_speculate.draft.base import Drafter
-from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.source import VARIANTS, DraftSource, HistoryKey, hint_of, load_entry
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
 
 
 class PromptLookup(DraftSource):
@@ -36,20 +38,20 @@ class PromptLookup(DraftSource):
     def history_key(self) -> HistoryKey:
         return HistoryKey(None, ("none", True))
 
-    def make_drafter(self, plan: DraftPlan) -> Drafter:
-        rates = SharedRates.of_lookups(plan.target)
-        return SuffixDrafter(self.suffix_settings(plan), plan.device, lambda: rates)
+    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+        rates = SharedRates.of_lookups(setup.target)
+        return SuffixDrafter(self.suffix_settings(setup), setup.device, lambda: rates)
 
-    def suffix_settings(self, plan: DraftPlan) -> SuffixSettings:
+    def suffix_settings(self, setup: DrafterSetup) -> SuffixSettings:
         """Settings of drafts after a match."""
-        config = plan.config
+        config = setup.config
         return SuffixSettings(
             max_draft_tokens=config.prompt_lookup_num_tokens or config.max_draft_tokens,
             max_match_len=config.max_matching_ngram_size,
-            eos_token_ids=plan.eos_token_ids,
-            vocab_size=plan.vocab_size,
+            eos_token_ids=setup.eos_token_ids,
+            vocab_size=setup.vocab_size,
             store=self.store,
-            num_pads=plan.num_pads,
+            num_pads=setup.num_pads,
         )
 
 

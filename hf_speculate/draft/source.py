@@ -4,16 +4,18 @@ import copy
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.base import Drafter, DrafterSetup
-from hf_speculate.draft.draft_plan import DraftPlan
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.stats import SpeculationStats
+
+if TYPE_CHECKING:
+    from hf_speculate.engine.runners import Runners
 
 # Argument of `generate()`, or arguments that go together -> the function that makes their source, imported when a call
 # has the argument. Without a name behind the colon it is `make_source`; it gets the target and the values of a call.
@@ -81,8 +83,8 @@ class DraftSource:
         """The source that drafts if the model cannot, or gains nothing."""
         return self
 
-    def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
-        """Begin one run of `generate()`, before it is planned; `prepared` is what transformers' generators get."""
+    def begin(self, setup: DrafterSetup) -> "DraftSource":
+        """Begin one run of `generate()`, before its caches and forwards are planned."""
         return self
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
@@ -97,8 +99,14 @@ class DraftSource:
         """Bytes of the weights that a draft step reads, of a source without a model; None if nothing is known."""
         return 0
 
-    def make_drafter(self, plan: DraftPlan) -> Drafter:
-        """The drafter of a planned run."""
+    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
+        """Make the drafter of a planned run.
+
+        Args:
+            setup: that of `begin`.
+            runners: make the forwards of a draft model that do not run eagerly.
+            meet: called before each forward of a draft model, by synced ranks. None without them.
+        """
         raise NotImplementedError
 
     def keep(self, token_ids: Sequence[int]) -> None:
@@ -114,17 +122,17 @@ class FactorySource(DraftSource):
     reads_keys = True
     drafter: Drafter
 
-    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+    def start(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one run, see `begin`."""
         raise NotImplementedError
 
-    def begin(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> "DraftSource":
+    def begin(self, setup: DrafterSetup) -> "DraftSource":
         begun = copy.copy(self)
-        begun.drafter = self.start(setup, prepared)
+        begun.drafter = self.start(setup)
         begun.hidden_layers, begun.is_compiled = begun.drafter.hidden_layers, begun.drafter.is_compiled
         return begun
 
-    def make_drafter(self, plan: DraftPlan) -> Drafter:
+    def make_drafter(self, setup: DrafterSetup, runners: "Runners", meet: Callable[[], None] | None = None) -> Drafter:
         return self.drafter
 
 

@@ -56,10 +56,10 @@ class Batch(PerRow):
     @classmethod
     def of(cls, plan: Plan) -> "Batch":
         """The rows of a planned call, before the first forward."""
-        call, num_rows = plan.call, plan.call.batch_size
-        seeds = call.config.row_seeds(num_rows, call.do_sample).to(call.prompts.input_ids.device)
+        call, config, num_rows = plan.call, plan.config, plan.call.batch_size
+        seeds = config.row_seeds(num_rows, call.do_sample).to(call.prompts.input_ids.device)
         rest = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.row_lists.first_row
-        return cls(call.prompts.input_ids, call.ranks.broadcast(seeds), *rest, call.config.draft_limits(num_rows))
+        return cls(call.prompts.input_ids, call.ranks.broadcast(seeds), *rest, config.draft_limits(num_rows))
 
     @property
     def num_rows(self) -> int:

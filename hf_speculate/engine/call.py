@@ -1,26 +1,54 @@
 """A prepared call: what one `generate()` call hands to the engine."""
 
+import copy
+import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import num_cached
 from hf_speculate.compat import pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
-from hf_speculate.draft.vocab_mapping import VocabMapping
-from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
-from hf_speculate.engine.row_lists import ONE_CALL, RowLists
+from hf_speculate.engine.ranks import Ranks
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.foreign_code import ForeignCode
+from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.module_walk import adapters_by_row
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+
+_REFILLED_ROWS = "hf_speculate.options.refill.row_groups"  # imported where rows leave, so that others may join
+
+
+class RowLists:
+    """Makes what the engine runs of a call's lists; rows of one call have the same ones, and share them."""
+
+    rows_leave = False  # whether each row ends by itself, to make room for another prompt
+    first_row = 0  # number of the first output row
+
+    def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
+        """The logits processors of so many rows."""
+        return processors
+
+    def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
+        """The stopping criteria of so many rows, which end at `max_length` columns."""
+        return criteria
+
+
+ONE_CALL = RowLists()
+
+
+def refilled_rows(first_row: int) -> RowLists:
+    """What makes the lists of a call whose rows leave; `first_row` is the number of its first one."""
+    lists: RowLists = importlib.import_module(_REFILLED_ROWS).RefilledRows(first_row)
+    return lists
 
 
 class Recorded(NamedTuple):
@@ -30,16 +58,6 @@ class Recorded(NamedTuple):
     logits: bool = False
     hidden_states: bool = False
     attentions: bool = False
-
-
-@dataclass(frozen=True)
-class RunnerRequest:
-    """The fixed buffers and compiled forwards that a call asks for."""
-
-    is_static: bool = False  # whether buffers never grow
-    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by model, "target" and "draft"
-    min_columns: int = 0  # columns that buffers have at least
-    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
 
 
 @dataclass(frozen=True)
@@ -75,25 +93,28 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call: what is asked for."""
+    """A prepared call: what is asked for. What is done is in its `Plan`, the source and the settings too."""
 
     target: PreTrainedModel
-    source: DraftSource  # what drafts
+    source: DraftSource  # what is to draft
     config: SpeculationConfig  # resolved settings
     generation_config: GenerationConfig  # as transformers has prepared it
     prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
+    static_cache: Cache | None  # the static one that the user passed, which `cache` is a dynamic copy of
     is_cache_passed: bool  # whether the user passed this cache
     is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
     processors: BlockLogitsProcessorList  # the target's logits processors
     criteria: BlockStoppingCriteria  # the stopping criteria
     streamer: Any  # is handed every new token of the row; or None
-    static: RunnerRequest = field(default_factory=RunnerRequest)  # the fixed buffers and compiled forwards asked for
-    target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
-    draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
-    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
-    row_lists: RowLists = ONE_CALL  # whether rows leave, so that others may join
-    foreign_code: tuple[ForeignCode, ...] = ()  # the target's hooks of others, which may know rows by their index
+    model_kwargs: Mapping[str, Any]  # further arguments of the target's forwards, as transformers has prepared them
+    inputs_tensor: Tensor | None  # the main input, an encoder's for example, before it was read
+    is_static_named: bool  # whether the call names or passes a static cache
+    target_inputs: ExtraInputs  # what the target reads besides tokens
+    draft_inputs: ExtraInputs  # the same of the draft model
+    ranks: Ranks  # the processes that decode the call together
+    row_lists: RowLists  # whether rows leave, so that others may join
+    foreign_code: tuple[ForeignCode, ...]  # the target's hooks of others, which may know rows by their index
 
     @property
     def do_sample(self) -> bool:
@@ -124,23 +145,27 @@ class Call:
         return Recorded(*(bool(getattr(self.generation_config, f"output_{name}")) for name in Recorded._fields))
 
     @property
-    def draft(self) -> PreTrainedModel | None:
-        """The model that drafts, or None."""
-        return self.source.model
-
-    @property
-    def vocabulary(self) -> VocabMapping | None:
-        """Maps the target's ids to the draft's; None if they are the same."""
-        return self.source.vocabulary
-
-    @property
-    def models(self) -> list[PreTrainedModel]:
-        return [self.target] if self.draft is None else [self.target, self.draft]
+    def is_static(self) -> bool:
+        """Whether the call asks for buffers that never grow."""
+        return self.is_static_named or self.generation_config.compile_config is not None
 
     @cached_property
     def binds_rows(self) -> bool:
         """Whether code in the target may hold an adapter or a vector for each row, by its index in the batch."""
         return bool(self.foreign_code) or adapters_by_row(self.target)
+
+    @property
+    def for_generators(self) -> dict[str, Any]:
+        """What transformers hands to its candidate generators, which may write to their generation config."""
+        input_ids, inputs_tensor = self.prompts.input_ids, self.inputs_tensor
+        return {
+            "input_ids": input_ids,
+            "generation_config": copy.copy(self.generation_config),
+            "model_kwargs": self.model_kwargs,
+            "inputs_tensor": input_ids if inputs_tensor is None else inputs_tensor,
+            "logits_processor": self.processors,
+            "vocab_size": vocab_size_of(self.target),
+        }
 
     @property
     def row_ids(self) -> range:

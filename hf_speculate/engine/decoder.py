@@ -1,28 +1,37 @@
 """The decoder: the loop of speculative decoding, until every row is finished."""
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.observers import Observer
+from hf_speculate.engine.observers import Observer, make_observers
 from hf_speculate.engine.outputs import OutputRecorder
+from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import PromptChunk, TargetSession
+from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.engine.verification import Verification
 from hf_speculate.schedule import PLAIN_STEP, Choice
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
+
+_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
 
 
 @dataclass(frozen=True)
 class SpeculativeDecoder:
     """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix."""
 
+    plan: Plan
     target: TargetSession
     drafts: DraftGuard
     verification: Verification
@@ -32,7 +41,33 @@ class SpeculativeDecoder:
     output: OutputRecorder
     observers: Sequence[Observer]  # read the record of every round, in their order; the two parts above among them
     clock: StageClock
-    keeps_rows: bool  # whether finished rows stay in the batch
+
+    @classmethod
+    def of(cls, plan: Plan, stats: SpeculationStats, clock: StageClock) -> "SpeculativeDecoder":
+        """Make the decoder of a planned call, which has not read the prompts; each part makes itself from the plan."""
+        plan.report_to(stats)
+        faults = DraftFaults.of(plan, stats)
+        meet = partial(faults.meet, is_last=False) if plan.call.ranks.is_synced else None
+        drafter = plan.source.make_drafter(plan.setup, plan.runners, meet)
+        faults.is_callers = drafter.is_callers
+        states: TargetStates | None = None
+        if plan.hidden_layers is not None:
+            states = importlib.import_module(_STATES).make_states(plan, drafter)
+        target = TargetSession.of(plan, states)
+        verification, stops = Verification.of(plan), StopTracker.of(plan)
+        draft_length, output = DraftLength.of(plan, drafter), OutputRecorder.of(plan, target.kv_cache)
+        return cls(
+            plan=plan,
+            target=target,
+            drafts=DraftGuard.of(plan, drafter, states, faults),
+            verification=verification,
+            second_scoring=SecondScoring.of(plan, target, verification),
+            stops=stops,
+            draft_length=draft_length,
+            output=output,
+            observers=[*make_observers(plan, stats, stops), output, draft_length],
+            clock=clock,
+        )
 
     def decode(self, batch: Batch) -> None:
         """Decode to the end; `output` then holds the tokens, and the target's cache all but the last one."""
@@ -170,7 +205,7 @@ class SpeculativeDecoder:
 
     def drop_finished_rows(self, batch: Batch) -> None:
         """Remove finished rows from the batch, unless they must stay or all rows are finished."""
-        if self.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
+        if self.plan.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
             return
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
         for part in (batch, self.stops, self.target, self.drafts, self.verification):

@@ -38,7 +38,7 @@ class DraftFaults:
     def of(cls, plan: Plan, stats: SpeculationStats) -> "DraftFaults":
         """The faults of a planned call; all errors are the caller's until the drafter says which are."""
         device = (plan.draft or plan.target).device
-        return cls(stats, f"the drafter ({plan.call.source.description})", device, lambda error: True, plan.call.ranks)
+        return cls(stats, f"the drafter ({plan.source.description})", device, lambda error: True, plan.call.ranks)
 
     def __enter__(self) -> None:
         self._is_over = False

@@ -49,7 +49,7 @@ class DraftLength(Observer):
     def of(cls, plan: Plan, drafter: Drafter) -> "DraftLength":
         """Return the draft length of a planned call."""
         call = plan.call
-        reads_clock = call.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
+        reads_clock = plan.config.schedule == "adaptive" and drafter.max_draft_tokens != 0
         group = call.ranks if reads_clock else ONE_PROCESS
         return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group)
 
@@ -160,7 +160,7 @@ def slowest(rows: Sequence[RowAhead]) -> RowAhead:
 
 def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
     """Return the schedule of a planned call, within what its drafter proposes."""
-    config, max_tokens = plan.call.config, drafter.max_draft_tokens
+    config, max_tokens = plan.config, drafter.max_draft_tokens
     if max_tokens == 0:
         return ConstantSchedule(0)
     if max_tokens is not None and max_tokens < config.max_draft_tokens:
@@ -190,11 +190,11 @@ def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
         plan: the call.
         config: its settings, with the draft length of its drafter.
     """
-    call, target = plan.call, plan.target.model
-    key, num_rows = call.source.history_key(), call.batch_size.bit_length()
-    sizes = draft_lens(config, call.source.varies_len) if plan.runners.parts else None
+    source, target = plan.source, plan.target.model
+    key, num_rows = source.history_key(), plan.call.batch_size.bit_length()
+    sizes = draft_lens(config, source.varies_len) if plan.runners.parts else None
     call_type = key.name, *call_type_of(plan), config.max_draft_tokens, num_rows
-    prior = draft_prior(target, call.source)
+    prior = draft_prior(target, source)
     return MemoryStore.of(target).get(
         key.draft, call_type, lambda: ScheduleMemory(prior, config.max_draft_tokens, sizes)
     )

@@ -70,13 +70,13 @@ class DraftSession(PerRow):
         """The session of a planned call; `states` are those of the target that the drafter reads."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
-            kv_cache = draft.cache.make(call.batch_size, plan.runners.buffers(draft))
-            if call.config.draft_state is not None:
-                reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(call, draft.model, kv_cache)
+            kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
+            if plan.config.draft_state is not None:
+                reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(plan, draft.model, kv_cache)
         padding_id = plan.pad_token_id if plan.is_lock_step else None
         reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
         # with a constant length a row's sample depends on the rounds in which it is drafted for
-        is_adaptive = call.config.schedule == "adaptive"
+        is_adaptive = plan.config.schedule == "adaptive"
         return cls(
             drafter,
             kv_cache,

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_speculate.cache.base import KVCache
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
-from hf_speculate.models.cache_kinds import CachePlan, CacheRequest, find_kind, plan_cache
+from hf_speculate.models.cache_kinds import GROWING, Buffers, CacheRequest, choose_kind, find_kind
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.foreign_code import described
 from hf_speculate.models.language_model import device_of
@@ -18,82 +21,92 @@ class ModelPlan(NamedTuple):
     """One model of a call: its KV cache, and what keeps its forwards from being compiled or captured."""
 
     part: str  # "target" or "draft"
-    cache: CachePlan
+    request: CacheRequest  # the states that its KV cache begins with, and what is asked of them
+    cache_kind: str  # "dynamic", "preallocated" or "hybrid"
+    cache_reason: str  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
     inputs: ExtraInputs  # what the model reads besides tokens
     eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
     ungraphed: str = ""  # why it cannot run from graphs, if the call says so
 
     @property
     def model(self) -> PreTrainedModel:
-        return self.cache.request.model
+        return self.request.model
 
     @property
     def device(self) -> torch.device:
         """Where its KV cache is."""
-        return self.cache.request.device
+        return self.request.device
+
+    @property
+    def cache_description(self) -> str:
+        """The kind of its KV cache, with the reason."""
+        return f"{self.cache_kind} ({self.cache_reason})" if self.cache_reason else self.cache_kind
+
+    def make_cache(self, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
+        """Make the KV cache of B rows."""
+        return find_kind(self.cache_kind).make(self.request, batch_size, buffers)
 
 
-def plan_target(call: Call, hidden_layers: tuple[int, ...] | None) -> ModelPlan:
-    """The plan of the target; the drafter reads the states of some of its layers."""
+def plan_target(
+    call: Call, config: SpeculationConfig, source: DraftSource, hidden_layers: tuple[int, ...] | None = None
+) -> ModelPlan:
+    """Plan the target; the drafter reads the states of some of its layers."""
+    device, model = call.prompts.input_ids.device, call.target
+    request = CacheRequest(
+        model,
+        call.cache,
+        _moved(call.prompts.attention_mask, device),
+        device,
+        config.speculation_cache,
+        call.is_cache_passed,
+        call.is_cache_kept,
+        call.recorded.attentions,
+        call.target_inputs.crosses,
+        max_columns=call.max_columns,
+        num_recurrent_states=call.batch_size * (config.max_draft_tokens + 1),
+        handed_on=HandedOn.of(model),
+    )
+    kind, reason = choose_kind(request)
+    # foreign code may read or edit the layers of transformers' own cache
+    is_free = request.requested == "auto" and not call.is_static and config.speculation_graphs != "on"
+    if call.foreign_code and kind == "preallocated" and is_free and not find_kind("dynamic").obstacle(request):
+        kind, reason = "dynamic", f"{described(call.foreign_code)} may read or edit its layers"
     eager_reason = ""
-    if hidden_layers and call.source.reads_outputs:
-        eager_reason = call.source.reads_outputs
-    elif call.target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
+    if hidden_layers and source.reads_outputs:
+        eager_reason = source.reads_outputs
+    elif model.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = ""
     if call.row_lists.rows_leave:
         ungraphed = "rows of the batch are refilled"
     elif call.recorded.hidden_states or call.recorded.attentions:
         ungraphed = "hidden states or attentions are returned"
-    return ModelPlan("target", plan_target_cache(call), call.target_inputs, eager_reason, ungraphed)
+    return ModelPlan("target", request, kind, reason, call.target_inputs, eager_reason, ungraphed)
 
 
-def plan_draft(call: Call, draft: PreTrainedModel, target: ModelPlan) -> ModelPlan:
-    """The plan of the model that drafts."""
+def plan_draft(
+    call: Call, config: SpeculationConfig, source: DraftSource, draft: PreTrainedModel, target: ModelPlan
+) -> ModelPlan:
+    """Plan the model that drafts."""
     device = device_of(draft)
     request = CacheRequest(
         draft,
         None,
         _moved(call.prompts.text_mask, device),
         device,
-        call.config.speculation_cache,
+        config.speculation_cache,
         crosses=call.draft_inputs.crosses,
         max_columns=call.max_length,
-        num_recurrent_states=target.cache.request.num_recurrent_states,
+        num_recurrent_states=target.request.num_recurrent_states,
         handed_on=HandedOn.of(draft),
     )
-    cache = plan_cache(request)
-    drops_states = cache.kind == "preallocated" and any(request.layers.is_sliding) and not call.static.is_static
-    if drops_states and request.requested == "auto" and call.config.draft_state is not None:
+    kind, reason = choose_kind(request)
+    drops_states = kind == "preallocated" and any(request.layers.is_sliding) and not call.is_static
+    if drops_states and request.requested == "auto" and config.draft_state is not None:
+        kind = "dynamic"
         reason = "growing buffers drop what lies behind a window, and draft_state keeps all states"
-        cache = CachePlan(request, "dynamic", reason)
-    ungraphed = target.ungraphed if call.vocabulary is None else "its vocabulary is another one"
-    return ModelPlan("draft", cache, call.draft_inputs, ungraphed=ungraphed)
-
-
-def plan_target_cache(call: Call) -> CachePlan:
-    """The target's KV cache."""
-    device = call.prompts.input_ids.device
-    request = CacheRequest(
-        call.target,
-        call.cache,
-        _moved(call.prompts.attention_mask, device),
-        device,
-        call.config.speculation_cache,
-        call.is_cache_passed,
-        call.is_cache_kept,
-        call.recorded.attentions,
-        call.target_inputs.crosses,
-        max_columns=call.max_columns,
-        num_recurrent_states=call.batch_size * (call.config.max_draft_tokens + 1),
-        handed_on=HandedOn.of(call.target),
-    )
-    plan = plan_cache(request)
-    if not call.foreign_code or plan.kind != "preallocated" or request.requested != "auto":
-        return plan
-    if call.static.is_static or call.config.speculation_graphs == "on" or find_kind("dynamic").obstacle(request):
-        return plan
-    return CachePlan(request, "dynamic", f"{described(call.foreign_code)} may read or edit its layers")
+    ungraphed = target.ungraphed if source.vocabulary is None else "its vocabulary is another one"
+    return ModelPlan("draft", request, kind, reason, call.draft_inputs, ungraphed=ungraphed)
 
 
 def _moved(mask: Tensor | None, device: torch.device) -> Tensor | None:

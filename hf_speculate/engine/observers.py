@@ -108,7 +108,7 @@ class PlainSteps:
 
 def has_plain_steps(plan: Plan) -> bool:
     """Whether a round without drafts is a plain step: not if forwards of one length only are compiled or captured."""
-    return "target" not in plan.runners.parts or plan.call.config.schedule != "constant"
+    return "target" not in plan.runners.parts or plan.config.schedule != "constant"
 
 
 def lacks_plain_step(plan: Plan) -> bool:
@@ -117,7 +117,7 @@ def lacks_plain_step(plan: Plan) -> bool:
     Ranks are left alone, because each has measurements of its own, and so are rows that join others.
     """
     call = plan.call
-    if depends_on_draft(call.config) or not has_plain_steps(plan):
+    if depends_on_draft(plan.config) or not has_plain_steps(plan):
         return False
     if call.ranks.is_distributed or call.row_lists.rows_leave:
         return False
@@ -295,6 +295,6 @@ def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> l
     observers.append(StatsObserver.of(plan, stats))
     if call.streamer is not None:
         observers.append(StreamObserver(call.streamer))
-    if call.config.speculation_callback is not None:
-        observers.append(CallbackObserver(call.config.speculation_callback))
+    if plan.config.speculation_callback is not None:
+        observers.append(CallbackObserver(plan.config.speculation_callback))
     return observers

@@ -11,9 +11,14 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.no_drafts import NoDrafts
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
+from hf_speculate.engine.drafter_setup import drafter_setup
 from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
-from hf_speculate.engine.runners import Runners, draft_lens, find_runners
+from hf_speculate.engine.runners import Runners, draft_lens, find_runners, runner_request
 from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.errors import warn_user
 from hf_speculate.models.context import max_columns
@@ -37,7 +42,10 @@ _WITHOUT_FAILED_KERNELS = (
 class Plan:
     """The decisions of a call."""
 
-    call: Call  # with the fallbacks applied to its settings
+    call: Call
+    source: DraftSource  # what drafts, once it has begun
+    config: SpeculationConfig  # settings with the fallbacks applied
+    setup: DrafterSetup  # what the drafter is told
     target: ModelPlan
     draft: ModelPlan | None  # the model that drafts; None if none does
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
@@ -51,6 +59,11 @@ class Plan:
     keeps_rows: bool  # whether finished rows stay in the batch
     self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the model that drafts if one does."""
+        return [self.target.model] if self.draft is None else [self.target.model, self.draft.model]
 
     @property
     def is_lock_step(self) -> bool:
@@ -80,22 +93,22 @@ class Plan:
 
     def report_to(self, stats: SpeculationStats) -> None:
         """Write the plan to the statistics of its call."""
-        stats.plan, stats.verifier, stats.cache = repr(self), self.call.config.verifier or "", self.target.cache.kind
+        stats.plan, stats.verifier, stats.cache = repr(self), self.config.verifier or "", self.target.cache_kind
         stats.compiled, stats.graphed = self.compiled, list(self.runners.graphed)
-        stats.lock_step, stats.has_draft_source = self.is_lock_step, self.call.source.drafts
+        stats.lock_step, stats.has_draft_source = self.is_lock_step, self.source.drafts
         for reason in self.fallbacks:
             stats.add_fallback(reason)
         LOGGER.debug("%s", stats.plan)
 
     def __repr__(self) -> str:
-        config = self.call.config
+        config = self.config
         parts = {
-            "drafter": self.call.source.description,
+            "drafter": self.source.description,
             "verifier": config.verifier,
             "draft length": f"{config.schedule}, at most {config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
-            "target cache": str(self.target.cache),
-            "draft cache": "" if self.draft is None else str(self.draft.cache),
+            "target cache": self.target.cache_description,
+            "draft cache": "" if self.draft is None else self.draft.cache_description,
             "draft reads": "" if self.draft is None else self.draft.inputs.description,
             "compiled": ", ".join(self.runners.settings),
             "from graphs": ", ".join(self.runners.graphed) or self.runners.graphs_off,
@@ -107,44 +120,50 @@ class Plan:
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
 
-def with_working_kernels(call: Call, stats: SpeculationStats) -> Call:
-    """The call, with torch for kernels that were seen to fail; an error if it names kernels that cannot run."""
-    for model in call.models:
-        check_backend(call.config.verifier_backend, device_of(model))
-    if call.config.verifier_backend == "torch" or all(device_of(model).type != "cuda" for model in call.models):
-        return call
-    working: Call = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(call, stats)
-    return working
+def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_test: str = "") -> Plan:
+    """Decide what a call does, and begin its source.
 
-
-def make_plan(call: Call, self_test: str = "") -> Plan:
-    """Decide what a call does, whose source has begun."""
+    Args:
+        call: the call.
+        stats: gets the reason if kernels are left out, and later what cannot run compiled.
+        drafts: whether the call may draft; if not, it decodes token by token.
+        self_test: how the target compares with plain decoding.
+    """
     fallbacks: list[str] = []
-    call = _without_useless_draft(call, fallbacks)
+    source, config = call.source, call.config
+    if not drafts:
+        source = NoDrafts(source.argument, source.hint, is_token_by_token=True)
+    config = _with_working_kernels(config, [call.target, *([] if source.model is None else [source.model])], stats)
+    request = runner_request(call, source)
+    source, config = _without_useless_draft(call.target, source, config, fallbacks)
+    setup = drafter_setup(call, source, config, request.settings.get("target"), stats.add_eager_part)
+    source = source.begin(setup)
     goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.row_lists.rows_leave
-    lock_step = _lock_step_reason(call, goes_on)
+    lock_step = _lock_step_reason(call, source.model, goes_on, config.draft_state is not None)
     if lock_step:
         fallbacks.append(lock_step)
-    samples_drafts = call.source.samples(call.config, call.do_sample)
+    samples_drafts = source.samples(config, call.do_sample)
     strategy = SampleStrategy.RANDOM if samples_drafts else SampleStrategy.GREEDY
-    call = _without_useless_block(call, strategy, bool(lock_step), fallbacks)
-    source = call.source
-    lens = draft_lens(call.config, source.varies_len) if source.drafts else ()
+    config = _without_useless_block(config, strategy, bool(lock_step), fallbacks)
+    lens = draft_lens(config, source.varies_len) if source.drafts else ()
     hidden_layers = None if source.hidden_layers is None else tuple(source.hidden_layers)
-    target = plan_target(call, hidden_layers)
-    draft = None if call.draft is None else plan_draft(call, call.draft, target)
+    target = plan_target(call, config, source, hidden_layers)
+    draft = None if source.model is None else plan_draft(call, config, source, source.model, target)
     models = [target] if draft is None else [target, draft]
-    runners = find_runners(call.static, lens, models, call.config.speculation_graphs, call.batch_size)
+    runners = find_runners(request, lens, models, config.speculation_graphs, call.batch_size, stats.add_eager_part)
     fallbacks += [*_cache_fallbacks(models), *_compiled_fallbacks(models, runners), *runners.reasons]
-    reuses_draft_cache = call.config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
+    reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         call=call,
+        source=source,
+        config=config,
+        setup=setup,
         target=target,
         draft=draft,
         draft_strategy=strategy,
         runners=runners,
         compiles_itself=source.is_compiled,
-        reads_keys=source.reads_keys or samples_drafts or traits_of(call.config).reads_keys,
+        reads_keys=source.reads_keys or samples_drafts or traits_of(config).reads_keys,
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else _fed_pad_token_id(call),
@@ -171,7 +190,20 @@ def _fed_pad_token_id(call: Call) -> int:
     return pad if 0 <= pad < vocab_size_of(call.target) else 0
 
 
-def _lock_step_reason(call: Call, goes_on: bool) -> str:
+def _with_working_kernels(
+    config: SpeculationConfig, models: Sequence[PreTrainedModel], stats: SpeculationStats
+) -> SpeculationConfig:
+    """The settings, with torch for kernels that were seen to fail; an error if they name kernels that cannot run."""
+    devices = [device_of(model) for model in models]
+    for device in devices:
+        check_backend(config.verifier_backend, device)
+    if config.verifier_backend == "torch" or all(device.type != "cuda" for device in devices):
+        return config
+    working: SpeculationConfig = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(config, devices, stats)
+    return working
+
+
+def _lock_step_reason(call: Call, draft: PreTrainedModel | None, goes_on: bool, keeps_draft_cache: bool) -> str:
     """Why all rows must advance together; empty if they need not."""
     foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
@@ -186,13 +218,13 @@ def _lock_step_reason(call: Call, goes_on: bool) -> str:
     if call.batch_size == 1:
         return ""
     counting = {type(call.target).__name__} if counts_by_column(call.target) else set()
-    counting |= {type(call.draft).__name__} if call.draft is not None and counts_columns(call.draft) else set()
+    counting |= {type(draft).__name__} if draft is not None and counts_columns(draft) else set()
     if counting:
         return f"lock step, because {', '.join(sorted(counting))} takes no positions but counts columns"
     num_columns = max_columns(call.target)
     if num_columns is None or call.max_columns <= num_columns:
         return ""
-    if call.is_cache_kept or call.config.draft_state is not None or call.binds_rows:
+    if call.is_cache_kept or keeps_draft_cache or call.binds_rows:
         return f"lock step, because a row that has filled the {num_columns} columns of the model's table leaves no room"
     return ""
 
@@ -201,40 +233,44 @@ def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
     """Return the type of a call: what the seconds of a plain step depend on besides the number of rows."""
     call, target = plan.call, plan.target
     return (
-        *(target.model.device, target.model.dtype, torch.get_num_threads(), call.config.verifier, target.cache.kind),
+        *(target.model.device, target.model.dtype, torch.get_num_threads(), plan.config.verifier, target.cache_kind),
         *(*plan.runners.settings, plan.runners.graphed, plan.is_lock_step),
         call.max_length.bit_length(),  # within a factor of two a forward's time changes little
     )
 
 
-def gains_nothing(call: Call) -> bool:
-    """Whether the call's draft model is known to gain nothing before any round."""
-    is_adaptive = call.draft is not None and call.config.schedule == "adaptive"
-    return is_adaptive and draft_prior(call.target, call.source).never_pays
+def gains_nothing(target: PreTrainedModel, source: DraftSource, config: SpeculationConfig) -> bool:
+    """Whether the draft model of a source is known to gain nothing before any round."""
+    is_adaptive = source.model is not None and config.schedule == "adaptive"
+    return is_adaptive and draft_prior(target, source).never_pays
 
 
-def _without_useless_draft(call: Call, fallbacks: list[str]) -> Call:
-    """The call, without a draft model if what drafts beside it gains more alone."""
-    if not gains_nothing(call):
-        return call
-    rest = call.source.without_model()
+def _without_useless_draft(
+    target: PreTrainedModel, source: DraftSource, config: SpeculationConfig, fallbacks: list[str]
+) -> tuple[DraftSource, SpeculationConfig]:
+    """The source and its settings, without a draft model if what drafts beside it gains more alone."""
+    if not gains_nothing(target, source, config):
+        return source, config
+    rest = source.without_model()
     does = f"{rest.description} alone" if rest.drafts else "plain decoding"
     fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
-    return replace(call, source=rest, config=rest.settings(call.config)) if rest.drafts else call
+    return (rest, rest.settings(config)) if rest.drafts else (source, config)
 
 
-def _without_useless_block(call: Call, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]) -> Call:
-    """The call, with rejection instead of block verification if block gains nothing."""
-    if call.config.verifier != "block":
-        return call
+def _without_useless_block(
+    config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
+) -> SpeculationConfig:
+    """The settings, with rejection instead of block verification if block gains nothing."""
+    if config.verifier != "block":
+        return config
     if is_lock_step:
         reason = "because rows in lock step are verified token by token"
     elif strategy is SampleStrategy.GREEDY:
         reason = "which is the same if the draft takes its argmax"
     else:
-        return call
+        return config
     fallbacks.append(f"rejection in place of block, {reason}")
-    return replace(call, config=replace(call.config, verifier="rejection"))
+    return replace(config, verifier="rejection")
 
 
 def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterator[str]:
@@ -252,7 +288,8 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
     """Which KV caches are not preallocated though nothing was said against it; the log has each once."""
-    for part, model, cache in ((model_plan.part, model_plan.model, model_plan.cache) for model_plan in models):
-        if cache.kind == "dynamic" and cache.reason:
-            _log_once(f"the {part} cache of {type(model).__name__} is dynamic: {cache.reason}")
-            yield f"{part} cache: dynamic, because {cache.reason}"
+    for model_plan in models:
+        part, reason = model_plan.part, model_plan.cache_reason
+        if model_plan.cache_kind == "dynamic" and reason:
+            _log_once(f"the {part} cache of {type(model_plan.model).__name__} is dynamic: {reason}")
+            yield f"{part} cache: dynamic, because {reason}"

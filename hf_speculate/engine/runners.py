@@ -5,22 +5,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import CompileConfig
+from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.source import DraftSource
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.engine.call import Call, RunnerRequest
+from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.cache_kinds import GROWING, Buffers
 from hf_speculate.models.context import Context
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.runner import GRAPH_BACKENDS
-from hf_speculate.processors.of_rows import RowProcessors
 
 _OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may run compiled, or from device graphs
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """The fixed buffers and compiled forwards that a call asks for."""
+
+    is_static: bool = False  # whether buffers never grow
+    settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by model, "target" and "draft"
+    min_columns: int = 0  # columns that buffers have at least
+    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,10 @@ class Runners:
 
     def language_model(
         self,
-        model_plan: ModelPlan,
+        part: str,  # "target" or "draft"
+        model: PreTrainedModel,
+        inputs: ExtraInputs,  # what the model reads besides tokens
         max_position: int | None,
-        on_failure: Callable[[str, str], None],  # called with the part and the reason if it cannot run so
         capture: Any = None,  # see `LanguageModel`
     ) -> LanguageModel | None:
         """A model whose forwards do not run eagerly; None if they do."""
@@ -58,11 +71,10 @@ class Runners:
 
     def model_drafter(
         self,
-        model_plan: ModelPlan,
+        model: PreTrainedModel,
+        setup: DrafterSetup,
         max_position: int | None,
-        on_failure: Callable[[str, str], None],
         chunk_size: int | None,
-        processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
     ) -> ModelDrafter | None:
@@ -79,21 +91,24 @@ def find_runners(
     models: Sequence[ModelPlan],
     graphs: str,  # `speculation_graphs`
     batch_size: int,
+    on_failure: Callable[[str, str], None],  # called with the part and the reason if a forward cannot run so
 ) -> Runners:
     """What runs compiled or from graphs, of what a call asks for."""
     has_graphs = any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
         return EAGER
-    runners: Runners = importlib.import_module(_OPTION).make_runners(request, lens, models, graphs, batch_size)
+    runners: Runners = importlib.import_module(_OPTION).make_runners(
+        request, lens, models, graphs, batch_size, on_failure
+    )
     return runners
 
 
-def static_request(call: Call, is_static: bool) -> RunnerRequest:
+def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
     """The fixed buffers and compiled forwards that a call asks for: no more than plain `generate` would compile."""
-    config, eager_draft = call.generation_config, call.source.eager_reason
-    if not is_static and config.compile_config is None:
+    config, eager_draft = call.generation_config, source.eager_reason
+    if not call.is_static:
         return RunnerRequest()
-    models = {"target": call.target} if call.draft is None else {"target": call.target, "draft": call.draft}
+    models = {"target": call.target} if source.model is None else {"target": call.target, "draft": source.model}
     configs = {part: compile_config_of(model, config) for part, model in models.items()}
     settings = {part: compile_config for part, compile_config in configs.items() if compile_config is not None}
     reason = ""

@@ -47,7 +47,7 @@ class SecondScoring:
     @classmethod
     def of(cls, plan: Plan, target: TargetSession, verification: Verification) -> "SecondScoring":
         """The second scoring of a planned call."""
-        return cls(target, verification, depends_on_draft(plan.call.config), plan.call.ranks)
+        return cls(target, verification, depends_on_draft(plan.config), plan.call.ranks)
 
     def run(self, batch: Batch, draft: DraftOut, keys: NoiseKeys, first: Verified) -> Rescored:
         """The round anew, from the draft that led to the verdict `first`."""

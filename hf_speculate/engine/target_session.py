@@ -1,6 +1,6 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
@@ -116,10 +116,11 @@ class TargetSession(PerRow):
     padding: EndPadding  # fills the cache after finished rows
 
     @classmethod
-    def of(cls, plan: Plan, states: TargetStates | None, on_failure: Callable[[str, str], None]) -> "TargetSession":
-        """The target of a planned call; `on_failure` gets the part and the reason if it cannot run compiled."""
+    def of(cls, plan: Plan, states: TargetStates | None) -> "TargetSession":
+        """The target of a planned call; `states` are those that the drafter reads."""
         call, runners, capture = plan.call, plan.runners, None if states is None else states.capture
-        model = runners.language_model(plan.target, call.max_position, on_failure, capture) or LanguageModel(
+        compiled = runners.language_model("target", call.target, call.target_inputs, call.max_position, capture)
+        model = compiled or LanguageModel(
             call.target,
             call.max_position,
             call.is_cache_kept or call.ranks.is_distributed,
@@ -132,7 +133,7 @@ class TargetSession(PerRow):
             "output_attentions": call.recorded.attentions,
         }
         options = {name: value for name, value in wanted.items() if value}
-        kv_cache = plan.target.cache.make(call.batch_size, runners.buffers(plan.target))
+        kv_cache = plan.target.make_cache(call.batch_size, runners.buffers(plan.target))
         return cls(model, kv_cache, call.prompts.query_ids, call.prefill_chunk_size, options, EndPadding.of(plan))
 
     @property

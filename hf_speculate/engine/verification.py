@@ -56,7 +56,7 @@ class Verification(PerRow):
     @staticmethod
     def of(plan: Plan) -> "Verification":
         """The verification of a planned call."""
-        call, config = plan.call, plan.call.config
+        call, config = plan.call, plan.config
         rule = make_verifier(config), find_spans(config, call.do_sample, call.prompts.num_pads), call.ranks
         if not plan.is_lock_step:
             processors = call.row_lists.processors(call.processors, call.batch_size)

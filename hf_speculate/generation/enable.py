@@ -7,7 +7,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.compat import check_private_names, version_note
 from hf_speculate.errors import UnsupportedModelError, warn_user
-from hf_speculate.generation.mixin import SpeculativeGenerationMixin, warn_of_lost_fields
+from hf_speculate.generation.generate import SpeculativeGenerationMixin, warn_of_lost_fields
 
 ModelT = TypeVar("ModelT")
 

@@ -12,9 +12,9 @@ from hf_speculate.cache.static import described, is_static
 from hf_speculate.compat import CACHE_NAMES
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.source import DraftSource
-from hf_speculate.engine.call import Call
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, counted
 from hf_speculate.generation.config_sources import setting
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import input_table, vocab_size_of
 
 # Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
@@ -173,18 +173,18 @@ def check_synced(generation_config: GenerationConfig, is_static: bool, source: D
         raise refused("cache_implementation and compile_config")
 
 
-def check_extra_inputs(call: Call) -> None:
-    """Refuse what excludes inputs of the target besides the text."""
-    names, size, input_ids = call.target_inputs.prompt_names, call.prefill_chunk_size, call.prompts.input_ids
-    if not names:
+def check_extra_inputs(read: ExtraInputs, input_ids: Tensor, chunk_size: int | None, source: DraftSource) -> None:
+    """Refuse what excludes inputs of the target besides the text, whose ids are [B, T]."""
+    if not read.prompt_names:
         return
-    if size is not None:
+    if chunk_size is not None:
         raise UnsupportedGenerationError(
-            f"prefill_chunk_size must be left out with {', '.join(names)}, got {size}; feed such a prompt at once"
+            f"prefill_chunk_size must be left out with {', '.join(read.prompt_names)}, got {chunk_size}; feed such a "
+            "prompt at once"
         )
-    if call.draft is not None and input_ids.shape[1]:
-        vocabulary = call.vocabulary
-        num_read: int = getattr(input_table(call.draft), "num_embeddings", vocab_size_of(call.draft))
+    if source.model is not None and input_ids.shape[1]:
+        vocabulary = source.vocabulary
+        num_read: int = getattr(input_table(source.model), "num_embeddings", vocab_size_of(source.model))
         size = num_read if vocabulary is None else len(vocabulary.table.draft_ids)
         smallest, largest = int(input_ids.min()), int(input_ids.max())
         if largest >= size or smallest < 0:

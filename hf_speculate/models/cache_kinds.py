@@ -1,27 +1,41 @@
-"""Cache kinds: the kinds of KV caches that a model may have, and the plan that chooses one of them."""
+"""Cache kinds: the kinds of KV caches that a model may have, and the choice among them."""
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.layers import holding, is_recurrent, text_cache, window_of
+from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.cache.layers import (
+    ATTENTION_LAYERS,
+    fixed_layers,
+    holding,
+    is_recurrent,
+    only_attends,
+    text_cache,
+    window_of,
+)
 from hf_speculate.cache.pooled_buffers import Pool
+from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
+from hf_speculate.compat import attention_name
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from hf_speculate.models.language_model import dtype_of, takes_positions
+from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_type
+from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import EVERYTHING, HandedOn
 
-# Name -> the module that defines it as `KIND`, imported when a call may have such a cache.
-_KINDS = {
-    "preallocated": "hf_speculate.models.preallocated_kind",
-    "dynamic": "hf_speculate.models.dynamic_kind",
-    "hybrid": "hf_speculate.options.recurrent.kind",
-}
+_HYBRID = "hf_speculate.options.recurrent.kind"  # imported where a call may have a hybrid cache
+_ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
+_MASK_NAMES = ("full_attention", "sliding_attention")
+_WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no layer has a window
 
 
 @dataclass(frozen=True)
@@ -70,35 +84,68 @@ class CacheKind:
         """A note about the cache for the user; empty if there is none."""
         return ""
 
-    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         """The KV cache of B rows."""
         raise NotImplementedError
 
 
+class PreallocatedKind(CacheKind):
+    """States in buffers that are written at each row's own end."""
+
+    def obstacle(self, request: CacheRequest) -> str:
+        return next(_obstacles(request), "")
+
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
+        kept_cache = request.cache if request.is_kept else None
+        windows = tuple(window_of(layer) for layer in holding(request.layers.layers))
+        by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
+        is_mask_per_row = bool(limit_reason(request.model, Limit.MASK_PER_ROW))
+        mask_spec = MaskSpec(windows, by_name, dtype_of(request.model), is_mask_per_row)
+        return PreallocatedKVCache(
+            mask_spec,
+            batch_size,
+            attention_mask=request.attention_mask,
+            device=request.device,
+            max_columns=request.max_columns,
+            kept_cache=kept_cache,
+            capacity=buffers.capacity,
+            pool=buffers.pool,
+        )
+
+
+class DynamicKind(CacheKind):
+    """States in transformers' dynamic cache."""
+
+    def obstacle(self, request: CacheRequest) -> str:
+        quirk = "" if request.cache is None else limit_reason(request.model, Limit.ONLY_PREALLOCATED)
+        return quirk if quirk and windows_in(request.layers) != {None} else ""
+
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
+        cache = request.cache
+        if cache is None:
+            # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if request.crosses else DynamicCache()
+        fixed = fixed_layers(request.model.config.get_text_config(decoder=True))
+        return DynamicKVCache(cache, batch_size, request.attention_mask, request.device, fixed)
+
+
+_KINDS = {"preallocated": PreallocatedKind(), "dynamic": DynamicKind()}
+
+
 def find_kind(name: str) -> CacheKind:
-    """The kind of a name in the table."""
-    kind: CacheKind = importlib.import_module(_KINDS[name]).KIND
+    """Find the kind of a name: "preallocated", "dynamic" or "hybrid"."""
+    if name in _KINDS:
+        return _KINDS[name]
+    kind: CacheKind = importlib.import_module(_HYBRID).KIND
     return kind
 
 
-@dataclass(frozen=True)
-class CachePlan:
-    """The KV cache of one model."""
+def choose_kind(request: CacheRequest) -> tuple[str, str]:
+    """Choose the kind of a model's cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
 
-    request: CacheRequest
-    kind: str  # "dynamic", "preallocated" or "hybrid"
-    reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
-
-    def __str__(self) -> str:
-        return f"{self.kind} ({self.reason})" if self.reason else self.kind
-
-    def make(self, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
-        """The KV cache of B rows."""
-        return find_kind(self.kind).make(self.request, batch_size, buffers)
-
-
-def plan_cache(request: CacheRequest) -> CachePlan:
-    """The cache of a model: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
+    Returns:
+        The name of the kind, and why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back.
+    """
     wants = request.requested == "preallocated" or (request.requested == "auto" and not request.is_passed)
     reason, name = find_kind("preallocated").obstacle(request) if wants else "", type(request.model).__name__
     if reason and request.requested == "preallocated":
@@ -106,15 +153,83 @@ def plan_cache(request: CacheRequest) -> CachePlan:
             f"speculation_cache must be auto or dynamic for {name}, got 'preallocated': {reason}; leave it out"
         )
     if is_recurrent(request.layers):
-        return CachePlan(request, "hybrid", find_kind("hybrid").remark(request))
+        return "hybrid", find_kind("hybrid").remark(request)
     if wants and not reason:
-        return CachePlan(request, "preallocated")
+        return "preallocated", ""
     if obstacle := find_kind("dynamic").obstacle(request):
         raise UnsupportedModelError(
             f"states of {name} must be preallocated, for {obstacle}, got {reason or 'a dynamic cache'}; leave the "
             "cache and speculation_cache out, or decode plainly"
         )
-    return CachePlan(request, "dynamic", reason)
+    return "dynamic", reason
+
+
+def _obstacles(request: CacheRequest) -> Iterator[str]:
+    """Why the states cannot be preallocated; nothing where they can."""
+    model, cache = request.model, request.layers
+    if is_recurrent(cache):
+        yield "it has recurrent layers"
+    if quirk := limit_reason(model, Limit.ONLY_DYNAMIC):
+        yield quirk
+    config, decoder = model.config.get_text_config(decoder=True), text_decoder(model)
+    if (attention := attention_name(config)) not in _ATTENTIONS:
+        yield f"its attention is {attention}"
+    if request.crosses:
+        yield "its layers attend to an encoder's output"
+    if not takes_positions(model):
+        yield "it takes no position_ids"
+    if not makes_causal_masks(decoder):
+        yield f"its {type(decoder).__name__} makes masks in a way of its own"
+    yield from _obstacles_of_wrapper(model, request.handed_on)
+    if getattr(config, "alibi", False):
+        yield "ALiBi position biases need the dynamic cache"
+    names, windows = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1]), windows_in(cache)
+    if not names <= set(_MASK_NAMES):
+        yield "its layers attend in other ways than fully or by window"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        yield "its layers cut their windows by columns"
+    if len(windows) > len(names):
+        yield "its layers have several windows"
+    if len(windows) > 1 and not takes_mask_by_type(decoder):
+        yield "it takes one mask for layers of two types"
+    if not cache.layers or any(type(layer) not in ATTENTION_LAYERS for layer in holding(cache.layers)):
+        yield "its cache has layers of another type"
+    if windows != _windows_by(config):
+        yield "its cache was made without its config, and knows no windows"
+    if cache.offloading:
+        yield "its cache is offloaded"
+    if request.records_attentions:
+        yield "attention weights are returned"
+    if torch.is_autocast_enabled(request.device.type):
+        yield "autocast picks the dtypes"
+    if has_holes(request.attention_mask):
+        yield "the attention mask has holes"
+
+
+def _obstacles_of_wrapper(model: PreTrainedModel, handed_on: HandedOn) -> Iterator[str]:
+    """Why a forward around the text decoder cannot be given masks and positions."""
+    name = type(model).__name__
+    if handed_on.failure:
+        yield f"a probe of {name} failed ({handed_on.failure})"
+    if not handed_on.mask:
+        yield f"{name} hands another mask on to its text decoder"
+    if not handed_on.positions:
+        yield f"{name} hands other positions on to its text decoder"
+
+
+def _windows_by(config: PreTrainedConfig) -> set[int | None]:
+    """Windows of the layers that a config describes."""
+    is_uniform = only_attends(config) and not getattr(config, "is_heterogeneous", False)
+    if is_uniform and all(getattr(config, name, None) is None for name in _WINDOW_NAMES):
+        return {None}
+    return windows_in(DynamicCache(config=config))
+
+
+def has_holes(attention_mask: Tensor | None) -> bool:
+    """Whether a row has masked tokens after its first real one, or no real one."""
+    if attention_mask is None:
+        return False
+    return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all())
 
 
 def windows_in(cache: Cache) -> set[int | None]:

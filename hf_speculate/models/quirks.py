@@ -20,9 +20,9 @@ class Limit(Enum):
     """Where a quirk matters."""
 
     NOT_SUPPORTED = "generation.validate_models refuses the model"
-    ONLY_PREALLOCATED = "models.dynamic_kind: layers with windows need preallocated buffers"
-    ONLY_DYNAMIC = "models.preallocated_kind: the cache is dynamic"
-    MASK_PER_ROW = "models.preallocated_kind: rows that are alike get a mask each"
+    ONLY_PREALLOCATED = "models.cache_kinds: layers with windows need preallocated buffers"
+    ONLY_DYNAMIC = "models.cache_kinds: the cache is dynamic"
+    MASK_PER_ROW = "models.cache_kinds: rows that are alike get a mask each"
     LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of indices"
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
     NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"

@@ -14,7 +14,7 @@ from hf_speculate.cache.preallocated import MaskSpec, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.cache.row_layout import RowLayout
 from hf_speculate.errors import ShapeError
-from hf_speculate.models.cache_kinds import CacheRequest, plan_cache
+from hf_speculate.models.cache_kinds import CacheRequest, choose_kind, find_kind
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.buffer_pool import BufferPool, max_pooled_bytes
 from hf_speculate.types import KVState
@@ -102,7 +102,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(family, choi
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
     request = CacheRequest(model, passed, mask, device, "dynamic" if family == "bloom" else choice)
-    cache = plan_cache(request).make(3)
+    cache = find_kind(choose_kind(request)[0]).make(request, 3)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
     make = torch.Generator().manual_seed(5)

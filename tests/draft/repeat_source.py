@@ -30,7 +30,7 @@ class RepeatSource(DraftSource):
     def history_key(self):
         return HistoryKey(None, (f"{self.repeats.num_tokens} repeated tokens", False))
 
-    def make_drafter(self, plan):
+    def make_drafter(self, setup, runners, meet=None):
         return RepeatDrafter(self.repeats.num_tokens)
 
     def keep(self, token_ids):

@@ -7,7 +7,8 @@ import torch
 
 from hf_speculate.draft.assistant_model import AssistantModel
 from hf_speculate.engine.stage_clock import StageClock
-from hf_speculate.generation import mixin
+from hf_speculate.generation import generate as generation
+from hf_speculate.generation import request
 from hf_speculate.stats import SpeculationStats
 from tests.cases import ACCEPTED_NONE, assert_equal_ids, new_pair
 from tests.schedule.scripted import ScriptedSchedule
@@ -49,8 +50,8 @@ class Script:
 @pytest.fixture
 def script(monkeypatch):
     script = Script()
-    monkeypatch.setattr(mixin, "StageClock", partial(StageClock, now=script))
-    monkeypatch.setattr(mixin, "check_call", script.after(mixin.check_call, PREPARATION_S))
+    monkeypatch.setattr(generation, "StageClock", partial(StageClock, now=script))
+    monkeypatch.setattr(request, "check_call", script.after(request.check_call, PREPARATION_S))
     monkeypatch.setattr(AssistantModel, "resolve", script.after(AssistantModel.resolve, VOCABULARY_S))
     return script
 

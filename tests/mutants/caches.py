@@ -128,7 +128,7 @@ MUTANTS = mutants_of(
                 "HandedOn(is_same, _names_positions(twin) or received", "HandedOn(is_same, True or received"
             ),
         },
-        ("hf_speculate/generation/model_inputs.py", "generation/test_prompt_arguments.py"): {
+        ("hf_speculate/generation/inputs.py", "generation/test_prompt_arguments.py"): {
             "the prompt sees all pictures": Fault("prompt |= dict.fromkeys(columns)", "prompt |= {}"),
         },
         ("hf_speculate/engine/plan.py", "generation/test_caches.py"): {

@@ -87,7 +87,7 @@ MUTANTS = mutants_of(
                 "log_probs.exp() < settings", "log_probs.exp() > settings", "draft/test_model.py"
             ),
         },
-        ("hf_speculate/models/chosen_tokens.py", "draft/test_model.py"): {
+        ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
             "one EOS id is looked at": Fault(
                 "[:, :, None] != stop_ids).all(-1)",
                 "[:, :, None] != stop_ids).any(-1)",
@@ -98,8 +98,6 @@ MUTANTS = mutants_of(
                 "torch.where(reduce(torch.logical_and, go_on), counts[-1], counts).amax(1)",
                 "models/test_language_model.py",
             ),
-        },
-        ("hf_speculate/models/inferencer.py", "draft/test_model.py"): {
             "only the last chunk is read": Fault(
                 "in query_token_ids.tensor_split(num_chunks, dim=1):",
                 "in query_token_ids.tensor_split(num_chunks, dim=1)[-1:]:",
@@ -163,7 +161,7 @@ MUTANTS = mutants_of(
             "every call with a constant draft length begins plainly": Fault(
                 "return call.batch_size not in PlainSteps.of(plan.target.model).get(call_type_of(plan))", "return True"
             ),
-            "a plain step changes a sampled text": Fault("if depends_on_draft(call.config) or not", "if not"),
+            "a plain step changes a sampled text": Fault("if depends_on_draft(plan.config) or not", "if not"),
         },
         ("hf_speculate/engine/stage_clock.py", "generation/test_headline.py"): {
             "the time to the first token begins with the prefill": Fault(

@@ -39,7 +39,7 @@ MUTANTS = mutants_of(
             "hf_speculate/engine/decoder.py",
             "generation/test_prompts.py generation/test_rollback.py test_stats.py",
         ): {
-            "finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
+            "finished rows are never dropped": Fault("if self.plan.keeps_rows or not any", "if True or not any"),
             "a round that was scored again leaves NaN": Fault("if verified.is_rescored:", "if False:", NAN),
             "verification keeps dropped rows": Fault(
                 "(batch, self.stops, self.target, self.drafts, self.verification)",

@@ -34,8 +34,8 @@ class CandidateSource(FactorySource):
     def description(self) -> str:  # type: ignore[override]
         return f"candidate generator {type(self.drafter.generator).__name__}"
 
-    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> CandidateGeneratorDrafter:
-        return CandidateGeneratorDrafter(make_generator(self.generator, **prepared))
+    def start(self, setup: DrafterSetup) -> CandidateGeneratorDrafter:
+        return CandidateGeneratorDrafter(make_generator(self.generator, **setup.for_generators))
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
         return do_sample and samples_its_logits(self.drafter.generator)

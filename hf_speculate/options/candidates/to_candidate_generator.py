@@ -12,7 +12,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError, UnsupportedModelError
-from hf_speculate.models.cache_kinds import CachePlan, CacheRequest
+from hf_speculate.models.cache_kinds import CacheRequest, find_kind
 from hf_speculate.models.recurrent_layers import recurrent_cache, rollback_obstacle
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
@@ -118,4 +118,4 @@ def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:
         )
     if model is None or recurrent_cache(model) is None:
         return DynamicKVCache(DynamicCache(), 1, device=device)
-    return CachePlan(CacheRequest(model, None, None, device), "hybrid").make(1)
+    return find_kind("hybrid").make(CacheRequest(model, None, None, device), 1)

@@ -10,7 +10,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import MaskSpec
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.chosen_tokens import Chosen
+from hf_speculate.models.inferencer import Chosen
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.types import NoiseKeys

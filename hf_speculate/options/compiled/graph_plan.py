@@ -67,7 +67,7 @@ def _was_run(device: torch.device) -> bool:
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:
     """Bytes of a model's KV buffers of full length, and of the logits that its graphs of two widths keep."""
-    config, num_columns = plan.model.config.get_text_config(decoder=True), plan.cache.request.max_columns or 0
+    config, num_columns = plan.model.config.get_text_config(decoder=True), plan.request.max_columns or 0
     num_kv_values = num_columns * kv_values_per_token(config)
     num_logits = 2 * vocab_size_of(plan.model) * (sum(num + 1 for num in lens) if plan.part == "target" else 1)
     return batch_size * (num_kv_values + num_logits) * dtype_of(plan.model).itemsize
@@ -99,7 +99,7 @@ def _obstacle(plan: ModelPlan, runs_compiled: bool) -> str:
         return f"graphs need a CUDA device, and it is on {model.device.type}"
     if len({weight.device for weight in parameters_of(model)}) > 1:
         return "its weights lie on several devices"
-    if plan.cache.kind != "preallocated":
+    if plan.cache_kind != "preallocated":
         return "its states are not preallocated"
     if not plan.inputs.is_empty:
         return "it reads more than its text"

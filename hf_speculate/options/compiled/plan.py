@@ -7,22 +7,22 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, PreTrainedModel
 
 from hf_speculate.cache.ragged_layer import even_capacity
+from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.engine.call import RunnerRequest
 from hf_speculate.engine.model_plan import ModelPlan
-from hf_speculate.engine.runners import Runners
+from hf_speculate.engine.runners import RunnerRequest, Runners
 from hf_speculate.models.cache_kinds import Buffers
 from hf_speculate.models.context import Context
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.buffer_pool import BufferPool
 from hf_speculate.options.compiled.compilation import LOGGER, Compilation, Runner, settings_key
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, CompiledLanguageModel
-from hf_speculate.processors.of_rows import RowProcessors
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
@@ -45,7 +45,7 @@ class GraphPlan(NamedTuple):
 NO_GRAPHS = GraphPlan({})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledRunners(Runners):
     """The forwards of a call that run compiled or from device graphs, and their fixed buffers."""
 
@@ -54,6 +54,7 @@ class CompiledRunners(Runners):
     lens: tuple[int, ...] = ()
     min_columns: int = 0  # columns that buffers have at least
     is_tried: bool = False  # see `GraphPlan`
+    on_failure: Callable[[str, str], None]  # called with the part and the reason if it cannot run so
 
     @property
     def max_query(self) -> int | None:
@@ -62,42 +63,40 @@ class CompiledRunners(Runners):
     def buffers(self, model_plan: ModelPlan) -> Buffers:
         # eager forwards make inference tensors, which no later call could write to
         pool = BufferPool.of(model_plan.model) if model_plan.part in self.parts else None
-        return Buffers(self._capacity(model_plan.cache.request.max_columns or 0, model_plan.device), pool)
+        return Buffers(self._capacity(model_plan.request.max_columns or 0, model_plan.device), pool)
 
     def language_model(
         self,
-        model_plan: ModelPlan,
+        part: str,
+        model: PreTrainedModel,
+        inputs: ExtraInputs,
         max_position: int | None,
-        on_failure: Callable[[str, str], None],
         capture: Any = None,
     ) -> CompiledLanguageModel | None:
-        units, fail = CompiledUnits.of(model_plan.model), partial(on_failure, model_plan.part)
-        if model_plan.part in self.settings:
-            runner: Runner = Compilation(model_plan.model, self.settings[model_plan.part], units, fail)
-        elif model_plan.part in self.graphed:
-            runner = pkgutil.resolve_name(_GRAPHING)(model_plan.model, units, fail, self.is_tried)
+        units, fail = CompiledUnits.of(model), partial(self.on_failure, part)
+        if part in self.settings:
+            runner: Runner = Compilation(model, self.settings[part], units, fail)
+        elif part in self.graphed:
+            runner = pkgutil.resolve_name(_GRAPHING)(model, units, fail, self.is_tried)
         else:
             return None
-        varies = runner.varies and model_plan.model.device.type != "cuda"
-        query_lens = (STEP_QUERY_LEN,) if model_plan.part == "draft" else _query_lens(self.lens, varies)
-        return CompiledLanguageModel(model_plan.model, max_position, runner, query_lens, model_plan.inputs, capture)
+        varies = runner.varies and model.device.type != "cuda"
+        query_lens = (STEP_QUERY_LEN,) if part == "draft" else _query_lens(self.lens, varies)
+        return CompiledLanguageModel(model, max_position, runner, query_lens, inputs, capture)
 
     def model_drafter(
         self,
-        model_plan: ModelPlan,
+        model: PreTrainedModel,
+        setup: DrafterSetup,
         max_position: int | None,
-        on_failure: Callable[[str, str], None],
         chunk_size: int | None,
-        processors: RowProcessors,
         settings: DraftSettings,
         context: Context | None,
     ) -> CompiledDrafter | None:
-        compiled = self.language_model(model_plan, max_position, on_failure)
-        return (
-            None
-            if compiled is None
-            else CompiledDrafter(Inferencer(compiled, chunk_size), processors, settings, context)
-        )
+        compiled = self.language_model("draft", model, setup.inputs, max_position)
+        if compiled is None:
+            return None
+        return CompiledDrafter(Inferencer(compiled, chunk_size), setup.processors, settings, context)
 
     def _capacity(self, max_columns: int, device: torch.device) -> int | None:
         """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
@@ -110,7 +109,12 @@ class CompiledRunners(Runners):
 
 
 def make_runners(
-    request: RunnerRequest, lens: tuple[int, ...], models: Sequence[ModelPlan], graphs: str, batch_size: int
+    request: RunnerRequest,
+    lens: tuple[int, ...],
+    models: Sequence[ModelPlan],
+    graphs: str,
+    batch_size: int,
+    on_failure: Callable[[str, str], None],
 ) -> CompiledRunners:
     """What can run compiled or from graphs; see `find_runners`."""
     wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
@@ -139,6 +143,7 @@ def make_runners(
         lens=lens if is_static else (),
         min_columns=request.min_columns,
         is_tried=plan.is_tried,
+        on_failure=on_failure,
     )
 
 
@@ -154,7 +159,7 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
 
 def _eager_reason(model_plan: ModelPlan, config: CompileConfig) -> str:
     reason = model_plan.eager_reason
-    if model_plan.cache.kind != "preallocated":
+    if model_plan.cache_kind != "preallocated":
         reason = "whose states are not preallocated"
     elif not model_plan.inputs.is_empty:
         reason = "which reads more than its text"

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache, gathered
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.call import Call
+from hf_speculate.engine.plan import Plan
 from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.models.module_walk import modules_of
 from hf_speculate.options.draft_state.state import DraftCacheKey, DraftState, SavedDraftCache
@@ -54,9 +54,10 @@ class DraftCacheReuse:
             self._state.put(SavedDraftCache(self._key, [row[pad : pad + num] for row, pad, num in spans], states))
 
 
-def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache) -> DraftCacheReuse | None:
+def make_draft_cache_reuse(plan: Plan, draft: PreTrainedModel, kv_cache: KVCache) -> DraftCacheReuse | None:
     """The reuse of a call; None if there is nothing to reuse, or if the mask of the text has holes."""
-    state, mask = call.config.draft_state, call.prompts.text_mask
+    call, vocabulary = plan.call, plan.source.vocabulary
+    state, mask = plan.config.draft_state, call.prompts.text_mask
     if state is None or not call.draft_inputs.is_empty:
         return None
     if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
@@ -65,7 +66,7 @@ def make_draft_cache_reuse(call: Call, draft: PreTrainedModel, kv_cache: KVCache
     parts = tuple(weakref.ref(module) for module in modules if next(module.children(), None) is None)
     adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]
     adapters = tuple((*module.active_adapters, module.disable_adapters, *module.merged_adapters) for module in adapted)
-    table = None if call.vocabulary is None else call.vocabulary.table
+    table = None if vocabulary is None else vocabulary.table
     key = DraftCacheKey(parts, device_of(draft), dtype_of(draft), adapters, table)
     return DraftCacheReuse(state, key, kv_cache, call.prompts.num_pads)
 

@@ -45,7 +45,7 @@ class Gemma4Source(FactorySource):
             return config
         return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
 
-    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+    def start(self, setup: DrafterSetup) -> Drafter:
         return Gemma4Drafter(self.assistant, setup)
 
     def history_key(self) -> HistoryKey:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
-from hf_speculate.models.chosen_tokens import Chosen, joined
+from hf_speculate.models.inferencer import Chosen, joined
 from hf_speculate.options.compiled.compilation import Compilation
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, width_for
 from hf_speculate.options.heads.head import HeadSpec, shape_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_speculate.draft.token_choice import RoundDraft
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import integer
-from hf_speculate.models.chosen_tokens import Chosen
+from hf_speculate.models.inferencer import Chosen
 from hf_speculate.options.heads.block_convolution import ConvolvedLayer
 from hf_speculate.options.heads.dflash import BlockDrafter, DFlashNetwork, DFlashOptions, read_dflash
 from hf_speculate.options.heads.head import HeadSpec

@@ -24,7 +24,7 @@ def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
         capture = LayerCapture(plan.target.model, layers, needs_all_tokens=len(layers) > 1)
         return NewestStates(layers, capture, project)
     is_eager = "target" not in plan.runners.parts
-    is_returned = bool(plan.call.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
+    is_returned = bool(plan.source.reads_outputs) or (layers == (FINAL_STATE,) and is_eager)
     return HiddenStates(layers, None if is_returned else LayerCapture(plan.target.model, layers), project)
 
 

@@ -52,7 +52,7 @@ class HeadSource(FactorySource):
             return config
         return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
 
-    def start(self, setup: DrafterSetup, prepared: Mapping[str, Any]) -> Drafter:
+    def start(self, setup: DrafterSetup) -> Drafter:
         return self.head(setup)
 
     def history_key(self) -> HistoryKey:

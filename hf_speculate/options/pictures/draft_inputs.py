@@ -11,9 +11,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.cache.layers import fixed_layers
-from hf_speculate.engine.call import Call, Prompts
+from hf_speculate.compat import pad_token_id
+from hf_speculate.draft.vocab_mapping import VocabMapping
+from hf_speculate.engine.call import Prompts
 from hf_speculate.engine.draft_faults import is_of_device
-from hf_speculate.generation.model_inputs import OWN_NAMES, target_inputs
+from hf_speculate.engine.ranks import Ranks
+from hf_speculate.generation.inputs import OWN_NAMES, target_inputs
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.stats import SpeculationStats
@@ -27,15 +30,28 @@ class _CannotReadError(Exception):
 
 
 def read_media(
-    call: Call, draft: PreTrainedModel, passed: Mapping[str, Any], media: Sequence[str], stats: SpeculationStats
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Prompts,
+    passed: Mapping[str, Any],
+    media: Sequence[str],
+    *,
+    vocabulary: VocabMapping | None,
+    generation_config: GenerationConfig,
+    ranks: Ranks,
+    stats: SpeculationStats,
 ) -> ExtraInputs:
     """What a decoder-only draft model reads besides tokens, prepared as its own `generate` prepares it.
 
     Args:
-        call: the call, whose rows the inputs are for.
-        draft: its draft model; it is not written to.
+        target: the model that reads the same.
+        draft: the draft model; it is not written to.
+        prompts: the rows that the inputs are for.
         passed: the arguments of `generate()`, of which transformers has taken out the pictures by now.
         media: the names of those that hold pictures or sounds, at least one.
+        vocabulary: maps the target's ids to the draft's; None if they are the same.
+        generation_config: the call's, as transformers has prepared it.
+        ranks: the processes that decode the call together.
         stats: gets the reason if the draft model takes such arguments but reads the text alone.
 
     Returns:
@@ -48,8 +64,10 @@ def read_media(
         return ExtraInputs(description=f"text alone, because {type(draft).__name__} takes no {lacking[0]}")
     names = (passed.keys() & parameters.keys()) - OWN_NAMES - {"position_ids"}
     try:
-        _check_call(call, draft, passed)
-        inputs = _prepare(call, draft, {name: passed[name] for name in names})
+        if ranks.is_distributed:
+            raise _CannotReadError("several processes decode the call")
+        _check_call(target, draft, prompts.input_ids, passed, vocabulary)
+        inputs = _prepare(draft, prompts, {name: passed[name] for name in names}, vocabulary, generation_config)
     except _CannotReadError as error:
         reason = str(error)
     except Exception as error:  # whatever the code of a model raises for pictures of another model
@@ -64,30 +82,40 @@ def read_media(
     return ExtraInputs(description=f"text alone, because {reason}")
 
 
-def _check_call(call: Call, draft: PreTrainedModel, passed: Mapping[str, Any]) -> None:
+def _check_call(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    input_ids: Tensor,
+    passed: Mapping[str, Any],
+    vocabulary: VocabMapping | None,
+) -> None:
     """Raise an error with the reason if the draft model cannot read what the target reads."""
-    if call.ranks.is_distributed:
-        raise _CannotReadError("several processes decode the call")
     if passed.get("inputs_embeds") is not None:
         raise _CannotReadError("the prompt is one of embeddings")
     if passed.get(ENCODED) is not None:
         raise _CannotReadError(f"{ENCODED} are those of the target's encoder")
     if fixed_layers(draft.config.get_text_config(decoder=True)):
         raise _CannotReadError("its cache would hold the states of pictures too")
-    if call.vocabulary is not None and not call.vocabulary.table.is_padded:
+    if vocabulary is not None and not vocabulary.table.is_padded:
         raise _CannotReadError("its vocabulary is another one")
     for modality in _MODALITIES:
-        ours, theirs = (_token_id(model.config, modality) for model in (call.target, draft))
-        if ours is not None and ours != theirs and bool((call.prompts.input_ids == ours).any()):
+        ours, theirs = (_token_id(model.config, modality) for model in (target, draft))
+        if ours is not None and ours != theirs and bool((input_ids == ours).any()):
             raise _CannotReadError(f"{modality} tokens have the id {ours} in the prompt, and {theirs} in its config")
 
 
-def _prepare(call: Call, draft: PreTrainedModel, arguments: Mapping[str, Any]) -> ExtraInputs:
+def _prepare(
+    draft: PreTrainedModel,
+    prompts: Prompts,
+    arguments: Mapping[str, Any],
+    vocabulary: VocabMapping | None,
+    generation_config: GenerationConfig,
+) -> ExtraInputs:
     """The inputs of a draft model's forwards, of arguments for prompts that are not yet repeated."""
-    device, num_copies = device_of(draft), call.generation_config.num_return_sequences or 1
-    input_ids, mask = call.prompts.input_ids[::num_copies], call.prompts.text_mask
-    if call.vocabulary is not None:
-        input_ids = call.vocabulary.encoded(input_ids.cpu())
+    device, num_copies = device_of(draft), generation_config.num_return_sequences or 1
+    input_ids, mask = prompts.input_ids[::num_copies], prompts.text_mask
+    if vocabulary is not None:
+        input_ids = vocabulary.encoded(input_ids.cpu())
     mask = torch.ones_like(input_ids) if mask is None else mask[::num_copies]
 
     def moved(tensor: Tensor) -> Tensor:
@@ -111,7 +139,7 @@ def _prepare(call: Call, draft: PreTrainedModel, arguments: Mapping[str, Any]) -
         max_new_tokens=1,
         do_sample=num_copies > 1,
         num_return_sequences=num_copies,
-        pad_token_id=call.pad_token_id or 0,
+        pad_token_id=pad_token_id(generation_config) or 0,
     )
     inputs: ExtraInputs = GenerationMixin.generate(
         twin,

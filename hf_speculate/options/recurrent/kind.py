@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models.cache_kinds import Buffers, CacheKind, CacheRequest
+from hf_speculate.models.cache_kinds import GROWING, Buffers, CacheKind, CacheRequest
 from hf_speculate.models.memory import memory_bytes
 from hf_speculate.options.recurrent.hybrid_cache import HybridKVCache
 from hf_speculate.options.recurrent.mixer_steps import SteppedMixer
@@ -34,7 +34,7 @@ class HybridKind(CacheKind):
     def remark(self, request: CacheRequest) -> str:
         return rollback_text(request.model, request.layers, request.num_recurrent_states, request.device)
 
-    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers) -> KVCache:
+    def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         return make_hybrid_cache(request.model, request.cache, batch_size, request.attention_mask, request.device)
 
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS
 from hf_speculate.draft.source import DraftSource
-from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
-from hf_speculate.generation.mixin import prepare
+from hf_speculate.generation.generate import prepare
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
@@ -127,8 +127,8 @@ class ContinuousDecoder:
         """Begin to read prompts together; returns the rows that have failed by then."""
         self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
-            prepared = self._prepare(prompts, is_chunked=True)
-            if obstacle := join_obstacle(prepared):
+            decoder = self._prepare(prompts, is_chunked=True)
+            if obstacle := join_obstacle(decoder):
                 raise UnsupportedGenerationError(
                     f"rows must be able to join others, got {obstacle}; use static batches"
                 )
@@ -136,7 +136,7 @@ class ContinuousDecoder:
             if not self._ends_a_row(error):
                 raise
             return self._isolate(error)
-        self._readings.append(Reading(prepared, self._on_logits))
+        self._readings.append(Reading(decoder, self._on_logits))
         return []
 
     def _read(self) -> list[RowResult]:
@@ -187,20 +187,19 @@ class ContinuousDecoder:
 
     def _join(self, reading: Reading) -> list[FinishedRow]:
         """Let the rows that are not finished join a running batch; returns the others."""
-        prepared, finished = reading.prepared, reading.finished()
-        decoder, call = prepared.decoder, prepared.plan.call
-        if len(finished) < len(call.row_ids):
-            batch_key = call.do_sample, call.config.verifier or "", _most_drafted(call.config)
+        decoder, plan, finished = reading.decoder, reading.plan, reading.finished()
+        if len(finished) < len(plan.call.row_ids):
+            batch_key = plan.call.do_sample, plan.config.verifier or "", _most_drafted(plan.config)
             running = self._running.pop(batch_key, None)  # an error leaves it half joined
             with torch.no_grad(), self._clock:
                 self._clock.enter(Stage.DRAFT)
                 if running is None:
-                    running = RunningBatch(prepared, self.stats, self._clock, self._on_logits)
+                    running = RunningBatch(decoder, reading.batch, self.stats, self._clock, self._on_logits)
                 else:
-                    running.join(prepared)
+                    running.join(decoder, reading.batch)
                 self._clock.enter(None)
             self._running[batch_key] = running
-        stats, read = self.stats, prepared.stats
+        stats, read = self.stats, plan.config.speculation_stats or SpeculationStats()
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)
@@ -240,8 +239,8 @@ class ContinuousDecoder:
             self._source.keep(row.token_ids)
         return RowResult(self._prompts.pop(row.row_id), *row[1:])
 
-    def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> Prepared:
-        """The prepared call of prompts with equal arguments, left-padded; long ones may be read in chunks."""
+    def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> SpeculativeDecoder:
+        """The decoder of prompts with equal arguments, left-padded; long ones may be read in chunks."""
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -254,9 +253,9 @@ class ContinuousDecoder:
         is_long = is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS
         if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
-        prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._source = prepared.plan.call.source
-        return prepared
+        decoder = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
+        self._source = decoder.plan.source
+        return decoder
 
 
 def _is_short(reading: Reading) -> bool:

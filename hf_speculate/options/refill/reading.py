@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.target_session import PromptChunk
@@ -19,30 +20,30 @@ from hf_speculate.types import RoundRecord
 class Reading:
     """Reads the prompts of a call, with the target and then with the drafter."""
 
-    def __init__(self, prepared: Prepared, observer: Observer):
-        self.prepared = prepared
-        self._decoder = replace(prepared.decoder, observers=[*prepared.decoder.observers, observer])
+    def __init__(self, decoder: SpeculativeDecoder, observer: Observer):
+        self.plan, self.batch = decoder.plan, Batch.of(decoder.plan)
+        self.decoder = replace(decoder, observers=[*decoder.observers, observer])
         self._chunks: deque[PromptChunk] | None = None  # those that the target has not read; None before the first
 
     @property
     def row_ids(self) -> list[int]:
-        return list(self.prepared.plan.call.row_ids)
+        return list(self.plan.call.row_ids)
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of all rows in a chunk."""
-        query_ids = self.prepared.plan.call.prompts.query_ids
+        query_ids = self.plan.call.prompts.query_ids
         return len(query_ids) * min(self._chunk_size or query_ids.shape[1], query_ids.shape[1])
 
     @property
     def is_whole(self) -> bool:
         """Whether one forward of each model reads the prompts."""
         size = self._chunk_size
-        return size is None or self.prepared.plan.call.prompts.query_ids.shape[1] <= size
+        return size is None or self.plan.call.prompts.query_ids.shape[1] <= size
 
     def read_chunk(self) -> bool:
         """Read a chunk; False once all is read."""
-        clock = self._decoder.clock
+        clock = self.decoder.clock
         with torch.no_grad(), clock:
             is_unread = self._read()
             clock.enter(None)
@@ -50,23 +51,23 @@ class Reading:
 
     def finished(self) -> list[FinishedRow]:
         """The rows that ended with the token that follows their prompt."""
-        batch = self.prepared.batch
+        batch = self.batch
         left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
         ended = [row_id for row_id in self.row_ids if left.get(row_id, True)]
-        return [FinishedRow(row_id, self._decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
+        return [FinishedRow(row_id, self.decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
 
     @property
     def _chunk_size(self) -> int | None:
-        return self.prepared.plan.call.prefill_chunk_size
+        return self.plan.call.prefill_chunk_size
 
     @property
     def _draft_chunk_size(self) -> int | None:
         """Tokens of each row that a draft model reads between two rounds; None for all at once."""
-        draft = self.prepared.plan.draft
+        draft = self.plan.draft
         return self._chunk_size if draft is None or reads_prompts_in_chunks(draft.model) else None
 
     def _read(self) -> bool:
-        decoder, batch = self._decoder, self.prepared.batch
+        decoder, batch = self.decoder, self.batch
         if self._chunks is None:
             self._chunks = deque(decoder.begin(batch))
         if not self._chunks:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
-from hf_speculate.engine.row_lists import RowLists
+from hf_speculate.engine.call import RowLists
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors, StopVerdict, TokenRows
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria

@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hf_speculate.engine.builder import Prepared
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.observers import Observer, StatsObserver, bad_logits_errors
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError
@@ -28,12 +29,24 @@ class FinishedRow(NamedTuple):
 class RunningBatch:
     """Decodes rows of several calls together; each row gets the tokens that it gets alone."""
 
-    def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock, observer: Observer):
-        self._batch = first.batch
-        self._rows = _RowObserver(first.plan.call.do_sample)
-        own = first.decoder
-        observers = [StatsObserver(stats, counts_rows=False), self._rows, own.output, own.draft_length, observer]
-        self._decoder = replace(own, observers=observers, clock=clock)
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,  # of the first rows
+        batch: Batch,
+        stats: SpeculationStats,
+        clock: StageClock,
+        observer: Observer,
+    ):
+        self._batch = batch
+        self._rows = _RowObserver(decoder.plan.call.do_sample)
+        observers = [
+            StatsObserver(stats, counts_rows=False),
+            self._rows,
+            decoder.output,
+            decoder.draft_length,
+            observer,
+        ]
+        self._decoder = replace(decoder, observers=observers, clock=clock)
         self._decoder.drafts.report_to(stats)
 
     @property
@@ -41,15 +54,15 @@ class RunningBatch:
         rows = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
         return [row_id for row_id, is_finished in rows if not is_finished]
 
-    def join(self, others: Prepared) -> None:
+    def join(self, theirs: SpeculativeDecoder, batch: Batch) -> None:
         """Add rows that have read their prompts; the parts of their decoder are not used after that."""
-        mine, theirs = self._decoder, others.decoder
+        mine = self._decoder
         mine.drafts.join(theirs.drafts, self._batch)  # reads the present rows
         mine.target.join(theirs.target)
         mine.verification.join(theirs.verification)
         mine.stops.join(theirs.stops)
         mine.output.join(theirs.output)
-        self._batch.join(others.batch)
+        self._batch.join(batch)
 
     def decode_round(self) -> list[FinishedRow]:
         """Decode one round; the rows that it finished."""
@@ -102,9 +115,9 @@ class _RowObserver(Observer):
             self.errors[record.row_ids[row]] = error
 
 
-def join_obstacle(prepared: Prepared) -> str:
+def join_obstacle(decoder: SpeculativeDecoder) -> str:
     """Why the rows of a call cannot join a running batch; empty if they can."""
-    decoder, plan, call = prepared.decoder, prepared.plan, prepared.plan.call
+    plan, call = decoder.plan, decoder.plan.call
     if plan.is_lock_step:
         return plan.lock_step
     if plan.compiled:
@@ -120,6 +133,6 @@ def join_obstacle(prepared: Prepared) -> str:
         return "the drafter has states that cannot be joined"
     if call.binds_rows:
         return "hooks of the target may hold an adapter or a vector for each row"
-    if plan.keeps_rows or call.ranks.is_distributed or call.config.relax_only_inside is not None:
+    if plan.keeps_rows or call.ranks.is_distributed or plan.config.relax_only_inside is not None:
         return "the call depends on its rows staying together"
     return ""

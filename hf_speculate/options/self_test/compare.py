@@ -13,26 +13,25 @@ resolution of the dtype and grows with depth; a token at a wrong position, or wi
 import copy
 import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.model_plan import plan_target_cache
+from hf_speculate.engine.model_plan import plan_target
 from hf_speculate.engine.plan import attention_of, counts_by_column
 from hf_speculate.errors import SpeculateError, UnsupportedModelError, counted
 from hf_speculate.model_state import model_state
+from hf_speculate.models.cache_kinds import has_holes
 from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import LanguageModel, cache_name, dtype_of
-from hf_speculate.models.preallocated_kind import has_holes
 from hf_speculate.models.quirks import is_known_type, token_without_position
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -43,9 +42,7 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, tor
 _LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
 
 
-def check_decoding(
-    call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
-) -> str:
+def check_decoding(call: Call, source: DraftSource) -> str:
     """Compare a target of unknown type with plain decoding at its first call of this kind; the result in words."""
     model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
     if num_tokens < 1:
@@ -57,7 +54,7 @@ def check_decoding(
     differences: dict[Hashable, float] = model_state(owner).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
     if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
-        difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
+        difference = _measure(call, num_tokens, source)
         differences[situation] = difference = call.ranks.broadcast_number(difference)
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
     dtype = _dtype(model)
@@ -73,9 +70,7 @@ def check_decoding(
     return f"passed, difference {difference:.1e} of {tolerance:g} allowed"
 
 
-def foreign_code_obstacle(
-    call: Call, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any], source: DraftSource
-) -> str:
+def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
     """Why drafts would change the text with the foreign code in the target of this call; empty if they do not.
 
     Compared once for each set of foreign code; its hooks see the forwards of the comparison.
@@ -88,25 +83,19 @@ def foreign_code_obstacle(
     obstacles = by_code.setdefault(call.foreign_code, {})
     situation, _ = _situation(call, num_tokens)
     if call.ranks.max(int(situation not in obstacles)):  # forwards wait for those of the other ranks
-        obstacles[situation] = _compared(call, generation_config, model_kwargs, num_tokens, source)
+        obstacles[situation] = _compared(call, num_tokens, source)
         while len(by_code) > _MAX_SETS:
             del by_code[next(iter(by_code))]
     obstacle = obstacles[situation]
     return obstacle or ("the target of another rank differs" if call.ranks.max(int(bool(obstacle))) else "")
 
 
-def _compared(
-    call: Call,
-    generation_config: GenerationConfig,
-    model_kwargs: Mapping[str, Any],
-    num_tokens: int,
-    source: DraftSource,
-) -> str:
+def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
     """Why a target differs from its plain steps; empty if it does not."""
     dtype = _dtype(call.target)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     try:
-        difference = _measure(call, generation_config, model_kwargs, num_tokens, source)
+        difference = _measure(call, num_tokens, source)
     except SpeculateError as error:
         return str(error).partition("; ")[0]
     if difference <= tolerance:
@@ -146,23 +135,17 @@ def relative_difference(plain: Tensor, ours: Tensor) -> float:
     return float(distances.mean(dim=1).max())
 
 
-def _measure(
-    call: Call,
-    generation_config: GenerationConfig,
-    model_kwargs: Mapping[str, Any],
-    num_tokens: int,
-    source: DraftSource,
-) -> float:
+def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
     """The difference between plain steps and our forwards, on copies of the call's cache."""
     model = call.target
     with _same_randomness(model):
-        plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
-        plain = plain_steps(model, call.prompts.input_ids, generation_config, plain_kwargs, num_tokens)
+        plain_kwargs = {**call.model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
+        plain = plain_steps(model, call.prompts.input_ids, call.generation_config, plain_kwargs, num_tokens)
     del plain_kwargs  # before the second cache is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
     folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
-        cache = plan_target_cache(ours).make(call.batch_size)
+        cache = plan_target(ours, call.config, source).make_cache(call.batch_size)
         with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:
             stack.callback(cache.release)
             return _difference_to(plain, ours, cache, num_tokens)

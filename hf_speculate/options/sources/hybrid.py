@@ -1,7 +1,7 @@
 """The source of a draft model with prompt lookup: the hybrid drafter uses a suffix match or the model, row by row."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.acceptance_rates import RowRates, model_buckets, model_rates
-from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.draft_plan import DraftPlan
+from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.prompt_lookup import PromptLookup
 from hf_speculate.draft.source import DraftSource, HistoryKey
 from hf_speculate.draft.source import make_source as make_part
 from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings, not_fed
+from hf_speculate.engine.runners import Runners
 from hf_speculate.per_row import PerRow
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
@@ -199,9 +199,9 @@ class HybridSource(DraftSource):
         draft, (name, _) = self.with_model.history_key()
         return HistoryKey(draft, (name, True))
 
-    def make_drafter(self, plan: DraftPlan) -> Drafter:
-        model, settings = self.with_model.make_drafter(plan), self.lookup.suffix_settings(plan)
-        return HybridDrafter(model, settings, plan.config.max_model_tokens, plan.device)
+    def make_drafter(self, setup: DrafterSetup, runners: Runners, meet: Callable[[], None] | None = None) -> Drafter:
+        model, settings = self.with_model.make_drafter(setup, runners, meet), self.lookup.suffix_settings(setup)
+        return HybridDrafter(model, settings, setup.config.max_model_tokens, setup.device)
 
     def keep(self, token_ids: Sequence[int]) -> None:
         self.lookup.keep(token_ids)

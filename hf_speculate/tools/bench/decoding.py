@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.generation.config_sources import fields_of
-from hf_speculate.generation.mixin import generate
+from hf_speculate.generation.generate import generate
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.row_prompts import left_padded
 from hf_speculate.stats import SpeculationStats

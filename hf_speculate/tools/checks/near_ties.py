@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.step_weights import step_weights
-from hf_speculate.generation.mixin import generate
+from hf_speculate.generation.generate import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
 _MAX_ULPS = 64  # largest noise that counts without a confirmation in float64

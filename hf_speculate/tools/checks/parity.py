@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
-from hf_speculate.generation.mixin import generate
+from hf_speculate.generation.generate import generate
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.stats import SpeculationStats

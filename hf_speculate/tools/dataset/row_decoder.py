@@ -25,7 +25,7 @@ from hf_speculate.draft.source import source_key, source_values
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
 from hf_speculate.generation.enable import is_enabled
-from hf_speculate.generation.mixin import generate
+from hf_speculate.generation.generate import generate
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, left_padded

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from hf_speculate.generation.mixin import generate
+from hf_speculate.generation.generate import generate
 from hf_speculate.tools.doctor.pair import Pair, make_pair, make_prompts
 from hf_speculate.tools.doctor.site import Check, Site, require
 

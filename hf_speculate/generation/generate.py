@@ -1,53 +1,43 @@
 """`generate()` of an enabled model, and the function `generate`."""
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.compat import check_private_names, comes_from_model_config
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig
-from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
-from hf_speculate.draft.source import SOURCES, DraftSource, find_source
-from hf_speculate.engine.builder import Prepared
+from hf_speculate.compat import comes_from_model_config
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.no_drafts import CONTINUOUS
+from hf_speculate.draft.source import SOURCES
+from hf_speculate.engine.call import refilled_rows
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.outputs import GenerateOutput
-from hf_speculate.engine.row_lists import refilled_rows
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.generation.arguments import (
-    BoundCall,
+from hf_speculate.generation.config_sources import fields_in, fields_of, setting
+from hf_speculate.generation.decode import SpeculativeDecoding
+from hf_speculate.generation.request import (
     bind,
-    check_row_lists,
-    hide_settings,
-    intercept_stop_strings,
+    find_source_of,
     name_cache,
-    samples,
-    source_arguments,
-    take_cache,
-    take_over_all,
-    take_static_cache,
+    read_request,
+    speculative_request,
 )
-from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
-from hf_speculate.generation.decoding_method import SpeculativeDecoding
-from hf_speculate.generation.signature import described
-from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.models.text_decoder import unwrapped
-from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
 Generate = Callable[..., GenerateOutput | Tensor]
 _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
-# arguments of ours alone: transformers has the others, too
-_OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), name)}
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
@@ -114,14 +104,15 @@ def generate(
     return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
 
 
-def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
+def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> SpeculativeDecoder:
     """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
-    calls: list[Prepared] = []
-    bound, clock = bind(_plain_generate(model), (), kwargs), _started_clock()
-    source, config, declined = _find_source(model, bound, {})
-    decoding = _make_decoding(model, bound.call, source or CONTINUOUS, config, declined, clock)
-    _run(model, bound, replace(decoding, row_lists=refilled_rows(first_row), on_prepared=calls.append))
-    return calls[-1]
+    decoders: list[SpeculativeDecoder] = []
+    plain, clock = _plain_generate(model), _started_clock()
+    call, _ = bind(plain, (), kwargs)
+    source, config, declined = find_source_of(model, plain, call, {})
+    request = speculative_request(model, plain, call, source or CONTINUOUS, config, declined, clock)
+    _decode(model, SpeculativeDecoding(request, clock, refilled_rows(first_row), decoders.append))
+    return decoders[-1]
 
 
 @contextmanager
@@ -146,95 +137,40 @@ def _generate(
 ) -> GenerateOutput | Tensor:
     clock = _started_clock()
     name_cache(model, kwargs)
-    bound = bind(plain, args, kwargs)
-    if isinstance(bound.call.get("custom_generate"), str):
-        return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
-    source, config, declined = _find_source(model, bound, saved)
-    if source is None:
-        check_verifier(config.resolve(do_sample=False))
-        if config.speculation_stats is not None:
-            config.speculation_stats.reset()
-            config.speculation_stats.has_draft_source = False
-        return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
-    check_row_lists(model, bound, config)
-    decoding = _make_decoding(model, bound.call, source, config, declined, clock)
-    output = _run(model, bound, decoding)
-    stats = decoding.stats
-    decoding.source.after_call(model, stats)
+    request = read_request(model, plain, args, kwargs, saved, clock)
+    if request is None:
+        return plain(*args, **kwargs)
+    output = _decode(model, SpeculativeDecoding(request, clock))
+    request.source.after_call(model, request.stats)
     if LOGGER.isEnabledFor(logging.INFO):
-        LOGGER.info("%s", stats.summary())
+        LOGGER.info("%s", request.stats.summary())
     if isinstance(output, ModelOutput):
-        output.speculation = stats
+        output.speculation = request.stats
     return output
 
 
 def _started_clock() -> StageClock:
-    """A clock of a call that begins now."""
+    """Return a clock of a call that begins now."""
     clock = StageClock()
     clock.enter(Stage.PREPARE)
     return clock
 
 
-def _find_source(
-    model: PreTrainedModel, bound: BoundCall, saved: Mapping[str, Any]
-) -> tuple[DraftSource | None, SpeculationConfig, list[str]]:
-    """Take out of a call what drafts, the settings, and the arguments that do without a source here.
-
-    The source is None if transformers decodes the call.
-    """
-    call, sources = bound.call, getattr(model, "draft_sources", SOURCES)
-    keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    stronger = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
-    values = source_arguments(model, call, sources)
-    source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
-    if source is not None:
-        take_over_all(model, call, values)
-        return source, source.settings(config), []
-    declined = [name for name, value in values.items() if value]
-    draws_coupled = config.verifier == "coupled" and samples(model, bound)
-    return (COUPLED_ALONE if draws_coupled else None), config, declined
-
-
-def _make_decoding(
-    model: PreTrainedModel,
-    call: dict[str, Any],  # the arguments by name, of which our own are taken out
-    source: DraftSource,
-    config: SpeculationConfig,
-    declined: list[str],  # see `_find_source`
-    clock: StageClock,
-) -> SpeculativeDecoding:
-    """Check a call with a source, and make the function that decodes it."""
-    check_call(model, call, config, source, declined)
-    check_private_names(model)
-    models = [model] if source.model is None else [model, source.model]
-    check_models(models, source)
-    check_weights(models, source)
-    clock.enter(Stage.PREPARE if source.model is None else Stage.VOCABULARY)
-    source = source.resolve(model, call)
-    clock.enter(Stage.PREPARE)
-    intercept_stop_strings(model, call)
-    hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
-    take_cache(model, call)
-    is_static = take_static_cache(model, call)
-    passed = {name: value for name, value in call.items() if value is not None}
-    return SpeculativeDecoding(source, config, passed, is_static, clock)
-
-
-def _run(model: PreTrainedModel, bound: BoundCall, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
-    call = bound.call
-    if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
+def _decode(model: PreTrainedModel, decoding: SpeculativeDecoding) -> GenerateOutput | Tensor:
+    """Let transformers prepare a call, and call the function that decodes it."""
+    request = decoding.request
+    if setting(model, request.arguments, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
         raise UnsupportedGenerationError(
             "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
             "model.heal_tokens(input_ids, tokenizer) beforehand"
         )
-    with decoding.clock, _provide_tokenizer(call.get("tokenizer")):
-        call["custom_generate"] = decoding
+    with decoding.clock, _provide_tokenizer(request.passed.get("tokenizer")):
         decoding.clock.enter(Stage.INPUTS)
-        output: GenerateOutput | Tensor = bound.run()
+        output: GenerateOutput | Tensor = request.run(decoding)
     if not decoding.num_runs:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
-            f"own; {decoding.source.hint}"
+            f"own; {request.source.hint}"
         )
     return output
 
@@ -249,3 +185,28 @@ def warn_of_lost_fields(model: PreTrainedModel) -> None:
             "saved and loaded; save a fresh GenerationConfig(**fields) instead",
             stacklevel=3,
         )
+
+
+def described(generate: Any, plain: Callable[..., Any]) -> Any:
+    """A copy of `generate` whose signature and docstring begin with those of `plain`; it runs as the original does."""
+    code, scope, name = generate.__code__, generate.__globals__, generate.__name__
+    twin = FunctionType(code, scope, name, generate.__defaults__, generate.__closure__)
+    twin.__module__, twin.__qualname__ = generate.__module__, generate.__qualname__
+    twin.__annotations__ = generate.__annotations__
+    twin.__signature__ = _signature(plain)  # type: ignore[attr-defined]
+    text = inspect.getdoc(plain) or inspect.getdoc(GenerationMixin.generate) or ""
+    ours = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    twin.__doc__ = f"{text}\n\nSpeculative decoding, by keyword or as fields of a `GenerationConfig`:\n{ours}\n"
+    return twin
+
+
+def _signature(plain: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(plain)
+    theirs = list(signature.parameters.values())
+    ours = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(SpeculationConfig)
+        if field.name not in signature.parameters
+    ]
+    end = len(theirs) - (bool(theirs) and theirs[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*theirs[:end], *ours, *theirs[end:]])

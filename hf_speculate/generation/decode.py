@@ -1,0 +1,99 @@
+"""The decoding method of a call, which transformers runs once it has prepared the inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.utils.generic import ModelOutput
+
+from hf_speculate.cache.static import static_copies
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.call import ONE_CALL, RowLists
+from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.engine.plan import make_plan
+from hf_speculate.engine.stage_clock import Stage, StageClock
+from hf_speculate.generation.inputs import read_call
+from hf_speculate.generation.plain_decoding import decode_plainly, plain_reason, returned_cache, self_test
+from hf_speculate.generation.request import Request
+from hf_speculate.models.folded_attention import folded_attention_for
+
+
+@dataclass(eq=False)
+class SpeculativeDecoding:
+    """A `custom_generate` function for one call of `generate()`, which Whisper's own `generate` runs several times."""
+
+    request: Request
+    clock: StageClock  # that was made when the call began
+    row_lists: RowLists = ONE_CALL
+    # gets the decoder in place of decoding, so that its rows may join others; None to decode
+    on_prepared: Callable[[SpeculativeDecoder], object] | None = None
+    num_runs: int = field(default=0, init=False)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | Tensor:
+        self.clock.enter(Stage.PREPARE, 0)
+        self.num_runs += 1
+        call = read_call(
+            self.request,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor,
+            model_kwargs,
+            row_lists=self.row_lists,
+            num_run=self.num_runs - 1,
+        )
+        source, stats = self.request.source, self.request.stats
+        comparison = self_test(call, source)
+        reason = "" if self.on_prepared is not None else plain_reason(call, source, stats)
+        if reason and call.config.verifier != "coupled":
+            return self._timed(decode_plainly(call, logits_processor, stopping_criteria, stats))
+        plan = make_plan(call, stats, drafts=not reason, self_test=comparison)
+        decoder = SpeculativeDecoder.of(plan, stats, self.clock)
+        if self.on_prepared is not None:
+            self.on_prepared(decoder)
+            return call.prompts.input_ids
+        return self._timed(self._decode(decoder))
+
+    def _timed(self, output: GenerateOutput | Tensor) -> GenerateOutput | Tensor:
+        """Return the output once the seconds since the last round are counted."""
+        self.clock.enter(Stage.INPUTS)  # a model's own generate() may go on with another run
+        self.request.stats.add_seconds(self.clock.lap())
+        return output
+
+    def _decode(self, decoder: SpeculativeDecoder) -> GenerateOutput | Tensor:
+        plan, call = decoder.plan, decoder.plan.call
+        input_ids, pad_id = call.prompts.input_ids, call.pad_token_id or 0
+        folded = folded_attention_for([] if call.recorded.attentions else plan.models)
+        with folded, decoder.caches(call.is_cache_passed):
+            decoder.decode(Batch.of(plan))
+            self.clock.enter(Stage.RETURN)
+            decoder.target.kv_cache.hand_back()
+            cache = returned_cache(call)
+            if call.streamer is not None:
+                call.streamer.end()
+            output: GenerateOutput | Tensor
+            if call.generation_config.return_dict_in_generate:
+                encoded = call.model_kwargs.get("encoder_outputs")
+                encoder_states = encoded.get("hidden_states") if isinstance(encoded, ModelOutput) else None
+                output = decoder.output.output(input_ids, pad_id, cache, encoder_states)
+            else:
+                output = decoder.output.sequences(input_ids, pad_id)
+            for ids in decoder.output.new_ids.values():
+                plan.source.keep(ids)
+            if call.static_cache is not None:
+                static_copies().write_back(call.cache, call.static_cache)  # the last step, which nothing would undo
+        return output

@@ -1,0 +1,273 @@
+"""The request of a call: its arguments, without those that speculation handles itself, its source and settings."""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig
+from hf_speculate.draft.no_drafts import COUPLED_ALONE
+from hf_speculate.draft.source import SOURCES, DraftSource, find_source
+from hf_speculate.engine.stage_clock import Stage, StageClock
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.generation.config_sources import fields_of, read_config, setting
+from hf_speculate.generation.validate_call import check_call
+from hf_speculate.generation.validate_models import check_models, check_weights
+from hf_speculate.models.language_model import cache_name
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.verify.base import check_verifier
+
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+_DEFAULTS = GenerationConfig()
+# arguments of ours alone: transformers has the others, too
+_OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(_DEFAULTS, name)}
+_FRAMES_PER_POSITION = 2  # strides of the two convolutions before Whisper's encoder
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of `generate()` that has a source, without what transformers must not see."""
+
+    plain: Callable[..., Any]  # the model's own `generate`
+    arguments: Mapping[str, Any]  # by name
+    positional_names: Sequence[str]  # arguments that must be passed by position, because the function takes *args
+    source: DraftSource  # what is to draft
+    config: SpeculationConfig
+    stats: SpeculationStats
+    is_static: bool  # whether the call asks for a new static cache
+
+    @cached_property
+    def passed(self) -> dict[str, Any]:
+        """The arguments that are not None."""
+        return {name: value for name, value in self.arguments.items() if value is not None}
+
+    @property
+    def is_cache_passed(self) -> bool:
+        """Whether the user passed a cache, dynamic or static."""
+        return not self.passed.keys().isdisjoint(CACHE_NAMES)
+
+    def run(self, decoding_method: Callable[..., Any]) -> Any:
+        """Call `generate`; a positional argument that was removed from the call is passed as None."""
+        call = {**self.arguments, "custom_generate": decoding_method}
+        by_name = {name: value for name, value in call.items() if name not in self.positional_names}
+        return self.plain(*(call.get(name) for name in self.positional_names), **by_name)
+
+
+def read_request(
+    model: PreTrainedModel,
+    plain: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved: Mapping[str, Any],
+    clock: StageClock,
+) -> Request | None:
+    """Read a call; None if transformers decodes it.
+
+    Args:
+        model: the target.
+        plain: the model's own `generate`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call; ours are taken out if transformers decodes the call.
+        saved: fields of a file, weaker than those of the call.
+        clock: times the preparation.
+    """
+    call, positional_names = bind(plain, args, kwargs)
+    if isinstance(call.get("custom_generate"), str):
+        return None  # the repository's function comes back through `generate`
+    source, config, declined = find_source_of(model, plain, call, saved)
+    if source is not None:
+        check_row_lists(model, plain, call, config)
+        return speculative_request(model, plain, call, source, config, declined, clock, positional_names)
+    check_verifier(config.resolve(do_sample=False))
+    if config.speculation_stats is not None:
+        config.speculation_stats.reset()
+        config.speculation_stats.has_draft_source = False
+    for name in _OUR_FIELDS & kwargs.keys():
+        del kwargs[name]
+    return None
+
+
+def find_source_of(
+    model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any], saved: Mapping[str, Any]
+) -> tuple[DraftSource | None, SpeculationConfig, list[str]]:
+    """Take out of a call what drafts, the settings, and the arguments that do without a source here.
+
+    The source is None if transformers decodes the call.
+    """
+    sources = getattr(model, "draft_sources", SOURCES)
+    keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
+    stronger = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
+    values = source_arguments(model, call, sources)
+    source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
+    if source is not None:
+        take_over_all(model, call, values)
+        return source, source.settings(config), []
+    declined = [name for name, value in values.items() if value]
+    draws_coupled = config.verifier == "coupled" and samples(model, plain, call)
+    return (COUPLED_ALONE if draws_coupled else None), config, declined
+
+
+def speculative_request(
+    model: PreTrainedModel,
+    plain: Callable[..., Any],
+    call: dict[str, Any],  # the arguments by name, of which our own are taken out
+    source: DraftSource,
+    config: SpeculationConfig,
+    declined: list[str],  # see `find_source_of`
+    clock: StageClock,
+    positional_names: Sequence[str] = (),
+) -> Request:
+    """Check a call with a source, and hide from transformers what it would do itself."""
+    check_call(model, call, config, source, declined)
+    check_private_names(model)
+    models = [model] if source.model is None else [model, source.model]
+    check_models(models, source)
+    check_weights(models, source)
+    clock.enter(Stage.PREPARE if source.model is None else Stage.VOCABULARY)
+    source = source.resolve(model, call)
+    clock.enter(Stage.PREPARE)
+    intercept_stop_strings(model, call)
+    hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
+    take_cache(model, call)
+    is_static = take_static_cache(model, call)
+    stats = config.speculation_stats or SpeculationStats()
+    stats.reset()
+    config = replace(config, speculation_stats=stats)
+    return Request(plain, call, positional_names, source, config, stats, is_static)
+
+
+def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Name all arguments of a call; what goes into `*args` is named as in `GenerationMixin.generate`.
+
+    Returns:
+        The arguments by name, and the names of those that must be passed by position, because the function takes *args.
+    """
+    signature = inspect.signature(plain)
+    call = dict(signature.bind(*args, **kwargs).arguments)
+    positional_names: list[str] = []
+    for index, (name, parameter) in enumerate(signature.parameters.items()):
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            call.update(call.pop(name, {}))
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and call.pop(name, ()):
+            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + index :]  # None stands for self
+            call.update(named)
+            positional_names = [*list(signature.parameters)[:index], *dict(named)]
+    return call, positional_names
+
+
+def samples(model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any]) -> bool:
+    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's."""
+    # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
+    if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
+        return True
+    return bool(setting(model, call, "do_sample"))
+
+
+def check_row_lists(
+    model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any], config: SpeculationConfig
+) -> None:
+    """Refuse a list with an entry per row if a model's own `generate`, as Whisper's, may decode several times.
+
+    Only the rows that are not finished are decoded again, and it does not say which these are.
+    """
+    name = "force_unique_generate_call"
+    lists = {field: getattr(config, field) for field in ("num_assistant_tokens", "seed")}
+    lists = {field: value for field, value in lists.items() if isinstance(value, Sequence) and len(value) > 1}
+    if not lists or name not in inspect.signature(plain).parameters or setting(model, call, name):
+        return
+    frames = call.get("input_features")
+    is_long = frames is not None and frames.shape[-1] > _FRAMES_PER_POSITION * model.config.max_source_positions
+    if is_long or setting(model, call, "return_timestamps") or isinstance(call.get("temperature"), Sequence):
+        field, value = next(iter(lists.items()))
+        raise UnsupportedGenerationError(
+            f"{field} must be one number for audio that is decoded in several parts, got {value}; pass an int for all "
+            "rows, or decode the rows one by one"
+        )
+
+
+def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
+    """The value of a field that speculation handles itself; in its place transformers gets `left`."""
+    value = setting(model, call, name)
+    if value not in (None, left):
+        call[name] = left
+    return value
+
+
+def source_arguments(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of draft sources by name, but for the settings.
+
+    What no generation config has, such as `assistant_model`, leaves the call: transformers must not see it.
+    """
+    names = [name for name in sources if name not in FIELD_NAMES and name.isidentifier()]
+    return {name: setting(model, call, name) if hasattr(_DEFAULTS, name) else call.pop(name, None) for name in names}
+
+
+def take_over_all(model: PreTrainedModel, call: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Hide the arguments of a draft source from transformers."""
+    for name, value in values.items():
+        if hasattr(_DEFAULTS, name):
+            pop_setting(model, call, name, left=False if isinstance(value, bool) else None)
+
+
+def intercept_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
+    stop_strings, tokenizer = pop_setting(model, call, "stop_strings"), call.get("tokenizer")
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise ConfigError("tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()")
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    call["stopping_criteria"] = criteria
+
+
+def hide_settings(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> None:
+    """Keep settings that choose a draft source from transformers, which would draft itself, and refuse several rows."""
+    for name in sources:
+        if name not in FIELD_NAMES or not hasattr(_DEFAULTS, name):
+            continue
+        passed = call.get("generation_config")
+        if getattr(passed, name, None) is not None:
+            call["generation_config"] = copy.deepcopy(passed)
+            setattr(call["generation_config"], name, None)
+        if getattr(model.generation_config, name) is not None:
+            call[name] = None
+
+
+def take_cache(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Use a cache, in place, unless the call itself says otherwise: a model's own config only names its default.
+
+    The cache changes no text, and configs such as that of MPT leave it out.
+    """
+    passed = call.get("use_cache"), getattr(call.get("generation_config"), "use_cache", None)
+    if passed == (None, None) and ("use_cache" in call or model.generation_config.use_cache is False):
+        call["use_cache"] = True
+
+
+def take_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether a call asks for a new static cache, which cannot roll back by row: it gets a dynamic one, in place."""
+    is_passed = any(call.get(name) is not None for name in CACHE_NAMES)
+    if is_passed or setting(model, call, "cache_implementation") != "static":
+        return False
+    call["cache_implementation"] = "dynamic"
+    return True
+
+
+def name_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Rename a passed cache, in place, as this version of transformers names it.
+
+    The warning about an old name is attributed to the line that calls `generate`, two functions above the caller.
+    """
+    if not TAKES_CACHE and "cache" in arguments:
+        arguments[cache_name(model) or CACHE_NAME] = arguments.pop("cache")
+    for name in OLD_CACHE_NAMES if TAKES_CACHE else ():
+        if name in arguments:
+            cache = arguments.pop(name)
+            arguments.setdefault("cache", cache)
+            warnings.warn(f"`{name}` is deprecated since transformers 5.24; use `cache`", FutureWarning, stacklevel=4)
