@@ -63,7 +63,6 @@ class DraftSession(PerRow):
     _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
     _num_looked_up: list[int] = field(default_factory=list, init=False)  # tokens of each row that `look_up` has seen
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
-    _seen_round: int = field(default=0, init=False)  # the round of that call
 
     @classmethod
     def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None) -> "DraftSession":
@@ -199,7 +198,7 @@ class DraftSession(PerRow):
         query = tokens.last(self.num_fed)
         request = DraftRequest(query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache)
         draft = self.drafter.draft(request)
-        self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
+        self._seen_lens = tokens.row_lens.copy()
         return draft
 
     def _follow(self, batch: Batch, draft: DraftOut) -> None:
@@ -388,7 +387,7 @@ class DraftSession(PerRow):
         num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         if min(counts) < max(counts):
             ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)
-        return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
+        return Kept(ids, num_emitted, states)
 
     def _progress(self, batch: Batch) -> list[RowProgress]:
         rows = zip(batch.tokens.lens, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)
