@@ -2,7 +2,8 @@
 
 import sys
 
-_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # packages between the user's code and a warning
+# packages between the user's code and a warning
+_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft", "contextlib")
 
 
 def caller_level() -> int:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_faults import DraftFaults
-from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_setup import find_target_states, make_drafter
 from hf_speculate.engine.observers import make_observers
 from hf_speculate.engine.outputs import OutputRecorder
@@ -39,7 +39,7 @@ def build_decoder(plan: Plan, stats: SpeculationStats, clock: StageClock) -> Pre
     draft_length, output = DraftLength.of(plan, drafter), OutputRecorder.of(plan, target.kv_cache)
     decoder = SpeculativeDecoder(
         target=target,
-        drafts=DraftGuard.of(plan, drafter, states, faults),
+        drafts=DraftSession.of(plan, drafter, states, faults),
         verification=verification,
         second_scoring=SecondScoring.of(plan, target, verification),
         stops=stops,

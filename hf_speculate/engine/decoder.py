@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.second_scoring import SecondScoring
@@ -24,7 +24,7 @@ class SpeculativeDecoder:
     """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix."""
 
     target: TargetSession
-    drafts: DraftGuard
+    drafts: DraftSession
     verification: Verification
     second_scoring: SecondScoring
     stops: StopTracker

@@ -12,9 +12,9 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.draft_faults import DraftFaults
+from hf_speculate.engine.draft_session import TargetStates
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.runners import draft_lens
-from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.context import Context
 from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.models.runner import CompiledUnits

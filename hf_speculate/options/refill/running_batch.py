@@ -34,7 +34,7 @@ class RunningBatch:
         own = first.decoder
         observers = [StatsObserver(stats, counts_rows=False), self._rows, own.output, own.draft_length, observer]
         self._decoder = replace(own, observers=observers, clock=clock)
-        self._decoder.drafts.report_to(stats)
+        self._decoder.drafts.faults.stats = stats
 
     @property
     def row_ids(self) -> list[int]:
@@ -44,7 +44,7 @@ class RunningBatch:
     def join(self, others: Prepared) -> None:
         """Add rows that have read their prompts; the parts of their decoder are not used after that."""
         mine, theirs = self._decoder, others.decoder
-        mine.drafts.join(theirs.drafts, self._batch)  # reads the present rows
+        mine.drafts.admit(theirs.drafts, self._batch)  # reads the present rows
         mine.target.join(theirs.target)
         mine.verification.join(theirs.verification)
         mine.stops.join(theirs.stops)
