@@ -12,7 +12,8 @@ from hf_speculate.triton_kernels.errors import ShapeError as ShapeError
 from hf_speculate.triton_kernels.errors import SpeculateError as SpeculateError
 
 _NUM_NAMED = 3  # names in an error
-_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft")  # packages between the user's code and a warning
+# packages between the user's code and a warning
+_ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft", "contextlib")
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):

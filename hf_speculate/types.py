@@ -53,7 +53,6 @@ class Kept(NamedTuple):
     num_emitted: Tensor  # [B] int32, on the host; 0 for a finished row that stays in the batch
     # [B, N, D], undefined past `num_emitted`; [B, 1, D] without `reads_prompt`; None without layers
     hidden_states: Tensor | None = None
-    num_rounds: int = 1  # rounds since the drafter's last call, plain steps included
 
 
 class KVState(NamedTuple):

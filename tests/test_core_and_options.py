@@ -11,8 +11,8 @@ import pytest
 from tests.test_floors import ROOT, library_files
 
 FOLDER = "options"  # of the options, below `hf_speculate`
-# Core is also what decoding with any draft model needs to be exact: second scoring, the draft guard and its faults, the
-# context of models, the probe of wrapped decoders and processors of the encoder's ids.
+# Core is also what decoding with any draft model needs to be exact: second scoring, the faults of drafts, the context
+# of models, the probe of wrapped decoders and processors of the encoder's ids.
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
 # The imports that options may have of options; on some devices, graphs wait for what `hf-speculate doctor` has seen.
 BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compiled", "verdicts")}

@@ -92,23 +92,24 @@ class CustomDrafter(PerRow, Drafter):
     def cut_proposal(self, num_draft_tokens: int) -> DraftOut:
         draft = self.drafter.cut_proposal(num_draft_tokens)
         self._check(draft, self._num_rows, num_draft_tokens)
-        return DraftOut(self._in_vocabulary(draft), _lens(draft), None, None)
+        return self._valid(draft)._replace(token_logits=None, logsumexp=None)
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """Ids outside the vocabulary become -1, which no verifier accepts."""
         request.check()
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
-        ids, lens = self._in_vocabulary(draft), _lens(draft)
-        logits, sums = draft.token_logits, draft.logsumexp
+        draft, logits = self._valid(draft), draft.token_logits
         if request.sample_strategy is SampleStrategy.GREEDY or logits is None:
-            return DraftOut(ids, lens, None, None)
-        return DraftOut(ids, lens, logits, logits.float().logsumexp(-1) if sums is None else sums)
+            return draft._replace(token_logits=None, logsumexp=None)
+        return draft if draft.logsumexp is not None else draft._replace(logsumexp=logits.float().logsumexp(-1))
 
-    def _in_vocabulary(self, draft: DraftOut) -> Tensor:
-        """Return [B, K] int64 ids, -1 in place of those outside the vocabulary."""
+    def _valid(self, draft: DraftOut) -> DraftOut:
+        """Return the draft with -1 in place of ids outside the vocabulary; the call has no draft cache."""
         ids = draft.token_ids
-        return ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)
+        ids = ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)
+        lens = draft.lens.to(torch.int32).clamp(0, ids.shape[1])
+        return draft._replace(token_ids=ids, lens=lens, cached=None)
 
     def is_callers(self, error: Exception) -> bool:
         decides = getattr(self.drafter, "is_callers", super().is_callers)
@@ -179,11 +180,6 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
     variant = getattr(factory, "draft_source", None)
     source: DraftSource = CustomSource(factory) if variant is None else load_entry(VARIANTS[variant])(target, values)
     return source
-
-
-def _lens(draft: DraftOut) -> Tensor:
-    """Return [B] int32 tokens of each row that count."""
-    return draft.lens.to(torch.int32).clamp(0, draft.token_ids.shape[1])
 
 
 def _name(result: object) -> str:

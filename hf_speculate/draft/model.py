@@ -42,17 +42,18 @@ class ModelDrafter(PerRow, Drafter):
             self.context_len, self.counts_padding, self.shares_columns = context
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        request.check()
-        query, kv_cache, num_draft_tokens = request.query_token_ids, request.kv_cache, request.num_draft_tokens
-        if kv_cache is None:
-            raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
-        self.chooser.read(query, request.kept)
-        draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
-        self._extend(self._sent(query), kv_cache, num_draft_tokens, draft)
+        kv_cache, draft = self._start(request)
+        query = request.query_token_ids
+        self.inferencer.extend(self._sent(query), kv_cache, request.num_draft_tokens, draft)
         return draft.finish(self._out_device(query))
 
-    def _extend(self, query: Tensor, kv_cache: KVCache, num_draft_tokens: int, draft: RoundDraft) -> None:
-        self.inferencer.extend(query, kv_cache, num_draft_tokens, draft)
+    def _start(self, request: DraftRequest) -> tuple[KVCache, RoundDraft]:
+        """Return the draft model's cache and the draft of a round, which has no tokens yet."""
+        request.check()
+        if request.kv_cache is None:
+            raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
+        self.chooser.read(request.query_token_ids, request.kept)
+        return request.kv_cache, self.chooser.start(request.num_draft_tokens, request.sample_strategy, request.keys)
 
     def is_callers(self, error: Exception) -> bool:
         return error is self.chooser.processor_error

@@ -9,8 +9,8 @@ from functools import partial
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_faults import DraftFaults
-from hf_speculate.engine.draft_guard import DraftGuard
 from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.draft_session import DraftSession, TargetStates
 from hf_speculate.engine.observers import Observer, make_observers
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Plan
@@ -18,7 +18,6 @@ from hf_speculate.engine.second_scoring import SecondScoring
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.engine.stop_tracker import StopTracker
 from hf_speculate.engine.target_session import PromptChunk, TargetSession
-from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.engine.verification import Verification
 from hf_speculate.schedule import PLAIN_STEP, Choice
 from hf_speculate.stats import SpeculationStats
@@ -33,7 +32,7 @@ class SpeculativeDecoder:
 
     plan: Plan
     target: TargetSession
-    drafts: DraftGuard
+    drafts: DraftSession
     verification: Verification
     second_scoring: SecondScoring
     stops: StopTracker
@@ -59,7 +58,7 @@ class SpeculativeDecoder:
         return cls(
             plan=plan,
             target=target,
-            drafts=DraftGuard.of(plan, drafter, states, faults),
+            drafts=DraftSession.of(plan, drafter, states, faults),
             verification=verification,
             second_scoring=SecondScoring.of(plan, target, verification),
             stops=stops,

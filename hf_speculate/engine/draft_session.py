@@ -1,31 +1,62 @@
-"""Draft session: the drafter, its KV cache, and what both have seen of each row."""
+"""Draft session: the drafter, its KV cache, and how far it is in each row of the batch.
+
+The drafter has some or all rows of the batch. The others have room for no drafts: they have joined and their prompts
+are yet to be read, or they have left it. After a fault of the drafter it has none, and the text is decoded plainly.
+"""
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.cache.view import CacheView
 from hf_speculate.draft.base import Drafter, DraftRequest
+from hf_speculate.draft.no_drafts import NoDrafter
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.plan import Plan
-from hf_speculate.engine.ranks import ONE_PROCESS, Ranks
-from hf_speculate.engine.row_progress import RowProgress
-from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.quirks import token_without_position
 from hf_speculate.models.recurrent_layers import reads_prompts_otherwise
-from hf_speculate.per_row import PerRow
+from hf_speculate.per_row import PerRow, RowIndices
 from hf_speculate.schedule import Choice
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
 _REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
+_NO_END = 1 << 30  # a column that no row reaches
+_FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits are looked at; again after 16, 32, ...
 _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
+
+
+class TargetStates(Protocol):
+    """The hidden states of the target that the drafter has not read, row by row; most drafters read none."""
+
+    capture: Any  # see `LanguageModel`
+    wanted: bool | list[int]  # the value of `output_hidden_states` in the target's forward
+
+    @property
+    def counts(self) -> list[int]:
+        """[B] number of states of each row; empty if there are none."""
+
+    def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
+        """Append states of the prompt, `num_ahead` columns before its end on, of the last `num_tokens` [B] tokens."""
+
+    def add(self, output: Scored, counts: Sequence[int]) -> None:
+        """Append the states of a round in which each row emitted `counts` [B] tokens."""
+
+    def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
+        """[B, N, D] of the first `counts` [B] states of each row, None for all, on a device; undefined past a row's.
+
+        These are then forgotten.
+        """
 
 
 class DraftReuse(Protocol):
@@ -42,97 +73,180 @@ class DraftReuse(Protocol):
 
 
 @dataclass
-class DraftSession(PerRow):
-    """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
+class DraftRow:
+    """A row that the drafter has."""
 
-    BY_ROW = ("_num_seen", "_num_looked_up")
+    index: int  # row of the batch
+    end: int  # the column behind the last token that may be drafted
+    num_seen: int = 0  # columns that the drafter has read, drafts of its own among them
+    num_looked_up: int = 0  # columns that it has read to propose
+    num_missed: int = 0  # rounds without an accepted token since the last one with some
+    is_lost: bool = False  # whether the drafter computes NaN or infinity for it
+
+
+class RowProgress(NamedTuple):
+    """How far the drafter is in one row, counted in columns from the row's start.
+
+    After a round the drafter is left equally far behind in every row: the next query has Q tokens of each, and the
+    cache drops what it holds of them. Where a row has too few tokens for that, it keeps more:
+
+    | row                                       | the cache keeps                                    |
+    |-------------------------------------------|----------------------------------------------------|
+    | live                                      | all but the last Q tokens                          |
+    | finished, with fewer than Q new tokens    | its prompt, after which tokens are fed again       |
+    | with fewer than Q tokens behind its pads  | its padding, some of which is then read as text    |
+    """
+
+    length: int  # columns of the row
+    num_seen: int  # columns that the drafter has read
+    prompt_len: int
+    is_finished: bool
+
+    def num_kept(self, num_query: int) -> int:
+        """Columns that the cache keeps before a query, padding ignored."""
+        kept = self.length - num_query
+        return max(kept, min(self.num_seen, self.prompt_len)) if self.is_finished else kept
+
+    def num_kept_with_padding(self, num_query: int, num_real: int) -> int:
+        """Columns that it keeps if it holds `num_real` tokens besides padding."""
+        return max(self.num_kept(num_query), self.num_seen - num_real)
+
+
+@dataclass
+class DraftSession(PerRow):
+    """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted.
+
+    A fault of the drafter ends the drafts, see `DraftFaults`. A row past the drafter's context, or with logits that are
+    not finite, has no room for drafts. It leaves the drafter if its columns would count for the other rows, see
+    `Drafter.shares_columns`.
+    """
+
+    BY_ROW = ("_rows",)
     PARTS = ("drafter", "kv_cache", "hidden_states", "_seen_lens")
 
     drafter: Drafter
-    kv_cache: KVCache | None  # KV cache of the draft model
+    faults: DraftFaults
+    num_pads: InitVar[Sequence[int]]  # [B] columns of padding before each row of the batch
     strategy: SampleStrategy
-    padding_id: int | None = None  # drafted for finished rows in lock step
+    kv_cache: KVCache | None = None  # KV cache of the draft model
+    hidden_states: TargetStates | None = None
     reuse: DraftReuse | None = None
+    rows_may_leave: bool = True  # whether the drafter can do without a row before the batch does
+    padding_id: int | None = None  # drafted for finished rows in lock step
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
     token_without_position: int | None = None
-    hidden_states: TargetStates | None = None
-    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
     reads_prompt_alone: bool = False  # whether tokens that a draft model reads with the prompt get other states
     reads_late: bool = False  # whether rows may join others before the drafter has read their prompts
-    num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read at its last call
-    _num_seen: list[int] = field(default_factory=list, init=False)  # tokens of each row that the drafter has seen
-    _num_looked_up: list[int] = field(default_factory=list, init=False)  # tokens of each row that `look_up` has seen
+    num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the round
+    is_served: list[bool] = field(init=False)  # [B] rows of the batch that had room for drafts in the round
+    _rows: list[DraftRow] = field(init=False)  # the rows that the drafter has, in its order
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
-    _seen_round: int = field(default=0, init=False)  # the round of that call
+    # sessions of rows that have joined the batch, and whose prompts the drafter reads when it drafts next
+    _waiting: list["DraftSession"] = field(default_factory=list, init=False)
+    _chunk_size: int | None = field(default=None, init=False)  # prompt tokens of a row in a reading; None for all
+    # rows, and whether their logits are numbers, on its way to the host
+    _look: tuple[list[DraftRow], Tensor] | None = field(default=None, init=False)
+
+    def __post_init__(self, num_pads: Sequence[int]) -> None:
+        self._rows = [DraftRow(index, _end(self.drafter, num)) for index, num in enumerate(num_pads)]
+        self.is_served = [False] * len(num_pads)
 
     @classmethod
-    def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None) -> "DraftSession":
+    def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults) -> "DraftSession":
         """The session of a planned call; `states` are those of the target that the drafter reads."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
             kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
             if plan.config.draft_state is not None:
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(plan, draft.model, kv_cache)
-        padding_id = plan.pad_token_id if plan.is_lock_step else None
         reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
         # with a constant length a row's sample depends on the rounds in which it is drafted for
-        is_adaptive = plan.config.schedule == "adaptive"
+        is_adaptive, is_fixed = plan.config.schedule == "adaptive", plan.is_lock_step or "draft" in plan.runners.parts
         return cls(
             drafter,
-            kv_cache,
+            faults,
+            call.prompts.num_pads,
             plan.draft_strategy,
-            padding_id,
-            reuse,
-            token_without_position(plan.target.model),
-            states,
-            call.ranks,
+            kv_cache=kv_cache,
+            hidden_states=states,
+            reuse=reuse,
+            rows_may_leave=not is_fixed and reuse is None and not call.ranks.is_synced,
+            padding_id=plan.pad_token_id if plan.is_lock_step else None,
+            token_without_position=token_without_position(plan.target.model),
             reads_prompt_alone=reads_alone,
             reads_late=is_adaptive and draft is not None and not (drafter.proposes or reads_alone),
         )
 
+    @property
+    def can_join(self) -> bool:
+        """Whether rows may join: nothing but the drafter and its cache follows them."""
+        return self.reuse is None and self.drafter.can_join
+
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""
-        num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
-        self._num_seen = [num_columns or self._skip_padding()] * batch.num_rows
-        self._num_looked_up = [batch.prompt_len] * batch.num_rows
-        if num_columns:
-            self._show_prompts(batch)
-
-    def num_unread(self, lens: Sequence[int]) -> int:
-        """Return the tokens of each row that the drafter reads in its next call.
-
-        Args:
-            lens: [B] columns of each row.
-        """
-        if self.drafter.is_free or not self.drafter.reads_prompt:
-            return 0
-        return max(length - num for length, num in zip(lens, self._num_seen, strict=True))
-
-    def look_up(self, batch: Batch) -> list[list[float]]:
-        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
-        if not self.drafter.proposes:
-            return [[]] * batch.num_rows
-        if self._seen_lens is None:
-            self._show_prompts(batch)
-        lens = batch.host_tokens.lens
-        spans = list(zip(self._num_looked_up, lens, strict=True))
-        first = min((start for start, end in spans if start < end), default=0)  # ended rows gain no tokens
-        ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist()
-        pairs = zip(ids, spans, strict=True)
-        new_ids = [row[max(start - first, 0) : end - first] if start < end else [] for row, (start, end) in pairs]
-        self._num_looked_up = list(lens)
-        return self.drafter.look_up(new_ids)
+        with self._catching():
+            num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
+            num_seen = num_columns or self._skip_padding()
+            for row in self._rows:
+                row.num_seen, row.num_looked_up = num_seen, batch.prompt_len
+            if num_columns:
+                self._show_prompts(batch)
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
         """Keep the target's hidden states of a part of the prompt, whose last `num_ahead` columns begin with it."""
-        if self.hidden_states is not None:
-            # a prompt of embeddings may have more tokens than ids
-            num_tokens = [batch.prompt_len + min(num, 1) for num in batch.num_hidden]
-            self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
-        if self.kv_cache is not None and self.drafter.awaits_prompt:  # before any row leaves
+        if not self._is_drafting:
+            return
+        with self._catching():
+            if self.hidden_states is not None:
+                # a prompt of embeddings may have more tokens than ids
+                num_tokens = [batch.prompt_len + min(num, 1) for num in batch.num_hidden]
+                self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
+            if self.kv_cache is not None and self.drafter.awaits_prompt:  # before any row leaves
+                self._show_prompts(batch)
+                self.drafter.read(self._tokens(batch).token_ids[:, : batch.prompt_len], self.kv_cache)
+                for row in self._rows:
+                    row.num_seen = batch.prompt_len
+
+    def num_unread(self, batch: Batch) -> int:
+        """Return the tokens of each row that the drafter reads in its next call."""
+        if not self._is_drafting:
+            return 0
+        num_unread = 0
+        if self.drafter.reads_prompt and not self.drafter.is_free:
+            num_unread = max(batch.tokens.lens[row.index] - row.num_seen for row in self._rows)
+        return num_unread + sum(group._num_in_chunk(batch) for group in self._waiting) // batch.num_rows
+
+    def look_up(self, batch: Batch) -> list[list[float]]:
+        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
+        proposed: list[list[float]] = [[] for _ in range(batch.num_rows)]
+        if not self._is_drafting or not self.drafter.proposes or all(batch.is_finished):
+            return proposed
+        lens = batch.host_tokens.lens
+        spans = [(row.num_looked_up, lens[row.index]) for row in self._rows]
+        first = min((start for start, end in spans if start < end), default=0)  # ended rows gain no tokens
+        ids, new_ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist(), []
+        for row, (start, end) in zip(self._rows, spans, strict=True):
+            new_ids.append(ids[row.index][max(start - first, 0) : end - first] if start < end else [])
+            row.num_looked_up = end
+        with self._catching():
             self._show_prompts(batch)
-            self.drafter.read(self._tokens(batch).token_ids[:, : batch.prompt_len], self.kv_cache)
-            self._num_seen = [batch.prompt_len] * batch.num_rows
+            for row, probabilities in zip(self._rows, self.drafter.look_up(new_ids), strict=True):
+                proposed[row.index] = probabilities
+        return proposed
+
+    def room(self, batch: Batch) -> list[int]:
+        """[B] tokens that may be drafted in each row in the next round."""
+        room, lens = [0] * batch.num_rows, batch.tokens.lens
+        for row in [row for group in (self, *self._waiting) for row in group._rows]:
+            is_endless = self.drafter.drafts_past_context
+            room[row.index] = _NO_END if is_endless else max(row.end - lens[row.index], 0)
+        if self._is_joint:
+            room = [self.faults.ranks.min(min(room))] * batch.num_rows
+        for row in self._rows:
+            room[row.index] *= not row.is_lost
+        self.is_served = [num > 0 for num in room]
+        self._end_full_rows(batch)
+        return room
 
     def propose(
         self,
@@ -140,39 +254,294 @@ class DraftSession(PerRow):
         choice: Choice,
         keys: NoiseKeys,
         room: Sequence[int],
-        meet: Callable[[], None],
-        target_cache: CacheView | None = None,
+        target_cache: KVCache,
     ) -> DraftOut:
-        """Draft K >= 1 tokens per row at most, and no more than `room` [B] of each.
+        """Draft the chosen K tokens per row at most, and no more than `room` [B] of each."""
+        num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
+        num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0
+        if num_draft_tokens and not self._is_joint:
+            self._make_room(batch, num_draft_tokens, room)
+        if not num_draft_tokens or not self._rows:
+            return batch.no_draft()
+        if self.faults.is_pending:
+            self.faults.meet()
+        view, row_indices = self._view(batch), [row.index for row in self._rows]
+        is_part = view is not batch
+        with self._catching():
+            runs_model = choice.num_model_tokens > 0 and self._can_be_even(view)
+            if runs_model:
+                num_read += self._read_prompt_alone(view) + self._make_even(view)
+                own_keys = view.keys() if is_part else keys
+                seen = CacheView(target_cache, row_indices if is_part else None)
+                draft = self.drafter.draft(self._request(view, num_draft_tokens, own_keys, seen))
+                self._seen_lens = self._tokens(view).row_lens.copy()
+            else:
+                draft = self.drafter.cut_proposal(num_draft_tokens)
+            self.faults.meet()
+            has_cache = runs_model and self.kv_cache is not None
+            draft = self.faults.ranks.broadcast_draft(draft, num_draft_tokens, has_cache)
+            if self.num_fed:
+                self._follow(view, draft)
+                self.num_fed += num_read
+            draft = self._limited(draft, view, [room[index] for index in row_indices])
+            return _spread(draft, row_indices, batch.num_rows) if is_part else draft
+        if self.faults.is_pending:
+            self.faults.meet()
+        self.num_fed = 0
+        return batch.no_draft()
 
-        Args:
-            batch: the rows.
-            choice: K, and whether a model or head is called.
-            keys: keys of the round's noise.
-            room: [B] tokens that each row may draft.
-            meet: called once the drafter is done, before what waits for other processes.
-            target_cache: the target's states, which drafters may read.
+    def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
+        """Roll the draft cache back to the emitted tokens, which the batch holds by now."""
+        has_draft = bool(draft.token_ids.shape[1])
+        if not self._is_drafting or not (has_draft or self.hidden_states is not None):
+            return
+        row_indices = [row.index for row in self._rows]
+        num_emitted = [trimmed.num_emitted[index] for index in row_indices]
+        with self._catching():
+            if self.hidden_states is not None:
+                self.hidden_states.add(_of_rows(scored, row_indices, batch.num_rows), num_emitted)
+            if has_draft and self.num_fed:
+                view, ends = self._view(batch), []
+                for row, length, num in zip(self._rows, view.tokens.lens, num_emitted, strict=True):
+                    is_own = draft.cached is None or draft.cached.is_own[row.index]
+                    ends.append(min(row.num_seen, length if is_own else length - num))
+                self._crop(view, ends)
+                if self.reuse is not None:
+                    self.reuse.note(view, ends)
+        if has_draft:
+            self._look_at_numbers(num_emitted)
+
+    def end(self, batch: Batch) -> None:
+        """Keep states for a later call."""
+        if self.reuse is not None and self._is_drafting:
+            with self._catching():
+                self.reuse.remember(batch)
+        self.faults.meet()
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices` of the batch, in that order."""
+        self.is_served = [self.is_served[row] for row in indices]
+        for group in self._waiting:
+            group._keep_of(indices)
+        self._waiting = [group for group in self._waiting if group._rows]
+        self._keep_of(indices)
+
+    def read_ahead(self, batch: Batch, max_tokens: int | None = None) -> bool:
+        """Let the drafter read `max_tokens` of each prompt, None for all, before rows join, unless it reads late.
+
+        Returns whether it must be called again.
         """
-        self.num_fed = num_read = 0
-        if choice.num_model_tokens and self._can_be_even(batch):
-            num_read = self._read_prompt_alone(batch) + self._make_even(batch)
-            draft = self._draft(batch, choice.num_draft_tokens, keys, target_cache)
-            has_cache = self.kv_cache is not None
-        else:
-            draft = self.drafter.cut_proposal(choice.num_draft_tokens)
-            has_cache = False
-        meet()
-        draft = self.ranks.broadcast_draft(draft, choice.num_draft_tokens, has_cache)
-        if self.num_fed:
-            self._follow(batch, draft)
-            self.num_fed += num_read
-        draft = self._before_token_without_position(batch, _within_room(draft, batch, room))
-        if self.padding_id is not None and any(batch.is_finished):
-            finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
-            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
-        return draft
+        self._chunk_size, is_unread = max_tokens, False
+        if self._is_drafting:
+            with self._catching():
+                self._show_prompts(batch)
+                is_unread = not self.reads_late and self._read_chunk(self._view(batch))
+        return is_unread
 
-    def _read_prompt_alone(self, batch: Batch) -> int:
+    def admit(self, other: "DraftSession", batch: Batch) -> None:
+        """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
+        self.is_served = self.is_served + other.is_served
+        other.faults.stats = self.faults.stats
+        for row in other._rows:
+            row.index += batch.num_rows
+        if not self._rows:
+            self._become(other)
+        elif other._rows and other.reads_late:
+            self._waiting.append(other)
+        elif other._rows:
+            with self._catching():
+                self._catch_up_and_join(other, self._view(batch))
+
+    @property
+    def _is_drafting(self) -> bool:
+        return bool(self._rows) and not self.faults.is_pending
+
+    @contextmanager
+    def _catching(self) -> Iterator[None]:
+        """End the drafts at a fault in the block: the only place where errors of a drafter pass."""
+        with self.faults:
+            yield
+            return
+        if not self.faults.is_pending:  # then it is raised in all processes
+            self._close()
+
+    def _close(self) -> None:
+        """Draft no more."""
+        for session in (self, *self._waiting):
+            if session.kv_cache is not None:
+                session.kv_cache.release()
+        self.drafter, self.kv_cache, self.hidden_states, self.reuse = NoDrafter(), None, None, None
+        self._rows, self._seen_lens, self._waiting = [], None, []
+        self.is_served = [False] * len(self.is_served)
+
+    def _become(self, other: "DraftSession", *waiting: "DraftSession") -> None:
+        """Draft for the rows of `other` once none of these is left, then for those that wait."""
+        vars(self).update({**vars(other), "is_served": self.is_served, "_waiting": list(waiting)})
+
+    def _keep_of(self, indices: Sequence[int]) -> None:
+        """Keep the drafter's rows among the rows `indices` of the batch, whose places are their new numbers."""
+        numbers = {row.index: number for number, row in enumerate(self._rows)}
+        kept = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
+        rows = [self._rows[number] for _, number in kept]
+        self._keep([number for _, number in kept])
+        for row, (index, _) in zip(rows, kept, strict=True):
+            row.index = index
+
+    def _keep(self, numbers: Sequence[int]) -> None:
+        """Keep these of the drafter's rows; without any, go on with rows that wait, or draft no more."""
+        if not numbers:
+            waiting, self._waiting = self._waiting, []
+            self._close()
+            if waiting:
+                self._become(*waiting)
+        elif self.faults.is_pending:
+            self._rows = [self._rows[number] for number in numbers]
+        else:
+            with self._catching():
+                super().rows(numbers)
+                num_skipped = self._skip_padding()
+                for row in self._rows:
+                    row.num_seen += num_skipped
+
+    def _view(self, batch: Batch) -> Batch:
+        """The rows of a batch that the drafter has, in its order; the batch itself if these are all."""
+        row_indices = [row.index for row in self._rows]
+        return batch if row_indices == list(range(batch.num_rows)) else batch.selected(row_indices)
+
+    @property
+    def _is_joint(self) -> bool:
+        """Whether the row with the least room bounds the drafts of all rows, past which the drafter would fail."""
+        return not self.rows_may_leave and (self.drafter.shares_columns or self.drafter.counts_padding)
+
+    def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> None:
+        """Let rows leave the drafter whose columns would count for others with room for more drafts."""
+        if not self.drafter.shares_columns:
+            return
+        live = [(number, row) for number, row in enumerate(self._rows) if not batch.is_finished[row.index]]
+        kept = [number for number, row in live if room[row.index] >= num_draft_tokens]
+        if len(kept) < len(live):
+            self._report_context()
+        if len(kept) < len(self._rows):
+            self._keep(kept)
+            row_indices = {row.index for row in self._rows}
+            self.is_served = [index in row_indices for index in range(batch.num_rows)]
+
+    def _end_full_rows(self, batch: Batch) -> None:
+        """Say that rows are past the context, and draft no more if no row can be drafted for."""
+        lens, num_left = batch.tokens.lens, batch.num_left
+        live = {index for index, is_finished in enumerate(batch.is_finished) if not is_finished and num_left[index] > 1}
+        present = [row for row in self._rows if row.index in live and not row.is_lost]
+        if any(row.end <= lens[row.index] or not self.is_served[row.index] for row in present):
+            self._report_context()
+        # other ranks, and a later call with the same draft state, need the drafter
+        is_needed = self.faults.ranks.is_synced or self.reuse is not None
+        if self._rows and live and not any(self.is_served[index] for index in live) and not is_needed:
+            self._close()
+
+    def _report_context(self) -> None:
+        what = "plain decoding of rows"
+        if self.drafter.drafts_past_context:
+            what = "prompt lookup alone for rows"
+        elif self._is_joint:
+            what = "plain decoding of all rows, for one is"
+        self.faults.report(f"{what} past the context of {self.faults.name}, {self.drafter.context_len} tokens")
+
+    def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
+        """Let rows go on without drafts if these are chosen from NaN or infinity; the host reads a look a round later.
+
+        The wait of a round's verification comes after the copy, so that no other wait is needed.
+        """
+        if self._look is not None:
+            rows, are_numbers = self._look
+            lost = [row for row, is_number in zip(rows, are_numbers.tolist(), strict=False) if not is_number]
+            self._look = None
+            for row in lost:
+                row.is_lost = row.num_missed >= _FIRST_LOOK
+                if row.is_lost:
+                    self.faults.report(f"plain decoding of rows in which {self.faults.name} computes NaN or infinity")
+        is_due, has_numbers, ranks = False, None, self.faults.ranks
+        for row, num in zip(self._rows, num_emitted, strict=False):
+            row.num_missed = row.num_missed + 1 if num == 1 else 0
+            is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
+        if not is_due:
+            return
+        if not self.faults.is_pending:
+            with self._catching():
+                has_numbers = self.drafter.has_numbers()
+        if ranks.is_group and not ranks.is_synced:
+            self.faults.meet(is_last=False)  # or the others would wait for a rank with an error in the broadcast
+        if has_numbers is not None:
+            self._look = list(self._rows), ranks.broadcast(has_numbers).to("cpu", non_blocking=True)
+
+    def _admit_waiting(self, batch: Batch) -> int:
+        """Let the drafter read prompts of rows that have joined; return the tokens of all rows that it has read."""
+        num_read = 0
+        while self._waiting:
+            group, is_read = self._waiting[0], False
+            num_read += group._num_in_chunk(batch)
+            with self._catching():
+                is_read = not group._read_chunk(batch.selected([row.index for row in group._rows]))
+                if is_read:
+                    self._catch_up_and_join(group, self._view(batch))
+            if not is_read or not self._rows:  # the next chunk is read in the next round
+                break
+            self._waiting.pop(0)
+        for row in [row for group in self._waiting for row in group._rows]:
+            self.is_served[row.index] = False
+        return num_read
+
+    def _num_in_chunk(self, batch: Batch) -> int:
+        """Return the tokens of all rows that `_read_chunk` would read."""
+        num_left = self.num_unread(batch)
+        return len(self._rows) * min(num_left, self._chunk_size or num_left)
+
+    def _read_chunk(self, view: Batch) -> bool:
+        """Let the drafter read a chunk of the prompts; return whether tokens are left."""
+        if self.hidden_states is None:
+            return self._catch_up(view, self._chunk_size)
+        self._catch_up(view)
+        num_states = self.hidden_states.counts
+        counts = [min(num - 1, self._chunk_size or num) for num in num_states]  # all but the newest token's
+        kept = self._kept(view, counts) if any(counts) else None
+        if kept is not None:
+            self.drafter.read_kept(kept)
+        return max(num_states) > 1
+
+    def _catch_up(self, view: Batch, max_tokens: int | None = None) -> bool:
+        """Leave the drafter as far behind as its shortest query allows, in every row.
+
+        Reads up to `max_tokens` of each row, None for all; returns whether some are left.
+        """
+        num_unseen = self._num_unseen(view)
+        num_wanted = num_read = max(num_unseen - self.drafter.min_query_len, 0)
+        if self.kv_cache is not None and num_wanted:
+            num_read = min(num_wanted, max_tokens or num_wanted)
+            self.drafter.read(self._tokens(view).last(num_unseen)[:, :num_read], self.kv_cache)
+        for row, length in zip(self._rows, view.tokens.lens, strict=True):
+            row.num_seen = length - num_unseen + num_read
+        return num_read < num_wanted
+
+    def _catch_up_and_join(self, other: "DraftSession", view: Batch) -> None:
+        """Add the rows of `other`, which has read ahead, behind these, which are all live."""
+        num_dropped = self._num_unseen(view) - self.drafter.min_query_len
+        most = min(_MOST_DROPPED, *(row.num_seen for row in other._rows))
+        if other.kv_cache is not None and 0 <= num_dropped < most:  # they read some tokens again, as these do
+            other.kv_cache.crop(num_dropped)
+            for row in other._rows:
+                row.num_seen -= num_dropped
+        else:
+            self._catch_up(view)
+        self.join(other)
+
+    def _show_prompts(self, batch: Batch) -> None:
+        """Show the drafter the prompts, which it need not read yet."""
+        if self._seen_lens is None:
+            view = self._view(batch)
+            tokens = self._tokens(view)
+            self.drafter.begin(tokens.token_ids[:, : view.prompt_len])
+            self._seen_lens = RowLens([view.prompt_len] * view.num_rows, tokens.row_lens.aranges)
+
+    def _read_prompt_alone(self, view: Batch) -> int:
         """Read the prompt in a forward of its own where other tokens would get other states with it.
 
         Returns the tokens of each row that were read.
@@ -180,171 +549,101 @@ class DraftSession(PerRow):
         cache = self.kv_cache
         if not self.reads_prompt_alone or cache is None or cache.num_columns:
             return 0
-        num_seen = self._num_seen[0]
-        self.drafter.read(self._tokens(batch).token_ids[:, num_seen : batch.prompt_len], cache)
-        self._num_seen = [batch.prompt_len] * batch.num_rows
-        return batch.prompt_len - num_seen
+        num_seen = self._rows[0].num_seen
+        self.drafter.read(self._tokens(view).token_ids[:, num_seen : view.prompt_len], cache)
+        for row in self._rows:
+            row.num_seen = view.prompt_len
+        return view.prompt_len - num_seen
 
-    def _draft(
-        self,
-        batch: Batch,
-        num_draft_tokens: int,
-        keys: NoiseKeys,
-        target_cache: CacheView | None,
-    ) -> DraftOut:
-        """Feed the drafter what it has not seen, and let it draft."""
-        self.num_fed = self._num_unseen(batch)
-        tokens = self._tokens(batch)
-        kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
-        query = tokens.last(self.num_fed)
-        request = DraftRequest(query, self.kv_cache, num_draft_tokens, self.strategy, keys, kept, target_cache)
-        draft = self.drafter.draft(request)
-        self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
-        return draft
+    def _request(self, view: Batch, num_draft_tokens: int, keys: NoiseKeys, target_cache: CacheView) -> DraftRequest:
+        """The request for a draft, with the tokens that the drafter has not seen."""
+        self.num_fed = self._num_unseen(view)
+        return DraftRequest(
+            query_token_ids=self._tokens(view).last(self.num_fed),
+            kv_cache=self.kv_cache,
+            num_draft_tokens=num_draft_tokens,
+            sample_strategy=self.strategy,
+            keys=keys,
+            kept=self._kept(view) if self.drafter.reads_kept else None,
+            target_cache=target_cache,
+        )
 
-    def _follow(self, batch: Batch, draft: DraftOut) -> None:
+    def _follow(self, view: Batch, draft: DraftOut) -> None:
         """Record what the drafter has seen after a draft."""
-        num_fed, lens = self.num_fed, batch.tokens.lens
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
-        # a finished row may lack fewer tokens than were fed
-        rows = zip(lens, self._num_seen, strict=True)
-        num_known = [max(length - num_fed, seen) for length, seen in rows]
-        self._num_seen = [num + num_fed + num_ahead for num in num_known]
+        for row, length in zip(self._rows, view.tokens.lens, strict=True):
+            # a finished row may lack fewer tokens than were fed
+            row.num_seen = max(length - self.num_fed, row.num_seen) + self.num_fed + num_ahead
 
-    def _lags(self, batch: Batch) -> list[int]:
-        """Return [B] tokens of each row that the drafter has not seen."""
-        return [row.length - row.num_seen for row in self._progress(batch)]
+    def _limited(self, draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
+        """The draft within each row's room, and before a token without a position."""
+        draft = _within_room(draft, view, room)
+        if self.token_without_position is not None:
+            newest = view.tokens.last(1).to(draft.token_ids.device)
+            has_no_position = torch.cat([newest, draft.token_ids], dim=1) == self.token_without_position  # [B, K+1]
+            most = (has_no_position.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
+            draft = draft._replace(lens=torch.minimum(draft.lens, most))
+        if self.padding_id is not None and any(view.is_finished):
+            finished = upload(view.is_finished, draft.token_ids.device, torch.bool)[:, None]
+            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
+        return draft
 
-    def _is_uneven(self, lags: Sequence[int]) -> bool:
-        """Return whether proposals have brought rows forward by different numbers of tokens."""
-        return self.kv_cache is not None and self.drafter.proposes and len(set(lags)) > 1
+    def _uneven_lags(self, view: Batch) -> list[int]:
+        """[B] tokens of each row that the drafter has not seen; empty unless proposals have made rows differ."""
+        if self.kv_cache is None or not self.drafter.proposes:
+            return []
+        lags = [length - row.num_seen for row, length in zip(self._rows, view.tokens.lens, strict=True)]
+        return lags if len(set(lags)) > 1 else []
 
-    def _can_be_even(self, batch: Batch) -> bool:
+    def _can_be_even(self, view: Batch) -> bool:
         """Return whether every row has as many tokens as the one that is furthest behind lacks.
 
         All rows are fed the same number of tokens.
         """
-        lags = self._lags(batch)
-        if not self._is_uneven(lags):
+        lags = self._uneven_lags(view)
+        if not lags:
             return True
         num_query = max(lags) - max(min(lags) - self.drafter.min_query_len, 0)
-        rows = zip(batch.tokens.lens, batch.num_hidden, strict=True)
+        rows = zip(view.tokens.lens, view.num_hidden, strict=True)
         return num_query < min(length + min(num_hidden, 0) for length, num_hidden in rows)
 
-    def _make_even(self, batch: Batch) -> int:
+    def _make_even(self, view: Batch) -> int:
         """Bring the drafter equally far behind in every row; return the tokens of each row that it read.
 
         All rows read as many tokens as the one with the fewest lacks. Then those that lack less than
         others drop states, to be fed again.
         """
-        cache, lags = self.kv_cache, self._lags(batch)
-        if cache is None or not self._is_uneven(lags):
+        cache, lags = self.kv_cache, self._uneven_lags(view)
+        if cache is None or not lags:
             return 0
         num_read = max(min(lags) - self.drafter.min_query_len, 0)
         if num_read:
-            tokens = self._tokens(batch)
-            columns = RowLens(self._num_seen, tokens.row_lens.aranges).columns(num_read)
-            columns = columns.expand(batch.num_rows, -1)  # [B, N]
+            tokens = self._tokens(view)
+            columns = RowLens([row.num_seen for row in self._rows], tokens.row_lens.aranges).columns(num_read)
+            columns = columns.expand(view.num_rows, -1)  # [B, N]
             self.drafter.read(tokens.token_ids.gather(1, columns), cache)
-            self._num_seen = [num + num_read for num in self._num_seen]
-        self._crop(batch, list(self._num_seen))
+            for row in self._rows:
+                row.num_seen += num_read
+        self._crop(view, [row.num_seen for row in self._rows])
         return num_read
 
-    def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
-        """Roll the draft cache back to the emitted tokens, which the batch holds by now."""
-        if self.hidden_states is not None:
-            self.hidden_states.add(scored, trimmed.num_emitted)
-        if not draft.token_ids.shape[1] or not self.num_fed:
-            return
-        is_own = [True] * batch.num_rows if draft.cached is None else draft.cached.is_own
-        rows = zip(self._progress(batch), trimmed.num_emitted, is_own, strict=True)
-        ends = [row.num_valid(num_emitted, own) for row, num_emitted, own in rows]
-        self._crop(batch, ends)
-        if self.reuse is not None:
-            self.reuse.note(batch, ends)
-
-    @property
-    def can_join(self) -> bool:
-        """Whether rows may join: nothing but the drafter and its cache follows them."""
-        return self.reuse is None and self.drafter.can_join
-
-    def show_prompts(self, batch: Batch) -> None:
-        """Show the drafter the prompts, which it need not read yet."""
-        if self._seen_lens is None:
-            self._show_prompts(batch)
-
-    def read_ahead(self, batch: Batch, max_tokens: int | None = None) -> bool:
-        """Let the drafter read the prompts, so that the rows may join others.
-
-        Returns whether it must be called again.
-
-        Args:
-            batch: the rows.
-            max_tokens: tokens of each row that are read at most. None for all.
-        """
-        self.show_prompts(batch)
-        if self.hidden_states is None:
-            return self._catch_up(batch, max_tokens)
-        self._catch_up(batch)
-        return self._read_states(batch, self.hidden_states, max_tokens)
-
-    def catch_up_and_join(self, other: "DraftSession", batch: Batch) -> None:
-        """Add the rows of `other`, which has read ahead, behind these, which are all live."""
-        if not other._fall_behind(self._num_unseen(batch)):
-            self._catch_up(batch)
-        self.join(other)
-
-    def _tokens(self, batch: Batch) -> TokenBuffer:
-        """The rows' tokens where the drafter reads them."""
-        return batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
-
-    def _show_prompts(self, batch: Batch) -> None:
-        tokens = self._tokens(batch)
-        self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
-        self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.aranges)
-
-    def _read_states(self, batch: Batch, states: TargetStates, max_tokens: int | None) -> bool:
-        """Let the drafter read the hidden states of all tokens but the newest; see `read_ahead`."""
-        counts = [min(num - 1, max_tokens or num) for num in states.counts]
-        kept = self._kept(batch, self._tokens(batch), counts) if any(counts) else None
-        if kept is not None:
-            self.drafter.read_kept(kept)
-        return max(states.counts) > 1
-
-    def _fall_behind(self, num_unseen: int) -> bool:
-        """Leave the drafter `num_unseen` tokens behind after `read_ahead`; False if that saves no forward."""
-        if self.kv_cache is None:
-            return False
-        num_dropped = num_unseen - self.drafter.min_query_len
-        if not 0 <= num_dropped < min(_MOST_DROPPED, *self._num_seen):
-            return False
-        self.kv_cache.crop(num_dropped)
-        self._num_seen = [num - num_dropped for num in self._num_seen]
-        return True
-
-    def _catch_up(self, batch: Batch, max_tokens: int | None = None) -> bool:
-        """Leave the drafter as far behind as its shortest query allows, in every row.
-
-        Reads up to `max_tokens` of each row, None for all; returns whether some are left.
-        """
-        num_query, num_unseen = self.drafter.min_query_len, self._num_unseen(batch)
-        num_wanted = num_read = max(num_unseen - num_query, 0)
-        if self.kv_cache is not None and num_wanted:
-            num_read = min(num_wanted, max_tokens or num_wanted)
-            self.drafter.read(self._tokens(batch).last(num_unseen)[:, :num_read], self.kv_cache)
-        self._num_seen = [length - num_unseen + num_read for length in batch.tokens.lens]
-        return num_read < num_wanted
-
-    def rows(self, indices: Sequence[int]) -> None:
-        super().rows(indices)
-        num_skipped = self._skip_padding()
-        self._num_seen = [num + num_skipped for num in self._num_seen]
-
-    def end(self, batch: Batch) -> None:
-        if self.reuse is not None:
-            self.reuse.remember(batch)
+    def _crop(self, view: Batch, num_valid: list[int]) -> None:
+        """Leave the drafter, which has seen `num_valid` [B] emitted tokens, equally far behind in every row."""
+        values = zip(view.tokens.lens, self._rows, view.prompt_lens, view.is_finished, strict=True)
+        rows = [RowProgress(length, row.num_seen, prompt_len, ended) for length, row, prompt_len, ended in values]
+        behind = max(row.length - num for row, num in zip(rows, num_valid, strict=True))
+        num_query = max(behind, self.drafter.min_query_len)
+        keep = [row.num_kept(num_query) for row in rows]
+        if self.kv_cache is not None:
+            if any(num < row.prompt_len for num, row in zip(keep, rows, strict=True)):
+                num_real = self.kv_cache.num_real_tokens
+                keep = [row.num_kept_with_padding(num_query, num) for row, num in zip(rows, num_real, strict=True)]
+            drops = [row.num_seen - num for row, num in zip(rows, keep, strict=True)]
+            self.kv_cache.crop(drops, view.tokens.row_lens)
+        for drafted_row, num in zip(self._rows, keep, strict=True):
+            drafted_row.num_seen = num
 
     def _skip_padding(self) -> int:
         """Columns of padding before all rows that need not be fed, where they would take the room of tokens."""
@@ -353,27 +652,24 @@ class DraftSession(PerRow):
             return 0
         return cache.skip_padding()
 
-    def _num_unseen(self, batch: Batch) -> int:
+    def _num_unseen(self, view: Batch) -> int:
         """Tokens at the end of the live rows that the drafter has not seen; the same number for every row."""
-        no_live = all(batch.is_finished)  # other ranks take part in the forwards: all rows are fed what they lack
-        rows = [row for row in self._progress(batch) if no_live or not row.is_finished]
-        num_unseen = max(row.length - row.num_seen for row in rows)
+        no_live = all(view.is_finished)  # other ranks take part in the forwards: all rows are fed what they lack
+        rows = zip(self._rows, view.tokens.lens, view.is_finished, strict=True)
+        num_unseen = max(length - row.num_seen for row, length, is_finished in rows if no_live or not is_finished)
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
 
-    def _before_token_without_position(self, batch: Batch, draft: DraftOut) -> DraftOut:
-        if self.token_without_position is None:
-            return draft
-        newest = batch.tokens.last(1).to(draft.token_ids.device)
-        has_no_position = torch.cat([newest, draft.token_ids], dim=1) == self.token_without_position  # [B, K+1]
-        most = (has_no_position.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
-        return draft._replace(lens=torch.minimum(draft.lens, most))
+    def _tokens(self, view: Batch) -> TokenBuffer:
+        """The rows' tokens where the drafter reads them."""
+        return view.host_tokens if self.drafter.reads_host_tokens else view.tokens
 
-    def _kept(self, batch: Batch, tokens: TokenBuffer, counts: Sequence[int] | None = None) -> Kept | None:
+    def _kept(self, view: Batch, counts: Sequence[int] | None = None) -> Kept | None:
         """The tokens emitted since the drafter's last call, with their hidden states; None if it gets none.
 
         `counts` are how many of each row, if not all: then there are hidden states.
         """
-        lens, seen, states = tokens.row_lens, self._seen_lens, None
+        tokens, seen, states = self._tokens(view), self._seen_lens, None
+        lens = tokens.row_lens
         if self.hidden_states is not None:
             seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
             if seen is None or seen.on_host != seen_lens:
@@ -388,38 +684,48 @@ class DraftSession(PerRow):
         num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         if min(counts) < max(counts):
             ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)
-        return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
-
-    def _progress(self, batch: Batch) -> list[RowProgress]:
-        rows = zip(batch.tokens.lens, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)
-        return [RowProgress(*row) for row in rows]
-
-    def _crop(self, batch: Batch, num_valid: list[int]) -> None:
-        """Leave the drafter, which has seen `num_valid` [B] emitted tokens, equally far behind in every row."""
-        rows = self._progress(batch)
-        behind = max(row.length - num for row, num in zip(rows, num_valid, strict=True))
-        num_query = max(behind, self.drafter.min_query_len)
-        keep = [row.num_kept(num_query) for row in rows]
-        if self.kv_cache is not None:
-            if any(num < row.prompt_len for num, row in zip(keep, rows, strict=True)):
-                num_real = self.kv_cache.num_real_tokens
-                keep = [row.num_kept_with_padding(num_query, num) for row, num in zip(rows, num_real, strict=True)]
-            drops = [row.num_seen - num for row, num in zip(rows, keep, strict=True)]
-            self.kv_cache.crop(drops, batch.tokens.row_lens)
-        self._num_seen = keep
+        return Kept(ids, num_emitted, states)
 
 
-def _within_room(draft: DraftOut, batch: Batch, room: Sequence[int]) -> DraftOut:
+def _end(drafter: Drafter, num_pads: int) -> int:
+    """The column behind the last token that may be drafted in a row: the drafter reads no more than its context."""
+    if drafter.context_len is None:
+        return _NO_END
+    return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
+
+
+def _within_room(draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
     """Limit drafts to each row's room and limit, so that its sample does not depend on the other rows."""
-    limits = [min(limit, most) for limit, most in zip(batch.draft_limits, room, strict=True)]
-    most = [max(min(left - 1, limit), 0) for left, limit in zip(batch.num_left, limits, strict=True)]
+    limits = [min(limit, most) for limit, most in zip(view.draft_limits, room, strict=True)]
+    most = [max(min(left - 1, limit), 0) for left, limit in zip(view.num_left, limits, strict=True)]
     lens, num = draft.lens, draft.token_ids.shape[1]
     if min(most) >= num:
         return draft
-    row_lens = batch.tokens.row_lens
-    is_equal = min(limits) >= num and len(set(batch.max_lengths)) == 1
+    row_lens = view.tokens.row_lens
+    is_equal = min(limits) >= num and len(set(view.max_lengths)) == 1
     if is_equal and row_lens.aranges.device == lens.device:  # nothing is uploaded
-        on_device = (batch.max_lengths[0] - 1 - row_lens.on_device()).clamp_min_(0)  # [B]
+        on_device = (view.max_lengths[0] - 1 - row_lens.on_device()).clamp_min_(0)  # [B]
     else:
         on_device = upload(most, lens.device)
     return draft._replace(lens=torch.minimum(lens, on_device.to(lens.dtype)))
+
+
+def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Scored:
+    """The hidden states of some rows of the batch; a drafter reads nothing else of the target's output."""
+    if list(row_indices) == list(range(num_rows)):
+        return scored
+    select = RowIndices(row_indices).select
+    hidden_states, captured = tree_map_only(Tensor, select, (scored.hidden_states, scored.captured))
+    return scored._replace(hidden_states=hidden_states, captured=captured)
+
+
+def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
+    """A draft of some rows as one of all `num_rows` rows of the batch, of which the others have no tokens."""
+    index = upload(row_indices, draft.token_ids.device)
+    parts: dict[str, Any] = {name: part for name, part in draft._asdict().items() if isinstance(part, Tensor)}
+    for name, part in parts.items():
+        parts[name] = part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
+    if draft.cached is not None:
+        is_own = dict(zip(row_indices, draft.cached.is_own, strict=True))
+        parts["cached"] = draft.cached._replace(is_own=[is_own.get(row, False) for row in range(num_rows)])
+    return draft._replace(**parts)

@@ -87,11 +87,11 @@ def joined(parts: Sequence[Scored]) -> Scored:
     if len(parts) == 1:
         return parts[0]
     captured = [part.captured for part in parts if part.captured is not None]
-    return Scored(
-        torch.cat([part.logits for part in parts], dim=1),
-        _by_layer([part.hidden_states for part in parts], lambda states: torch.cat(states, dim=-2)),
-        _by_layer([part.attentions for part in parts], _joined_attentions),
-        torch.cat(captured, dim=1) if captured else None,
+    return parts[0]._replace(
+        logits=torch.cat([part.logits for part in parts], dim=1),
+        hidden_states=_by_layer([part.hidden_states for part in parts], lambda states: torch.cat(states, dim=-2)),
+        attentions=_by_layer([part.attentions for part in parts], _joined_attentions),
+        captured=torch.cat(captured, dim=1) if captured else None,
     )
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_session import TargetStates
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.engine.target_states import TargetStates
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.per_row import PerRow

@@ -231,11 +231,11 @@ def _single_position(
     """The verifier's arguments for one position: a draft of one token, or of none at the bonus position."""
     window = slice(position, position + 1)
     token_ids = draft.token_ids[:, window]
-    step = DraftOut(
-        token_ids,
-        (draft.lens - position).clamp(0, token_ids.shape[1]),
-        None if draft.token_logits is None else draft.token_logits[:, window],
-        None if draft.logsumexp is None else draft.logsumexp[:, window],
+    step = draft._replace(
+        token_ids=token_ids,
+        lens=(draft.lens - position).clamp(0, token_ids.shape[1]),
+        token_logits=None if draft.token_logits is None else draft.token_logits[:, window],
+        logsumexp=None if draft.logsumexp is None else draft.logsumexp[:, window],
     )
     # The row after the token is not processed yet: the verifier is shown this one again, and its draw is not used.
     target_logits = scores[:, None].expand(-1, token_ids.shape[1] + 1, -1)

@@ -146,8 +146,8 @@ class Inferencer:
         for chunk in query_token_ids.tensor_split(num_chunks, dim=1):
             if self.meet is not None:
                 self.meet()
-            logits = self.language_model.forward(chunk, kv_cache, logits_to_keep=1)
-        return logits[:, -1]
+            scored = self.language_model.run(chunk, kv_cache, logits_to_keep=1)
+        return scored.logits[:, -1]
 
     def decode(
         self, query_token_ids: Tensor, kv_cache: KVCache, max_new_tokens: int, sample_strategy: SampleStrategy

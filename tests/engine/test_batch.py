@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.draft_length import DraftLength
-from hf_speculate.engine.draft_session import DraftSession
-from hf_speculate.engine.row_progress import RowProgress
+from hf_speculate.engine.draft_session import DraftSession, RowProgress
 from hf_speculate.schedule import Choice, RowOutcome
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
 from tests.schedule.scripted import ScriptedSchedule
@@ -74,11 +77,12 @@ class ProposesNothing(Drafter):
 def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
     drafter = ProposesNothing()
     batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3])
-    drafts = DraftSession(drafter, None, SampleStrategy.GREEDY)
+    faults = DraftFaults(SpeculationStats(), "the drafter", torch.device("cpu"), drafter.is_callers)
+    drafts, target_cache = DraftSession(drafter, faults, [0], SampleStrategy.GREEDY), DynamicKVCache(DynamicCache(), 1)
     drafts.begin(batch)
     for is_finished in (False, True, True):
         batch.is_finished = [is_finished]
-        drafts.propose(batch, Choice(2, 2), batch.begin_round(), [2], lambda: None)
+        drafts.propose(batch, Choice(2, 2), batch.begin_round(), [2], target_cache)
     assert [query.tolist() for query in drafter.queries] == [[[5, 6, 7]], [[7]], [[7]]]
 
 

@@ -4,6 +4,7 @@ from tests.mutants.base import Fault, mutants_of
 
 NAN = "reliability/test_nan_of_drafts.py"
 COLUMNS = "models/test_quirks.py"
+CONTEXT = "draft/test_context.py reliability/test_draft_faults.py"
 
 MUTANTS = mutants_of(
     {
@@ -85,15 +86,10 @@ MUTANTS = mutants_of(
                 "draft/test_custom.py generation/test_prompts.py generation/test_rollback.py",
             ),
         },
-        ("hf_speculate/engine/row_progress.py", "options/draft_state/test_draft_state.py"): {
-            "a rejected token stays in the cache": Fault(
-                "kept = self.length - num_query", "kept = self.length - num_query + 1"
-            ),
-        },
         ("hf_speculate/engine/draft_session.py", "generation/test_options.py generation/test_matrix.py"): {
             "the cache is cut one token too short": Fault(
-                "self._crop(batch, ends)",
-                "self._crop(batch, [end - 1 for end in ends])",
+                "self._crop(view, ends)",
+                "self._crop(view, [end - 1 for end in ends])",
                 "generation/test_faults_of_transformers.py",
             ),
             "the drafter is told of one token less": Fault(
@@ -112,29 +108,34 @@ MUTANTS = mutants_of(
                 "draft/test_custom.py generation/test_schedules.py",
             ),
             "padding that is not fed counts as unseen": Fault(
-                "[num + num_skipped for num", "[num for num", "draft/test_context.py"
+                "row.num_seen += num_skipped", "row.num_seen += 0", "draft/test_context.py"
             ),
-        },
-        ("hf_speculate/engine/draft_guard.py", "draft/test_context.py reliability/test_draft_faults.py"): {
+            "a rejected token stays in the cache": Fault(
+                "kept = self.length - num_query",
+                "kept = self.length - num_query + 1",
+                "options/draft_state/test_draft_state.py",
+            ),
             "a row drafts one token past the context": Fault(
-                "return drafter.context_len + 1", "return drafter.context_len + 2"
+                "return drafter.context_len + 1", "return drafter.context_len + 2", CONTEXT
             ),
-            "padding takes the room of tokens": Fault("(0 if drafter.counts_padding else num_pads)", "0"),
+            "padding takes the room of tokens": Fault("(0 if drafter.counts_padding else num_pads)", "0", CONTEXT),
             "a long row stays among rows that share its columns": Fault(
-                "if room[row.index] >= num_draft_tokens]", "if True]"
+                "if room[row.index] >= num_draft_tokens]", "if True]", CONTEXT
             ),
             "a dead drafter is asked again": Fault(
-                "if not self._faults.is_pending:  # then it is raised in all processes", "if False:"
+                "if not self.faults.is_pending:  # then it is raised in all processes", "if False:", CONTEXT
             ),
-            "the cache of a dead drafter keeps its hooks": Fault("            cache.release()\n", "            pass\n"),
+            "the cache of a dead drafter keeps its hooks": Fault(
+                "                session.kv_cache.release()\n", "                pass\n", CONTEXT
+            ),
             "rows that join keep their old indices": Fault(
                 "row.index += batch.num_rows", "row.index += 0", "reliability/test_draft_faults.py"
             ),
             "NaN is never looked for": Fault(
-                ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()"
+                ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()", CONTEXT
             ),
             "a full row counts for the schedule": Fault(
-                "self.is_served = [num > 0 for num in room]", "self.is_served = [True for num in room]"
+                "self.is_served = [num > 0 for num in room]", "self.is_served = [True for num in room]", CONTEXT
             ),
         },
         ("hf_speculate/engine/draft_faults.py", "reliability/test_draft_faults.py"): {

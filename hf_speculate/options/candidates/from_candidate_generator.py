@@ -134,7 +134,9 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
                 self._text = text
                 logits, sums = (None if part is None else part[:, 1:] for part in (first.token_logits, first.logsumexp))
-                return DraftOut(first.token_ids[:, 1:], first.lens - 1, logits, sums)
+                return first._replace(
+                    token_ids=first.token_ids[:, 1:], lens=first.lens - 1, token_logits=logits, logsumexp=sums
+                )
         return self._draft(text, num_draft_tokens)
 
     def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:

@@ -8,12 +8,13 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import MaskSpec
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.token_choice import DraftSettings, RoundDraft, choose_step
+from hf_speculate.draft.token_choice import DraftSettings, choose_step
 from hf_speculate.models.inferencer import Chosen
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.options.compiled.language_model import CompiledLanguageModel, Rows, States, forward_rows
-from hf_speculate.types import NoiseKeys
+from hf_speculate.types import DraftOut, NoiseKeys
 
 # A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
 # last but one. For the others its states are written again.
@@ -46,19 +47,21 @@ class CompiledDrafter(ModelDrafter):
     min_query_len = STEP_QUERY_LEN
     language_model: CompiledLanguageModel
 
-    def _extend(self, query: Tensor, kv_cache: KVCache, num_draft_tokens: int, draft: RoundDraft) -> None:
-        steps = None
+    def draft(self, request: DraftRequest) -> DraftOut:
+        kv_cache, draft = self._start(request)
+        query, num_draft_tokens, steps = self._sent(request.query_token_ids), request.num_draft_tokens, None
         if self.chooser.is_plain:
             query = self._catch_up(query, kv_cache)
             steps = self._steps(query, kv_cache, num_draft_tokens, draft.keys)
         if steps is None:
-            super()._extend(query, kv_cache, num_draft_tokens, draft)
+            self.inferencer.extend(query, kv_cache, num_draft_tokens, draft)
         else:
             kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
             for step in steps:
                 draft.tokens.add(step)
             logits = steps[-1].token_logits
             self.chooser.last_logits = None if logits is None else logits[:, -1]
+        return draft.finish(self._out_device(request.query_token_ids))
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
         """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""

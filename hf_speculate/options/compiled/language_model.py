@@ -221,4 +221,4 @@ class CompiledLanguageModel(LanguageModel):
         kv_cache.advance(num_query)
         first = 0 if logits_to_keep is None else num_query - logits_to_keep
         captured = None if scored.captured is None else scored.captured[:, :num_query]
-        return Scored(scored.logits[:, first:num_query], captured=captured)
+        return scored._replace(logits=scored.logits[:, first:num_query], captured=captured)

@@ -47,7 +47,7 @@ class RunningBatch:
             observer,
         ]
         self._decoder = replace(decoder, observers=observers, clock=clock)
-        self._decoder.drafts.report_to(stats)
+        self._decoder.drafts.faults.stats = stats
 
     @property
     def row_ids(self) -> list[int]:
@@ -57,7 +57,7 @@ class RunningBatch:
     def join(self, theirs: SpeculativeDecoder, batch: Batch) -> None:
         """Add rows that have read their prompts; the parts of their decoder are not used after that."""
         mine = self._decoder
-        mine.drafts.join(theirs.drafts, self._batch)  # reads the present rows
+        mine.drafts.admit(theirs.drafts, self._batch)  # reads the present rows
         mine.target.join(theirs.target)
         mine.verification.join(theirs.verification)
         mine.stops.join(theirs.stops)

@@ -154,13 +154,14 @@ def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut
     token_ids = torch.where(uses_match[:, None], matched_ids, drafted_ids)  # [B, K]
     lens = torch.where(uses_match, matched.lens, drafted.lens)
     if drafted.token_logits is None or drafted.logsumexp is None:
-        return DraftOut(token_ids, lens, None, None)
+        return drafted._replace(token_ids=token_ids, lens=lens, token_logits=None, logsumexp=None)
     model_logits = drafted.token_logits
     logits = model_logits.new_full((*token_ids.shape, model_logits.shape[-1]), -torch.inf)  # [B, K, V]
     logits.scatter_(-1, token_ids.clamp(0, model_logits.shape[-1] - 1)[..., None], 0.0)
     logits[:, :num_drafted] = torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)
     logsumexp = drafted.logsumexp.masked_fill(uses_match[:, None], 0.0)
-    return DraftOut(token_ids, lens, logits, torch.nn.functional.pad(logsumexp, (0, width - num_drafted)))
+    logsumexp = torch.nn.functional.pad(logsumexp, (0, width - num_drafted))
+    return drafted._replace(token_ids=token_ids, lens=lens, token_logits=logits, logsumexp=logsumexp)
 
 
 class HybridSource(DraftSource):

@@ -101,11 +101,11 @@ def _token_by_token(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> 
     num_positions, vocab_size = target_logits.shape[1:]
     offsets = torch.arange(num_positions, device=target_logits.device)
     logits, sums = draft.token_logits, draft.logsumexp
-    singles = DraftOut(
-        pad(draft.token_ids, (0, 1)).reshape(-1, 1),
-        (draft.lens[:, None] - offsets).clamp(0, 1).reshape(-1).to(torch.int32),
-        None if logits is None else pad(logits, (0, 0, 0, 1)).reshape(-1, 1, vocab_size),
-        None if sums is None else pad(sums, (0, 1)).reshape(-1, 1),
+    singles = draft._replace(
+        token_ids=pad(draft.token_ids, (0, 1)).reshape(-1, 1),
+        lens=(draft.lens[:, None] - offsets).clamp(0, 1).reshape(-1).to(torch.int32),
+        token_logits=None if logits is None else pad(logits, (0, 0, 0, 1)).reshape(-1, 1, vocab_size),
+        logsumexp=None if sums is None else pad(sums, (0, 1)).reshape(-1, 1),
     )
     positions = (keys.positions[:, None] + offsets).reshape(-1)
     seeds, rounds = (part.repeat_interleave(num_positions) for part in (keys.seeds, keys.rounds))
