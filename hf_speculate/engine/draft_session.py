@@ -153,7 +153,7 @@ class DraftSession(PerRow):
 
     @classmethod
     def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults) -> "DraftSession":
-        """The session of a planned call; `states` are those of the target that the drafter reads."""
+        """Make the session of a planned call; `states` are those of the target that the drafter reads."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
             kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
@@ -235,7 +235,7 @@ class DraftSession(PerRow):
         return proposed
 
     def room(self, batch: Batch) -> list[int]:
-        """[B] tokens that may be drafted in each row in the next round."""
+        """Return [B] tokens that may be drafted in each row in the next round; 0 for a row that is not served."""
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         for row in [row for group in (self, *self._waiting) for row in group._rows]:
             is_endless = self.drafter.drafts_past_context
@@ -354,6 +354,7 @@ class DraftSession(PerRow):
 
     @property
     def _is_drafting(self) -> bool:
+        """Whether the drafter has rows, and no error of it waits for other ranks."""
         return bool(self._rows) and not self.faults.is_pending
 
     @contextmanager
@@ -404,7 +405,7 @@ class DraftSession(PerRow):
                     row.num_seen += num_skipped
 
     def _view(self, batch: Batch) -> Batch:
-        """The rows of a batch that the drafter has, in its order; the batch itself if these are all."""
+        """Return the rows of a batch that the drafter has, in its order; the batch itself if these are all."""
         row_indices = [row.index for row in self._rows]
         return batch if row_indices == list(range(batch.num_rows)) else batch.selected(row_indices)
 
@@ -556,7 +557,7 @@ class DraftSession(PerRow):
         return view.prompt_len - num_seen
 
     def _request(self, view: Batch, num_draft_tokens: int, keys: NoiseKeys, target_cache: CacheView) -> DraftRequest:
-        """The request for a draft, with the tokens that the drafter has not seen."""
+        """Return the request for a draft, with the tokens that the drafter has not seen."""
         self.num_fed = self._num_unseen(view)
         return DraftRequest(
             query_token_ids=self._tokens(view).last(self.num_fed),
@@ -578,7 +579,7 @@ class DraftSession(PerRow):
             row.num_seen = max(length - self.num_fed, row.num_seen) + self.num_fed + num_ahead
 
     def _limited(self, draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
-        """The draft within each row's room, and before a token without a position."""
+        """Limit a draft to each row's room, and to the tokens before one without a position."""
         draft = _within_room(draft, view, room)
         if self.token_without_position is not None:
             newest = view.tokens.last(1).to(draft.token_ids.device)
@@ -591,7 +592,7 @@ class DraftSession(PerRow):
         return draft
 
     def _uneven_lags(self, view: Batch) -> list[int]:
-        """[B] tokens of each row that the drafter has not seen; empty unless proposals have made rows differ."""
+        """Return [B] tokens of each row that the drafter has not seen; none unless proposals have made rows differ."""
         if self.kv_cache is None or not self.drafter.proposes:
             return []
         lags = [length - row.num_seen for row, length in zip(self._rows, view.tokens.lens, strict=True)]
@@ -660,11 +661,11 @@ class DraftSession(PerRow):
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
 
     def _tokens(self, view: Batch) -> TokenBuffer:
-        """The rows' tokens where the drafter reads them."""
+        """Return the rows' tokens where the drafter reads them."""
         return view.host_tokens if self.drafter.reads_host_tokens else view.tokens
 
     def _kept(self, view: Batch, counts: Sequence[int] | None = None) -> Kept | None:
-        """The tokens emitted since the drafter's last call, with their hidden states; None if it gets none.
+        """Return the tokens emitted since the drafter's last call, with their hidden states; None if it gets none.
 
         `counts` are how many of each row, if not all: then there are hidden states.
         """
@@ -688,7 +689,7 @@ class DraftSession(PerRow):
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:
-    """The column behind the last token that may be drafted in a row: the drafter reads no more than its context."""
+    """Return the column behind the last token that may be drafted in a row, by the drafter's context."""
     if drafter.context_len is None:
         return _NO_END
     return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
@@ -711,7 +712,7 @@ def _within_room(draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
 
 
 def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Scored:
-    """The hidden states of some rows of the batch; a drafter reads nothing else of the target's output."""
+    """Select the hidden states of some rows of the batch; a drafter reads nothing else of the target's output."""
     if list(row_indices) == list(range(num_rows)):
         return scored
     select = RowIndices(row_indices).select
@@ -720,7 +721,7 @@ def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Score
 
 
 def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
-    """A draft of some rows as one of all `num_rows` rows of the batch, of which the others have no tokens."""
+    """Return a draft of some rows as one of all `num_rows` rows of the batch; the others have no tokens."""
     index = upload(row_indices, draft.token_ids.device)
     parts: dict[str, Any] = {name: part for name, part in draft._asdict().items() if isinstance(part, Tensor)}
     for name, part in parts.items():
