@@ -236,7 +236,7 @@ def _drafter_setup(
         max_position=call.max_position,
         inputs=call.draft_inputs,
         is_distributed=call.ranks.is_distributed,
-        for_generators=call.for_generators,
+        for_generators=call.for_generators if source.reads_prepared else {},
     )
 
 
