@@ -58,7 +58,7 @@ class DrafterSetup:
         max_position: the position id of the last token that the target reads in a row without padding.
         inputs: what a draft model reads besides tokens.
         is_distributed: whether several processes decode the call.
-        for_generators: what transformers hands to its candidate generators.
+        for_generators: what transformers hands to its candidate generators, for sources that read it.
     """
 
     target: PreTrainedModel

@@ -66,6 +66,7 @@ class DraftSource:
     is_single_row = False  # whether it serves one row only
     reads_embeds = True  # whether it serves prompts of embeddings
     reads_keys = False  # whether it reads the keys of the noise even if it does not sample
+    reads_prepared = False  # whether it reads `DrafterSetup.for_generators`
     unsynced = ""  # argument with which ranks of different texts would run different numbers of forwards
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
     is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`

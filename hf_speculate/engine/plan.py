@@ -1,22 +1,23 @@
 """The plan of a call: what follows from its arguments and models, before anything is built."""
 
 import functools
+import importlib
 import logging
 import pkgutil
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
+from transformers import CompileConfig, MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.base import DraftCompilation, DrafterSetup
 from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import DraftSource
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.drafter_setup import drafter_setup
 from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
 from hf_speculate.engine.runners import Runners, draft_lens, find_runners, runner_request
 from hf_speculate.engine.step_weights import draft_prior
@@ -24,15 +25,18 @@ from hf_speculate.errors import warn_user
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import is_compiled
+from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.models.wrapper_probe import HandedOn
+from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.triton_kernels.backends import check_backend
+from hf_speculate.triton_kernels.backends import check_backend, runs_kernels
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 
 LOGGER = logging.getLogger("hf_speculate")
 _log_once = functools.cache(LOGGER.info)
+_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
 _WITHOUT_FAILED_KERNELS = (
     "hf_speculate.options.verdicts.kernel_choice:without_failed_kernels"  # imported on CUDA devices
 )
@@ -136,7 +140,7 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     config = _with_working_kernels(config, [call.target, *([] if source.model is None else [source.model])], stats)
     request = runner_request(call, source)
     source, config = _without_useless_draft(call.target, source, config, fallbacks)
-    setup = drafter_setup(call, source, config, request.settings.get("target"), stats.add_eager_part)
+    setup = _drafter_setup(call, source, config, request.settings.get("target"), stats.add_eager_part)
     source = source.begin(setup)
     goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.row_lists.rows_leave
     lock_step = _lock_step_reason(call, source.model, goes_on, config.draft_state is not None)
@@ -188,6 +192,51 @@ def _fed_pad_token_id(call: Call) -> int:
     """The padding token of the call, or 0 if it has no embedding, at which plain `generate` fails."""
     pad = call.pad_token_id or 0
     return pad if 0 <= pad < vocab_size_of(call.target) else 0
+
+
+def _drafter_setup(
+    call: Call,
+    source: DraftSource,
+    config: SpeculationConfig,
+    settings: CompileConfig | None,  # of the target's compiled forwards; None if they run eagerly
+    on_failure: Callable[[str, str], None],  # called with the part and the reason if the draft cannot be compiled
+) -> DrafterSetup:
+    """Return the setup of a drafter."""
+    traits, prompts, compilation = traits_of(config), call.prompts, None
+    if settings is not None:
+        lens = draft_lens(config, source.varies_len)
+        compilation = DraftCompilation(settings, lens, CompiledUnits(), partial(on_failure, "draft"))
+    processors, num_pads = call.processors.for_draft(), tuple(prompts.num_pads)
+    if source.model is not None:
+        device = device_of(source.model)
+        if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
+            fuse_warpers = importlib.import_module(_FUSED_WARPERS).fuse_warpers
+            processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
+    return DrafterSetup(
+        target=call.target,
+        batch_size=call.batch_size,
+        num_pads=num_pads,
+        max_length=call.max_length,
+        max_draft_tokens=config.max_draft_tokens,
+        vocab_size=vocab_size_of(call.target),
+        eos_token_ids=call.criteria.eos_token_ids or frozenset(),
+        device=prompts.input_ids.device,
+        processors=call.row_lists.processors(processors, call.batch_size),
+        stream=traits.draft_stream,
+        keeps_logits=traits.reads_draft_logits,
+        confidence_threshold=config.assistant_confidence_threshold or 0.0,
+        backend=config.verifier_backend,
+        compilation=compilation,
+        prompt_axes=None if prompts.num_ahead else call.target_inputs.prompt_axes,
+        has_media=call.target_inputs.has_media,
+        config=config,
+        prompt_len=prompts.input_ids.shape[1] - min(num_pads),
+        num_query=call.prefill_chunk_size or prompts.query_ids.shape[1],
+        max_position=call.max_position,
+        inputs=call.draft_inputs,
+        is_distributed=call.ranks.is_distributed,
+        for_generators=call.for_generators if source.reads_prepared else {},
+    )
 
 
 def _with_working_kernels(

@@ -42,7 +42,7 @@ MUTANTS = mutants_of(
             "any number of states is taken": Fault("if num_states != num_tokens:", "if False:"),
             "other ids of pictures are taken": Fault("and ours != theirs and", "and ours is theirs is None and"),
             "prompts of one row are all rows'": Fault(
-                "[::num_copies], call.prompts.text_mask", "[:1], call.prompts.text_mask"
+                "[::num_copies], prompts.text_mask", "[:1], call.prompts.text_mask"
             ),
         },
         ("hf_speculate/options/heads/row_axes.py", "options/heads/test_axes.py"): {

@@ -23,6 +23,7 @@ class CandidateSource(FactorySource):
     hint = hint_of(argument)
     is_single_row = True
     reads_embeds = False
+    reads_prepared = True
     unsynced = argument
     reads_outputs = "whose hidden states a candidate generator reads"
     drafter: CandidateGeneratorDrafter
