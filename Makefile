@@ -19,7 +19,7 @@ RELEASE := .release
 TAG ?=
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
-KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
+KERNEL_TESTS := tests/kernels/test_triton_*.py tests/kernels/test_property.py
 TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_noise.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

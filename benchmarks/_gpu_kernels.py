@@ -11,9 +11,7 @@ from _gpu_device import Device
 from _gpu_report import Report
 from torch import Tensor
 
-from hf_speculate.tools.doctor.kernel_operations import OPERATIONS, make_round
-from hf_speculate.tools.doctor.kernels import SAMPLE, WARP, num_different, runs_of
-from hf_speculate.triton_kernels import (
+from hf_speculate.kernels import (
     NoiseKeys,
     Stream,
     row_seeds,
@@ -25,6 +23,8 @@ from hf_speculate.triton_kernels import (
     verify_typical,
     warp_logits,
 )
+from hf_speculate.tools.doctor.kernel_operations import OPERATIONS, make_round
+from hf_speculate.tools.doctor.kernels import SAMPLE, WARP, num_different, runs_of
 
 ALIGNED_VOCAB_SIZE, SHIFTED_VOCAB_SIZE = 128_256, 50_257  # rows that all start at a multiple of 16 bytes; and others
 DRY_VOCAB_SIZE = 96

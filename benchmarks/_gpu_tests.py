@@ -14,7 +14,7 @@ from _gpu_device import Device
 from _gpu_report import NO_TIME, Report
 from _harness import ROOT
 
-KERNELS = ("-m", "not slow and not gpu", "tests/triton_kernels")
+KERNELS = ("-m", "not slow and not gpu", "tests/kernels")
 MAX_WORKERS = 8
 COUNT_S = 3.0  # left for counting what has been run
 BENCHMARKS = ROOT / "benchmarks"

@@ -141,8 +141,7 @@ def part_of(path: Path) -> str:
 
 
 def library_files(root: Path = ROOT) -> list[Path]:
-    folders = ("hf_speculate", "triton_kernels")
-    return [path for folder in folders for path in (root / folder).rglob("*.py")]  # which follows no links
+    return list((root / "hf_speculate").rglob("*.py"))
 
 
 def loaded_parts() -> list[str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, row_seeds, sample
+from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample
 
 TEMPERATURE = 0.7
 TOP_K = 50

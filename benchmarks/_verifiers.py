@@ -11,7 +11,7 @@ from _rivals import Assisted
 from _rounds import PLAIN, WARPED, Round, Warp, cutoffs
 from torch import Tensor
 
-from hf_speculate.triton_kernels import (
+from hf_speculate.kernels import (
     Stream,
     sample,
     verify_block,

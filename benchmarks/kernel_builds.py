@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import ROOT, markdown, write_between, write_results
-from hf_speculate.triton_kernels import NoiseKeys, Stream
-from hf_speculate.triton_kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
-from hf_speculate.triton_kernels.kernels import launch, operations
+from hf_speculate.kernels import NoiseKeys, Stream
+from hf_speculate.kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
+from hf_speculate.kernels.kernels import launch, operations
 
 
 class Target(NamedTuple):

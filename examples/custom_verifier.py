@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
-from hf_speculate.triton_kernels import sample
+from hf_speculate.kernels import sample
 from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 
 EXAMPLES = Path(__file__).resolve().parent

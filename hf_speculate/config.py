@@ -11,8 +11,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import Check, function, instance, integer, is_int, is_list, one_of, real
+from hf_speculate.kernels.noise import row_seeds
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
 
 MAX_ASSISTANT_TOKENS = 128

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from hf_speculate.triton_kernels.errors import ConfigError as ConfigError
-from hf_speculate.triton_kernels.errors import KernelUnavailableError as KernelUnavailableError
-from hf_speculate.triton_kernels.errors import ShapeError as ShapeError
-from hf_speculate.triton_kernels.errors import SpeculateError as SpeculateError
+from hf_speculate.kernels.errors import ConfigError as ConfigError
+from hf_speculate.kernels.errors import KernelUnavailableError as KernelUnavailableError
+from hf_speculate.kernels.errors import ShapeError as ShapeError
+from hf_speculate.kernels.errors import SpeculateError as SpeculateError
 
 _NUM_NAMED = 3  # names in an error
 # packages between the user's code and a warning

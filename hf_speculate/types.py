@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hf_speculate.triton_kernels.types import NoiseKeys as NoiseKeys
-from hf_speculate.triton_kernels.types import Status as Status
-from hf_speculate.triton_kernels.types import Stream as Stream
-from hf_speculate.triton_kernels.types import Verdict as Verdict
+from hf_speculate.kernels.types import NoiseKeys as NoiseKeys
+from hf_speculate.kernels.types import Status as Status
+from hf_speculate.kernels.types import Stream as Stream
+from hf_speculate.kernels.types import Verdict as Verdict
 
 BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)
 """Flags of logits that define no distribution; a draft's logits may set them too."""

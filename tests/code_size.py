@@ -55,7 +55,7 @@ def lines_by_file(files: Iterable[str | None]) -> dict[str, int]:
     paths = sorted(Path(file) for file in files if file is not None)
     own = [path for path in paths if path.is_relative_to(LIBRARY) and path.name != "__init__.py"]
     names = {path.relative_to(LIBRARY).as_posix(): path for path in own}
-    return {name: num_lines(path) for name, path in names.items() if not name.startswith("triton_kernels/")}
+    return {name: num_lines(path) for name, path in names.items() if not name.startswith("kernels/")}
 
 
 def traced_call() -> tuple[dict[str, int], dict[str, int]]:

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.fake_attention import EFFICIENT, FLASH, AttentionCall, direct_attention, sdpa_call
+from tests.kernels.interpreter import quick_interpreter
 from tests.recorded_graphs import Operator, is_view, recording, replay
-from tests.triton_kernels.interpreter import quick_interpreter
 
 DEVICE = torch.device("cuda", 0)
 _GARBAGE = 0x5A  # in every byte of a copy that has not arrived

@@ -49,7 +49,7 @@ def everything_right() -> Iterator[None]:
 @contextmanager
 def kernels_wrong() -> Iterator[None]:
     """The greedy kernel accepts one token more."""
-    kernels = worker.pkgutil.resolve_name("hf_speculate.triton_kernels.kernels")
+    kernels = worker.pkgutil.resolve_name("hf_speculate.kernels.kernels")
     greedy = kernels.greedy
 
     def wrong(*args: Any) -> Any:

@@ -26,7 +26,7 @@ def option_of(path: str) -> str | None:
 
 def sources() -> dict[str, str]:
     """File below `hf_speculate` -> its text, without the kernels."""
-    library, kernels = ROOT / "hf_speculate", ROOT / "triton_kernels"
+    library, kernels = ROOT / "hf_speculate", ROOT / "hf_speculate" / "kernels"
     paths = (path for path in library_files().values() if not path.is_relative_to(kernels))
     return {path.relative_to(library).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 

@@ -31,9 +31,9 @@ FLOORS = {
     "hf_speculate.errors": 0,
     "hf_speculate.model_state": 0,
     "hf_speculate.transfers": 0,
-    "hf_speculate.triton_kernels": -1,
+    "hf_speculate.kernels": -1,
 }
-KERNELS = "hf_speculate.triton_kernels"
+KERNELS = "hf_speculate.kernels"
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 FILE_LAYER = 5  # of top-level files without a line: above those that have one, below the packages
 # Imports for annotations alone may point up, but not to these.
@@ -41,12 +41,10 @@ NOT_CORE = ("hf_speculate", "hf_speculate.tools", "hf_speculate.options")
 
 
 def library_files() -> dict[str, Path]:
-    """Module name -> file, with the kernels under the name they are installed as."""
+    """Module name -> file."""
     files = {}
-    for folder, package in (("hf_speculate", "hf_speculate"), ("triton_kernels", KERNELS)):
-        for path in sorted((ROOT / folder).rglob("*.py")):  # which follows no links
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            files[".".join((package, *parts)).removesuffix(".__init__")] = path
+    for path in sorted((ROOT / "hf_speculate").rglob("*.py")):
+        files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     return files
 
 
@@ -81,13 +79,13 @@ def import_problem(name: str, package: str, is_local: bool, is_for_annotations: 
     """What is wrong with an import of `name` in a file of `package`; empty if nothing is."""
     root, target = name.partition(".")[0], package_of(name)
     if root == "triton_kernels" or (root == "triton" and package != KERNELS):
-        return "only triton_kernels imports triton, and is itself imported by its installed name"
+        return "only the kernels import triton, and are themselves imported as hf_speculate.kernels"
     if root == "transformers" and (package == KERNELS or ("._" in name and package != "hf_speculate.compat")):
-        return "transformers is not for triton_kernels, and its private names are for compat.py"
+        return "transformers is not for the kernels, and its private names are for compat.py"
     if root != "hf_speculate":
         return ""
     if package == KERNELS:
-        return "imports inside triton_kernels are relative"
+        return "imports inside the kernels are relative"
     if is_local:
         return "an import inside a function"
     if not target:
@@ -161,16 +159,16 @@ FOR_ANNOTATIONS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ("types", "from hf_speculate import transfers", "layer 0 from layer 0"),
         ("newpackage.part", "import torch", "has no layer"),
         ("cache.base", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
-        ("engine.decoder", "def f():\n    import triton", "only triton_kernels"),
-        ("triton_kernels.reference", "import transformers", "not for triton_kernels"),
-        ("triton_kernels.reference", "from hf_speculate.triton_kernels.types import Verdict", "are relative"),
+        ("engine.decoder", "def f():\n    import triton", "only the kernels"),
+        ("kernels.reference", "import transformers", "not for the kernels"),
+        ("kernels.reference", "from hf_speculate.kernels.types import Verdict", "are relative"),
         ("engine.plan", "from transformers.generation.utils import _x", "private names"),
         ("cache.base", "from hf_speculate import enable", "layer 14 from layer 6"),
         ("cache.base", f"{FOR_ANNOTATIONS}from hf_speculate.options.heads import load", "layer 12 from layer 6"),
         ("cache.base", f"{FOR_ANNOTATIONS}pass\nfrom hf_speculate.engine import plan", "layer 10 from layer 6"),
         ("cache.base", f"{FOR_ANNOTATIONS}from hf_speculate.engine.plan import Plan", ""),
         ("engine.decoder", "from hf_speculate import errors, types", ""),
-        ("triton_kernels.rejection", "from .types import Verdict\ndef f():\n    import triton", ""),
+        ("kernels.rejection", "from .types import Verdict\ndef f():\n    import triton", ""),
         ("compat", "from transformers.utils import _x", ""),
     ],
 )

@@ -64,11 +64,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {f"hf_speculate/triton_kernels/{name}" for name in python_files("triton_kernels")}
-    expected |= {f"hf_speculate/{name}" for name in python_files("hf_speculate")}
+    expected = {f"hf_speculate/{name}" for name in python_files("hf_speculate")}
     templates = {"bench/report/page.html", "hub/card.md.jinja", "hub/generate.py.jinja"}
     assert names == expected | {"hf_speculate/py.typed", *(f"hf_speculate/tools/{name}" for name in templates)}
-    assert os.readlink(ROOT / "hf_speculate" / "triton_kernels") == os.path.join("..", "triton_kernels")
+    assert os.readlink(ROOT / "triton_kernels") == os.path.join("hf_speculate", "kernels")
 
 
 def python_files(folder: str) -> set[str]:
@@ -83,12 +82,12 @@ import torch
 import triton_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_speculate.triton_kernels
+import hf_speculate.kernels
 
 environment = Path(sys.prefix).resolve()
 assert all(environment in Path(one.__file__).resolve().parents for one in (hf_speculate, triton_kernels))
 assert triton_kernels.matmul() == "foreign"
-assert hf_speculate.triton_kernels is not triton_kernels
+assert hf_speculate.kernels is not triton_kernels
 assert sys.modules["triton"] is None
 
 sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -170,9 +169,9 @@ def test_importing_changes_nothing_and_needs_no_triton() -> None:
         "from transformers import GenerationMixin, PreTrainedModel\n"
         "classes = (GenerationMixin, PreTrainedModel, transformers.GenerationConfig)\n"
         "before = [dict(vars(one)) for one in classes]\n"
-        "import hf_speculate, hf_speculate.triton_kernels\n"
+        "import hf_speculate, hf_speculate.kernels\n"
         "for module in pkgutil.walk_packages(hf_speculate.__path__, 'hf_speculate.'):\n"
-        "    if not module.name.startswith('hf_speculate.triton_kernels.'):\n"
+        "    if not module.name.startswith('hf_speculate.kernels.'):\n"
         "        importlib.import_module(module.name)\n"
         "assert [dict(vars(one)) for one in classes] == before\n"
     )

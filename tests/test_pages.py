@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_speculate
-from hf_speculate import triton_kernels
+from hf_speculate import kernels
 from hf_speculate.config import FIELD_NAMES
 from tests.page_code import run_blocks
 from tests.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
@@ -95,7 +95,7 @@ def test_lists_of_settings_benchmarks_and_names_are_whole() -> None:
     assert set(re.findall(r"^\| `(\w+\.py)` \|", benchmarks, re.M)) == scripts
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.rst"))
     shown = set(re.findall(r"^\.\. auto(?:function|class|exception):: (?:[a-z_]+\.)*(\w+)", text, re.M))
-    assert sorted({*hf_speculate.__all__, *triton_kernels.__all__} - shown) == []
+    assert sorted({*hf_speculate.__all__, *kernels.__all__} - shown) == []
 
 
 def test_the_reference_of_the_command_line_shows_text_without_markup() -> None:

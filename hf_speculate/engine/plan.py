@@ -22,6 +22,7 @@ from hf_speculate.engine.model_plan import ModelPlan, plan_draft, plan_target
 from hf_speculate.engine.runners import Runners, draft_lens, find_runners, runner_request
 from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.errors import warn_user
+from hf_speculate.kernels.backends import check_backend, runs_kernels
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
 from hf_speculate.models.module_walk import is_compiled
@@ -30,7 +31,6 @@ from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.registry import lock_step_reason
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.triton_kernels.backends import check_backend, runs_kernels
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
 

@@ -8,7 +8,7 @@ is sampled from the residual max(w_i * p - q, 0), normalised; after a full accep
 
 from dataclasses import dataclass
 
-from hf_speculate.triton_kernels import verify_block
+from hf_speculate.kernels import verify_block
 from hf_speculate.verify.kernel import KernelVerifier
 
 

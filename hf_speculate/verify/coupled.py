@@ -6,7 +6,7 @@ token id. Drafts are sampled with the same noise, so that they agree often.
 
 from dataclasses import dataclass
 
-from hf_speculate.triton_kernels import verify_coupled
+from hf_speculate.kernels import verify_coupled
 from hf_speculate.verify.kernel import KernelVerifier
 
 

@@ -5,7 +5,7 @@ The token after the accepted ones is the argmax at their position. Ties go to th
 
 from dataclasses import dataclass
 
-from hf_speculate.triton_kernels import verify_greedy
+from hf_speculate.kernels import verify_greedy
 from hf_speculate.verify.kernel import KernelVerifier
 
 

@@ -1,4 +1,4 @@
-"""Kernel verifiers: verifiers that are one operation of `triton_kernels`."""
+"""Kernel verifiers: verifiers that are one operation of `hf_speculate.kernels`."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

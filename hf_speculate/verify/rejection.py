@@ -7,7 +7,7 @@ the bonus position. For a point mass, x is accepted if u < p(x), and the residua
 
 from dataclasses import dataclass
 
-from hf_speculate.triton_kernels import verify_rejection
+from hf_speculate.kernels import verify_rejection
 from hf_speculate.verify.kernel import KernelVerifier
 
 

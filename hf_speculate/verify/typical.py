@@ -7,7 +7,7 @@ sample from p at their position.
 
 from dataclasses import dataclass
 
-from hf_speculate.triton_kernels import verify_typical
+from hf_speculate.kernels import verify_typical
 from hf_speculate.verify.kernel import KernelVerifier
 
 

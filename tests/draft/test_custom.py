@@ -10,7 +10,7 @@ import hf_speculate
 from hf_speculate import DrafterSetup
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedModelError
-from hf_speculate.triton_kernels import Draws
+from hf_speculate.kernels import Draws
 from hf_speculate.types import DraftOut, Stream
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value

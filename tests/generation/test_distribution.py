@@ -16,8 +16,8 @@ import hf_speculate
 from hf_speculate.types import DraftOut
 from hf_speculate.verify import RejectionVerifier
 from tests.cases import Unchanged, assert_equal_ids
+from tests.kernels import distributions
 from tests.tiny import make_small_model, ragged_prompts
-from tests.triton_kernels import distributions
 
 VOCAB_SIZE = 8
 NUM_TOKENS = 4

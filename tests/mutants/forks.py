@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # read once, at import
-COPIED = ("tests", "hf_speculate", "triton_kernels")  # packages that each fork imports from its copy
+COPIED = ("tests", "hf_speculate")  # packages that each fork imports from its copy
 POLL_S = 0.02
 
 

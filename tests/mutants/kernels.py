@@ -4,12 +4,12 @@ from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = mutants_of(
     {
-        ("triton_kernels/reference/chain.py", "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py"): {
+        ("hf_speculate/kernels/reference/chain.py", "kernels/test_against_oracle.py kernels/test_edges.py"): {
             "a draft's length does not bound it": Fault(
-                "good_ids & counted, lens", "good_ids, lens", "triton_kernels/test_invariance.py"
+                "good_ids & counted, lens", "good_ids, lens", "kernels/test_invariance.py"
             ),
             "one drafted token too many counts": Fault(
-                "< lens.unsqueeze(-1)", "<= lens.unsqueeze(-1)", "triton_kernels/test_invariance.py"
+                "< lens.unsqueeze(-1)", "<= lens.unsqueeze(-1)", "kernels/test_invariance.py"
             ),
             "tokens after a rejected one are accepted": Fault(
                 "chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))",
@@ -20,8 +20,8 @@ MUTANTS = mutants_of(
             "the status of rows is mixed up": Fault("torch.where(rows, yes.status", "torch.where(~rows, yes.status"),
         },
         (
-            "triton_kernels/reference/rejection.py",
-            "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
+            "hf_speculate/kernels/reference/rejection.py",
+            "kernels/test_distributions.py kernels/test_against_oracle.py",
         ): {
             "test against q / p": Fault(
                 "(log_u < target_of_token - draft_of_token)", "(log_u < draft_of_token - target_of_token)"
@@ -41,7 +41,7 @@ MUTANTS = mutants_of(
                 "pieces.gather_at(draft.logits, end.last)", "pieces.gather_at(draft.logits, end.last * 0)"
             ),
             "an empty residual is not reported": Fault(
-                "empty, alpha=EMPTY_RESIDUAL", "empty, alpha=0", "triton_kernels/test_edges.py"
+                "empty, alpha=EMPTY_RESIDUAL", "empty, alpha=0", "kernels/test_edges.py"
             ),
             "the bonus shares the noise of position 0": Fault(
                 "Stream.CORRECTION, end.num_accepted)", "Stream.CORRECTION, end.num_accepted * 0)"
@@ -49,7 +49,7 @@ MUTANTS = mutants_of(
             "a plain step draws other noise": Fault(
                 "Stream.CORRECTION, torch.zeros_like",
                 "Stream.RACE, torch.zeros_like",
-                "triton_kernels/test_invariance.py",
+                "kernels/test_invariance.py",
             ),
             "a point mass keeps its token in the residual": Fault(
                 "torch.ne(pieces.token_ids", "torch.ge(pieces.token_ids"
@@ -59,8 +59,8 @@ MUTANTS = mutants_of(
             ),
         },
         (
-            "triton_kernels/reference/block.py",
-            "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
+            "hf_speculate/kernels/reference/block.py",
+            "kernels/test_distributions.py kernels/test_against_oracle.py",
         ): {
             "log ratios are not bounded by 0": Fault(
                 "return sums - sums.cummax(-1).values.clamp_(min=0.0)", "return sums.clamp_(max=0.0)"
@@ -78,10 +78,10 @@ MUTANTS = mutants_of(
             "the last position is tested like inner ones": Fault(
                 "torch.where(counts[:-1] < lens, inner",
                 "torch.where(counts[:-1] <= lens, inner",
-                "triton_kernels/test_edges.py triton_kernels/test_invariance.py",
+                "kernels/test_edges.py kernels/test_invariance.py",
             ),
         },
-        ("triton_kernels/reference/typical.py", "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py"): {
+        ("hf_speculate/kernels/reference/typical.py", "kernels/test_against_oracle.py kernels/test_edges.py"): {
             "the entropy has the wrong sign": Fault("(-entropy).exp_()", "entropy.exp_()"),
             "the larger of the two bounds": Fault("clamp_(max=rule.threshold)", "clamp_(min=rule.threshold)"),
             "a probability equal to the bound is accepted": Fault(
@@ -91,46 +91,44 @@ MUTANTS = mutants_of(
                 "if rule.samples and keys is not None", "if keys is not None", "verify/test_verifiers.py"
             ),
         },
-        ("triton_kernels/reference/coupled.py", "triton_kernels/test_distributions.py triton_kernels/test_edges.py"): {
+        ("hf_speculate/kernels/reference/coupled.py", "kernels/test_distributions.py kernels/test_edges.py"): {
             "noise of another stream": Fault("keys, Stream.RACE, offsets", "keys, Stream.CORRECTION, offsets"),
             "one noise for all positions": Fault("masses.device).unsqueeze(0)", "masses.device).unsqueeze(0) * 0"),
             "invalid rows are accepted": Fault("chain.token_ids) & is_valid[:, :-1]", "chain.token_ids)"),
         },
-        ("triton_kernels/reference/greedy.py", "triton_kernels/test_distributions.py"): {
+        ("hf_speculate/kernels/reference/greedy.py", "kernels/test_distributions.py"): {
             "the next position's argmax": Fault(
-                "indices[:, :-1] == chain", "indices[:, 1:] == chain", "triton_kernels/test_invariance.py"
+                "indices[:, :-1] == chain", "indices[:, 1:] == chain", "kernels/test_invariance.py"
             ),
             "the next position's argmax on the host": Fault("== best_ids[num]", "== best_ids[num + 1]"),
-            "an invalid row accepts on the host": Fault(
-                "math.isfinite(values[num])", "True", "triton_kernels/test_edges.py"
-            ),
-            "bad ids are lost on the host": Fault("if any(bad_ids)", "if False", "triton_kernels/test_edges.py"),
+            "an invalid row accepts on the host": Fault("math.isfinite(values[num])", "True", "kernels/test_edges.py"),
+            "bad ids are lost on the host": Fault("if any(bad_ids)", "if False", "kernels/test_edges.py"),
             "rows at temperature 0 are sampled": Fault(
-                "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_invariance.py"
+                "warp.temperature == 0", "warp.temperature < 0", "kernels/test_invariance.py"
             ),
         },
-        ("triton_kernels/reference/sampling.py", "triton_kernels/test_distributions.py triton_kernels/test_edges.py"): {
+        ("hf_speculate/kernels/reference/sampling.py", "kernels/test_distributions.py kernels/test_edges.py"): {
             "rows at temperature 0 keep a random token": Fault(
                 "torch.where(argmax_rows, best.indices, token_ids)", "torch.where(argmax_rows, token_ids, token_ids)"
             ),
             "noise is not divided by": Fault("].div_(noise))", "].mul_(noise))"),
         },
-        ("triton_kernels/reference/races.py", "triton_kernels/test_edges.py triton_kernels/test_distributions.py"): {
+        ("hf_speculate/kernels/reference/races.py", "kernels/test_edges.py kernels/test_distributions.py"): {
             "the smallest score wins": Fault(
                 "pieces.scatter(scores.amax(-1)).argmax(", "pieces.scatter(scores.amax(-1)).argmin("
             ),
             "weights are multiplied by the noise": Fault(
                 "weights.div_(exponentials_of",
                 "weights.mul_(exponentials_of",
-                "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
+                "kernels/test_distributions.py kernels/test_against_oracle.py",
             ),
         },
-        ("triton_kernels/noise.py", "triton_kernels/test_noise.py"): {
+        ("hf_speculate/kernels/noise.py", "kernels/test_noise.py"): {
             "the round is ignored": Fault(
-                "alpha=ROUND_FACTOR", "alpha=0", "triton_kernels/test_noise.py generation/test_distribution.py"
+                "alpha=ROUND_FACTOR", "alpha=0", "kernels/test_noise.py generation/test_distribution.py"
             ),
             "the race depends on the round": Fault(
-                "if stream != Stream.RACE:", "if True:", "triton_kernels/test_noise.py generation/test_coupled.py"
+                "if stream != Stream.RACE:", "if True:", "kernels/test_noise.py generation/test_coupled.py"
             ),
             "the position is ignored": Fault("alpha=POSITION_FACTOR", "alpha=0"),
             "all rows share a seed": Fault("rows == 0, base, _mix64", "rows >= 0, base, _mix64"),
@@ -139,7 +137,7 @@ MUTANTS = mutants_of(
                 "-UNIFORM_SCALE).log1p_().neg_()", "UNIFORM_SCALE).log_().neg_()"
             ),
         },
-        ("triton_kernels/draws.py", "triton_kernels/test_distributions.py"): {
+        ("hf_speculate/kernels/draws.py", "kernels/test_distributions.py"): {
             "every draw at the first position": Fault(
                 "positions=self._positions[step]", "positions=self._positions[0]"
             ),

@@ -12,9 +12,9 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError, UnsupportedModelError
+from hf_speculate.kernels.noise import row_seeds
 from hf_speculate.models.cache_kinds import CacheRequest, find_kind
 from hf_speculate.models.recurrent_layers import recurrent_cache, rollback_obstacle
-from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 
 

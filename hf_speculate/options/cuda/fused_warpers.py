@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from hf_speculate.kernels import warp_logits
 from hf_speculate.processors.registry import OwnProcessor, Reads
-from hf_speculate.triton_kernels import warp_logits
 
 # By type, the argument of `warp_logits` that stands for a warper; they are applied in this order.
 _ARGUMENTS: dict[type, str] = {

@@ -20,7 +20,7 @@ COMMAND = "`hf-speculate doctor`"
 
 # Files and folders of the package whose code a verdict is about.
 CODE = (
-    "triton_kernels",
+    "kernels",
     "cache",
     "models/folded_attention.py",
     "options/compiled",

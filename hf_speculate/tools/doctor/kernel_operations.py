@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import (
+from hf_speculate.kernels import (
     NoiseKeys,
     Status,
     Stream,

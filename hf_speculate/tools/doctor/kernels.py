@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_speculate.kernels import NoiseKeys, Stream, row_seeds, sample, warp_logits
+from hf_speculate.kernels.backends import runs_kernels
 from hf_speculate.tools.doctor.kernel_operations import OPERATIONS, FaultyRound, make_faulty_round, make_round
 from hf_speculate.tools.doctor.site import Check, NotHere, Site, require
-from hf_speculate.triton_kernels import NoiseKeys, Stream, row_seeds, sample, warp_logits
-from hf_speculate.triton_kernels.backends import runs_kernels
 
 # Tolerance of numbers up to 20, summed in another order.
 TOLERANCE = 1e-4

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_speculate.kernels.backends import runs_kernels
 from hf_speculate.options.verdicts.verdict import device_key, package_version
 from hf_speculate.tools.doctor.catalogue import names_for
-from hf_speculate.triton_kernels.backends import runs_kernels
 
 
 class DeviceDescription(NamedTuple):

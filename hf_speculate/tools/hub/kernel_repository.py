@@ -1,4 +1,4 @@
-"""Writes `triton_kernels/` as a repository that the Hugging Face `kernels` library loads, locally or from the Hub.
+"""Writes `hf_speculate/kernels/` as a repository that the Hugging Face `kernels` library loads, locally or from the Hub.
 
     python -m hf_speculate.tools.hub.kernel_repository
 
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCE = ROOT / "triton_kernels"
+SOURCE = ROOT / "hf_speculate" / "kernels"
 VARIANT = "torch-universal"  # for every torch build, with or without a GPU
 NAME = "hf-speculate-kernels"
 PACKAGE = NAME.replace("-", "_")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_speculate.kernels import warp_logits
 from hf_speculate.options.cuda.fused_warpers import fuse_warpers
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.triton_kernels import warp_logits
 from tests.processors.test_processors import FILLS_K, HEAT, KEEPS_3, MIN_P, PENALTY, SUBCLASSED, TOP_K, TOP_P, TYPICAL
 
 

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 
+from hf_speculate.kernels import verify_rejection
 from hf_speculate.tools.hub import kernel_repository as tool
-from hf_speculate.triton_kernels import verify_rejection
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import assert_same, moved
+from tests.kernels.operations import make_round
 from tests.tools.hub.test_repository import files_in
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import assert_same, moved
-from tests.triton_kernels.operations import make_round
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -38,7 +38,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_variant_holds_the_sources_alone(build: Path) -> None:
     written = files_in(build / "torch-universal")
-    sources = files_in(ROOT / "triton_kernels")
+    sources = files_in(ROOT / "hf_speculate" / "kernels")
     metadata = json.loads(written.pop("metadata.json"))
     assert written == {f"{PACKAGE}/{name}": content for name, content in sources.items()}
     assert (build / "lib" / "kept.py").exists()

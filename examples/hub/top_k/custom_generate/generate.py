@@ -7,7 +7,7 @@ from torch import Tensor
 
 try:
     import hf_speculate
-    from hf_speculate.triton_kernels import sample
+    from hf_speculate.kernels import sample
     from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 except ImportError as error:
     raise ImportError("hf_speculate is not installed; run pip install . in a clone of its repository") from error

@@ -7,8 +7,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, exponentials, noise, row_seeds, uniforms
-from tests.triton_kernels.distributions import PASS_P_VALUE
+from hf_speculate.kernels import NoiseKeys, Stream, exponentials, noise, row_seeds, uniforms
+from tests.kernels.distributions import PASS_P_VALUE
 
 NUM_ROWS, NUM_TOKENS = 512, 4096
 NUM_CELLS = 256

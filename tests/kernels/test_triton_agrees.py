@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, sample, verify_typical
+from hf_speculate.kernels import Stream, sample, verify_typical
 from tests.fake_cuda import FakeCuda
-from tests.triton_kernels.distributions import (
+from tests.kernels.distributions import (
     EXACT,
     PASS_P_VALUE,
     draw_drafts,
@@ -18,8 +18,8 @@ from tests.triton_kernels.distributions import (
     rank_reversed_logits,
     round_p_value,
 )
-from tests.triton_kernels.on_triton import DEVICE, assert_same, moved, on_triton
-from tests.triton_kernels.operations import (
+from tests.kernels.on_triton import DEVICE, assert_same, moved, on_triton
+from tests.kernels.operations import (
     OPERATIONS,
     assert_well_formed,
     layouts,
@@ -30,7 +30,7 @@ from tests.triton_kernels.operations import (
 )
 
 pytest.importorskip("triton", reason="needs Triton")
-from hf_speculate.triton_kernels.kernels import launch
+from hf_speculate.kernels.kernels import launch
 
 # B, K, V and the dtypes of target and draft: one chunk with a remainder; two chunks; more positions than are tested at
 # once; nothing to do.

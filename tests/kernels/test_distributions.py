@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import ConfigError, Draws, NoiseKeys, Sampled, Stream, sample
-from hf_speculate.triton_kernels.draws import MAX_SHARED_NUMEL
-from tests.triton_kernels.distributions import (
+from hf_speculate.kernels import ConfigError, Draws, NoiseKeys, Sampled, Stream, sample
+from hf_speculate.kernels.draws import MAX_SHARED_NUMEL
+from tests.kernels.distributions import (
     EXACT,
     FAIL_P_VALUE,
     PASS_P_VALUE,
@@ -18,7 +18,7 @@ from tests.triton_kernels.distributions import (
     rank_reversed_logits,
     round_p_value,
 )
-from tests.triton_kernels.operations import OPERATIONS, make_round, warp_of
+from tests.kernels.operations import OPERATIONS, make_round, warp_of
 
 NUM_DRAWN = 250_000
 # Float32 against float64 log-sum-exp of values near 10: a few units in the last place.

@@ -1,4 +1,4 @@
-"""Kernel launches of every operation; `triton_kernels.reference` defines the results."""
+"""Kernel launches of every operation; `kernels.reference` defines the results."""
 
 from typing import Any
 
@@ -175,7 +175,7 @@ def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
-    """See `triton_kernels.sample`."""
+    """See `kernels.sample`."""
     num_rows = logits.shape[0]
     if num_rows == 0:
         return reference.sample(logits, warp, keys, stream)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_speculate import triton_kernels
-from hf_speculate.triton_kernels import ConfigError, Draws, KernelUnavailableError, ShapeError, Stream, reference
-from hf_speculate.triton_kernels.backends import operations
-from tests.triton_kernels.distributions import make_keys
+from hf_speculate import kernels
+from hf_speculate.kernels import ConfigError, Draws, KernelUnavailableError, ShapeError, Stream, reference
+from hf_speculate.kernels.backends import operations
+from tests.kernels.distributions import make_keys
 
 FLAT, IDS, KEYS, SUMS = (
     torch.full((1, 3, 4), 0.25),
@@ -28,7 +28,7 @@ def draw_twice(first: torch.Tensor, second: torch.Tensor, keys: Any = KEYS, back
 
 
 def accept(rule: tuple[float, float] = (0.09, 0.3), strict: bool = True, backend: str = "auto", **round_: Any) -> None:
-    triton_kernels.TypicalAcceptanceSampler(*rule, strict, backend=backend)(**round_)
+    kernels.TypicalAcceptanceSampler(*rule, strict, backend=backend)(**round_)
 
 
 # By name: a function, and arguments that fit.
@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def call(name: str, **changes: Any) -> None:
     function, arguments = CALLS[name]
-    (function or getattr(triton_kernels, name))(**arguments | changes)
+    (function or getattr(kernels, name))(**arguments | changes)
 
 
 # One argument that does not fit, and how the message begins.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.triton_kernels.interpreter import quick_interpreter
+from tests.kernels.interpreter import quick_interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")

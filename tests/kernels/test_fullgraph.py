@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, custom_ops, sample, warp_logits
-from hf_speculate.triton_kernels.drop_ins.chain import chain_speculative_sampling
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import BACKENDS, NEEDS_TRITON, assert_same, moved
-from tests.triton_kernels.operations import OPERATIONS, make_round
+from hf_speculate.kernels import Stream, custom_ops, sample, warp_logits
+from hf_speculate.kernels.drop_ins.chain import chain_speculative_sampling
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import BACKENDS, NEEDS_TRITON, assert_same, moved
+from tests.kernels.operations import OPERATIONS, make_round
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Sampled, Stream, Verdict, row_seeds, sample
+from hf_speculate.kernels import NoiseKeys, Sampled, Stream, Verdict, row_seeds, sample
 
 # Seeds are fixed, so no result ever changes; a right distribution falls below PASS once in 10,000 choices of seed.
 PASS_P_VALUE = 1e-4

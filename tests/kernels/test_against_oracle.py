@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, exponentials, sample, uniforms, verify_typical
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.operations import OPERATIONS, make_contested_round
+from hf_speculate.kernels import NoiseKeys, Stream, Verdict, exponentials, sample, uniforms, verify_typical
+from tests.kernels.distributions import make_keys
+from tests.kernels.operations import OPERATIONS, make_contested_round
 
 
 class Decision(NamedTuple):

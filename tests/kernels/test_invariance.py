@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Status, Stream, Verdict, sample, verify_greedy
-from hf_speculate.triton_kernels._inputs import Warp
-from hf_speculate.triton_kernels.reference import masses as twin_masses
-from hf_speculate.triton_kernels.reference import rows as twin_rows
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import assert_same
-from tests.triton_kernels.operations import OPERATIONS, WARPABLE, NoHostSync, layouts, make_round
+from hf_speculate.kernels import Status, Stream, Verdict, sample, verify_greedy
+from hf_speculate.kernels._inputs import Warp
+from hf_speculate.kernels.reference import masses as twin_masses
+from hf_speculate.kernels.reference import rows as twin_rows
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import assert_same
+from tests.kernels.operations import OPERATIONS, WARPABLE, NoHostSync, layouts, make_round
 
 # 40,000 entries are more than torch gives to one thread, and cross the block-wise maximum and the sums of 4,096.
 WIDTHS = [37, 40_000]

@@ -1,4 +1,4 @@
-"""Random numbers of `triton_kernels.noise` in Triton, equal bit for bit."""
+"""Random numbers of `kernels.noise` in Triton, equal bit for bit."""
 
 import triton
 import triton.language as tl

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from hf_speculate.triton_kernels import (
+from hf_speculate.kernels import (
     NoiseKeys,
     TypicalAcceptanceSampler,
     Verdict,
@@ -17,7 +17,7 @@ from hf_speculate.triton_kernels import (
     speculative_sampling,
     verify_typical,
 )
-from tests.triton_kernels.distributions import (
+from tests.kernels.distributions import (
     PASS_P_VALUE,
     count_cells,
     draw_drafts,
@@ -25,7 +25,7 @@ from tests.triton_kernels.distributions import (
     rank_reversed_logits,
     rejection_distribution,
 )
-from tests.triton_kernels.operations import NoHostSync
+from tests.kernels.operations import NoHostSync
 
 NUM_TRIALS = 200_000
 SAMPLER = TypicalAcceptanceSampler(0.09, 0.3)

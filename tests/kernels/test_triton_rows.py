@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, sample, warp_logits
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import DEVICE, assert_same, on_triton
-from tests.triton_kernels.operations import OPERATIONS, make_round
+from hf_speculate.kernels import Stream, sample, warp_logits
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import DEVICE, assert_same, on_triton
+from tests.kernels.operations import OPERATIONS, make_round
 
 pytest.importorskip("triton", reason="needs Triton")
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from hf_speculate.triton_kernels._inputs import Proposal, Round, Warp
-from hf_speculate.triton_kernels.kernels import launch, rows
+from hf_speculate.kernels._inputs import Proposal, Round, Warp
+from hf_speculate.kernels.kernels import launch, rows
 
 CHUNK = 32
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

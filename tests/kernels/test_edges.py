@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import NoiseKeys, Status, Stream, row_seeds, sample, uniforms
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import BACKENDS, on
-from tests.triton_kernels.operations import (
+from hf_speculate.kernels import NoiseKeys, Status, Stream, row_seeds, sample, uniforms
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import BACKENDS, on
+from tests.kernels.operations import (
     DENSE,
     HOSTILE,
     OPERATIONS,

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import NoiseKeys, Status, Stream, exponentials, noise, uniforms, verify_rejection
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import DEVICE, assert_same, on_triton
+from hf_speculate.kernels import NoiseKeys, Status, Stream, exponentials, noise, uniforms, verify_rejection
+from tests.kernels.distributions import make_keys
+from tests.kernels.on_triton import DEVICE, assert_same, on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 import triton
 import triton.language as tl
 
-from hf_speculate.triton_kernels.kernels import acceptance, launch, race, rows
-from hf_speculate.triton_kernels.kernels import noise as kernel_noise
+from hf_speculate.kernels.kernels import acceptance, launch, race, rows
+from hf_speculate.kernels.kernels import noise as kernel_noise
 
 PIECE = launch.CHUNK // launch.PIECES_PER_CHUNK
 

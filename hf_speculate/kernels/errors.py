@@ -1,6 +1,6 @@
 """Exceptions that the operations raise; inside hf_speculate they are named as of `hf_speculate.errors`."""
 
-_HOME = __name__.replace(".triton_kernels", "")  # the kernels alone are no subpackage
+_HOME = __name__.replace(".kernels", "")  # the kernels alone are no subpackage
 
 
 class SpeculateError(Exception):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_speculate.triton_kernels import warp_logits
-from hf_speculate.triton_kernels._inputs import BINS_PER_NAT
-from tests.triton_kernels.on_triton import BACKENDS, on, on_triton
+from hf_speculate.kernels import warp_logits
+from hf_speculate.kernels._inputs import BINS_PER_NAT
+from tests.kernels.on_triton import BACKENDS, on, on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_speculate.kernels import Verdict
 from hf_speculate.tools.doctor.kernel_operations import (
     DENSE,
     HOSTILE,
@@ -17,7 +18,6 @@ from hf_speculate.tools.doctor.kernel_operations import (
     spoil,
     warp_of,
 )
-from hf_speculate.triton_kernels import Verdict
 
 __all__ = [
     "DENSE",

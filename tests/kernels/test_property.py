@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import Stream, sample
-from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.operations import OPERATIONS, assert_well_formed, make_round
+from hf_speculate.kernels import Stream, sample
+from tests.kernels.distributions import make_keys
+from tests.kernels.operations import OPERATIONS, assert_well_formed, make_round
 
 pytest.importorskip("hypothesis", reason="needs hypothesis")
 from hypothesis import given, settings

@@ -156,7 +156,7 @@ class CustomOperations(NamedTuple):
         return self._verdict("coupled", round_, warp, None, keys)
 
     def sample(self, logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
-        """See `triton_kernels.sample`."""
+        """See `kernels.sample`."""
         if not self.is_triton:
             return reference.sample(logits, warp, keys, stream)
         return Sampled(*_sample(logits, *_split(warp), list(keys), int(stream)))

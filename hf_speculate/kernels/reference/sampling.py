@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
-    """See `triton_kernels.sample`."""
+    """See `kernels.sample`."""
     if warp.is_greedy:
         best = first_max(logits)
         return Sampled(best.indices, best.values)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Sampled, Verdict
+from hf_speculate.kernels import Sampled, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
