@@ -10,9 +10,9 @@ import torch
 from _gpu_device import ACCEPTANCE, Call, Models, RoundCost
 from _subjects import Oracle
 
-from tests.fake_cuda import FakeCuda
-from tests.gpu_rounds import Enough, Rounds
-from tests.tiny import make_model, noisy_copy
+from tests.support.fake_cuda import FakeCuda
+from tests.support.gpu_rounds import Enough, Rounds
+from tests.support.tiny import make_model, noisy_copy
 
 
 class DryDevice:

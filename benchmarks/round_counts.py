@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
-from tests.fake_cuda import FakeCuda
-from tests.tiny import make_model, noisy_copy
+from tests.support.fake_cuda import FakeCuda
+from tests.support.tiny import make_model, noisy_copy
 
 KNOWN_PACKAGES.add(__name__.partition(".")[0])  # the hooks here count forwards, or treat each token by itself
 

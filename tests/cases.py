@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
-from tests.tiny import make_model, noisy_copy
+from tests.support.tiny import make_model, noisy_copy
 
 DRAFT_NOISE = 0.05  # leaves an acceptance of about 0.5 to 0.9, so that rounds of all lengths occur
 ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import hf_speculate
+from tests.support.tiny import make_model
 from tests.test_floors import library_files, package_of
-from tests.tiny import make_model
 
 LIBRARY = Path(hf_speculate.__file__).parent
 PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of the function or module around them

@@ -30,9 +30,9 @@ from hf_speculate.options.heads.mtp_checkpoint import SERVED_TARGETS
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.random_calls import READER_NAMES, Case, target_of
 from tests.random_calls import prompts_of as prompts_of_case
-from tests.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_FAMILIES, UNSUPPORTED_RECURRENT, unsupported_config
-from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts
+from tests.support.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_configs import RECURRENT_FAMILIES, UNSUPPORTED_RECURRENT, unsupported_config
+from tests.support.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"

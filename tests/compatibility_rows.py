@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 from tests.cases import Streamed
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 TOKENIZER = letters_tokenizer(CHARACTERS, pad_token="a")
@@ -36,7 +36,7 @@ class Call:
 
     options: Options  # keywords, or what makes them from the new ids of the plain greedy text
     rows: int = 1  # 0 leaves the prompt out
-    family: str = "llama"  # of the models, see `tests.tiny.KINDS`
+    family: str = "llama"  # of the models, see `tests.support.tiny.KINDS`
     samples: bool = False  # with `verifier="coupled"`, whose text is that without a draft; else greedy
     changes: bool = True  # the text is another one without the row's name, so that a name without effect is noticed
     in_configs: bool = True  # the name is met in a `GenerationConfig` too

@@ -101,7 +101,7 @@ def _fixed_seed() -> None:
 def _named_fallbacks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fallbacks that no marker of the test names are errors, so that no test passes with a dead drafter."""
     words = [word for marker in request.node.iter_markers("fallback") for word in marker.args]
-    with importlib.import_module("tests.fallbacks").only_fallbacks(*words):
+    with importlib.import_module("tests.support.fallbacks").only_fallbacks(*words):
         yield
 
 

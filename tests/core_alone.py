@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.missing_options import Missing, hide
+from tests.support.missing_options import Missing, hide
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, OPTIONS = "hf_speculate", "options"

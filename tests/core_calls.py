@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tests.missing_options import hide
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.missing_options import hide
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, OPTIONS = ROOT / "hf_speculate", "options"

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
-from tests.pages import EXAMPLES, ROOT, blocks, extras_named_in
+from tests.support.pages import EXAMPLES, ROOT, blocks, extras_named_in
 
 PAIR = ROOT / "examples" / "pair"
 FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")

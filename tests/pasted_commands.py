@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 # What commands end sooner with, or need where no GPU is, by page and by how a command begins. Where an option is given
 # twice, the last one counts.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, ROOT, blocks, commands, extras_named_in, extras_of_scripts, named_commands
 from tests.pasted_commands import Result, has_run, make_clone, paste
-from tests.shown_commands import problems_in
+from tests.support.pages import DOCS, ROOT, blocks, commands, extras_named_in, extras_of_scripts, named_commands
+from tests.support.shown_commands import problems_in
 
 PLAIN_PAGES = ("README.md", "examples/README.md", *(page for page in DOCS if page.count("/") == 1))
 # Commands that are not run, by how they begin, and why.

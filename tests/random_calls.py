@@ -19,12 +19,12 @@ from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import Shift, StopAtSum
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.reliability.bad_drafts import with_fault
-from tests.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_FAMILIES
-from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
-from tests.tiny_families import FAMILIES, make_family
-from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
-from tests.tiny_wrappers import WRAPPERS
+from tests.support.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_configs import RECURRENT_FAMILIES
+from tests.support.tiny_encoders import make_bart, make_t5, make_whisper, speech
+from tests.support.tiny_families import FAMILIES, make_family
+from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
+from tests.support.tiny_wrappers import WRAPPERS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times; heads have 32 ids
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}

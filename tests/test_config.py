@@ -15,7 +15,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import read_config
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify import register_verifier
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.verify.test_verifiers import KeepNothing
 
 SOURCES = ("keyword", "passed", "model", "draft")  # the strongest first

@@ -12,8 +12,8 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_equal_ids, pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.grammars import Brackets, RollbackGrammar
-from tests.tiny import cheaper_copy, make_model, ragged_prompts
+from tests.support.grammars import Brackets, RollbackGrammar
+from tests.support.tiny import cheaper_copy, make_model, ragged_prompts
 
 NUM_NEW = 14
 # Together they run every drafter, verifier, cache and output.

@@ -25,7 +25,7 @@ FLOORS = {
     "hf_speculate.config": 4,
     "hf_speculate.stats": 3,
     "hf_speculate.compat": 1,
-    "hf_speculate.per_row": 1,
+    "hf_speculate.rows": 1,
     "hf_speculate.field_checks": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,

@@ -13,8 +13,8 @@ import hf_speculate
 from hf_speculate import kernels
 from hf_speculate.config import FIELD_NAMES
 from tests.page_code import run_blocks
-from tests.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
-from tests.shown_commands import problems_in
+from tests.support.pages import BLOCK, PAGES, PROGRAM, ROOT, blocks, named_commands, read
+from tests.support.shown_commands import problems_in
 
 LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")  # the last two are Sphinx's to check
 

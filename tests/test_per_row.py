@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_speculate.per_row import PerRow, RowIndices
+from hf_speculate.rows.per_row import PerRow, RowIndices
 
 
 class Lens(PerRow):

@@ -19,7 +19,7 @@ from hf_speculate.engine.observers import PlainSteps, StatsObserver
 from hf_speculate.stats import ENOUGH_PLAIN_STEPS, MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
 from hf_speculate.types import DraftOut, RoundRecord, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, new_pair, pair
-from tests.tiny import make_model, ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 
 def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_speculate import DrafterSetup, DraftRequest
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.kernels import Draws
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import ShapeError
+from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 

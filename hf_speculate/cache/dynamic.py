@@ -18,8 +18,8 @@ from hf_speculate.cache.layers import (
     window_of,
 )
 from hf_speculate.cache.left_padding import LeftPadding, shift_rows
-from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.per_row import RowIndices
+from hf_speculate.rows.per_row import RowIndices
+from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.types import KVState
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import ArangeCache, RowLens
+from hf_speculate.rows.row_lens import ArangeCache, RowLens
 from hf_speculate.transfers import upload
 
 _GROUP_BYTES = 32 << 20  # the most bytes of states that move in one launch, which takes as much memory

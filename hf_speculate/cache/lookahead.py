@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_speculate.cache.masks import hidden
 from hf_speculate.cache.row_layout import RowLayout
-from hf_speculate.cache.row_lens import RowLens
+from hf_speculate.rows.row_lens import RowLens
 
 # Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
 MASK_UNIT = 8

@@ -14,8 +14,8 @@ from hf_speculate.cache.masks import hidden
 from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_layout import RowLayout
-from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.per_row import RowIndices
+from hf_speculate.rows.per_row import RowIndices
+from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.types import KVState
 
 # Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.

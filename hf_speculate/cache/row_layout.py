@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import ArangeCache, RowLens
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.row_lens import ArangeCache, RowLens
 from hf_speculate.transfers import upload
 
 _PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tokens

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hf_speculate.cache.base import KVCache, LayerView
-from hf_speculate.per_row import RowIndices
+from hf_speculate.rows.per_row import RowIndices
 
 
 class CacheView:

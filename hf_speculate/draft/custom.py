@@ -20,7 +20,7 @@ from hf_speculate.draft.source import (
 )
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.field_checks import Check, integer
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut, SampleStrategy
 
 _MOST = integer("an int of at least 1", 1, math.inf, "leave it out for any number")

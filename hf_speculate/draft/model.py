@@ -11,9 +11,9 @@ from hf_speculate.draft.vocab_mapping import DraftVocabulary, TranslatedLanguage
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.context import Context
 from hf_speculate.models.inferencer import Inferencer
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowProcessors
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut
 
 

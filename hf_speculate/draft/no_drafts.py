@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.source import DraftSource
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut
 
 if TYPE_CHECKING:

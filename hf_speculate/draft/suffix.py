@@ -18,7 +18,7 @@ from hf_speculate.draft.acceptance_rates import (
 )
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, TextStore
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import CachedDraft, DraftOut
 

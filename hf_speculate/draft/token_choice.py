@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import ArangeCache
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.kernels import Draws, sample
 from hf_speculate.models.inferencer import Chosen, ChosenTokens, joined
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.row_lens import ArangeCache
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 _HISTORY_CAPACITY = 256  # columns to come for which the history of processors is made

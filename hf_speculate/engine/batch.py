@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.row_lens import RowCounts
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.engine.plan import Plan
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.row_lens import RowCounts
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.cache.view import CacheView
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.no_drafts import NoDrafter
@@ -25,7 +23,9 @@ from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.quirks import token_without_position
 from hf_speculate.models.recurrent_layers import reads_prompts_otherwise
-from hf_speculate.per_row import PerRow, RowIndices
+from hf_speculate.rows.per_row import PerRow, RowIndices
+from hf_speculate.rows.row_lens import RowLens
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.schedule import Choice
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed

@@ -4,8 +4,8 @@ from dataclasses import InitVar, dataclass
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowCriteria
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import Trimmed, Verified
 
 

@@ -14,7 +14,7 @@ from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
 from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import LanguageModel
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Scored, Trimmed
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.transfers import download
 from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier, make_verifier

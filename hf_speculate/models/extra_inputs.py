@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_speculate.per_row import PerRow, RowIndices
+from hf_speculate.rows.per_row import PerRow, RowIndices
 
 # names of inputs that hold pictures or sounds
 MEDIA = {"audio_input_features", "image_patches", "image_pixel_values", "input_features", "input_values"}

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.row_lens import ArangeCache
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import LanguageModel, dtype_of
 from hf_speculate.models.module_walk import modules_of
+from hf_speculate.rows.row_lens import ArangeCache
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.

@@ -20,7 +20,7 @@ from hf_speculate.models.foreign_code import described, foreign_code
 from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.models.text_decoder import text_decoder
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import Scored
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

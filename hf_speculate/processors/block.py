@@ -29,7 +29,6 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.per_row import PerRow, RowIndices
 from hf_speculate.processors.encoder_ids import by_row
 from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.processors.registry import (
@@ -42,6 +41,7 @@ from hf_speculate.processors.registry import (
     name_of,
 )
 from hf_speculate.processors.used import note_lost_rows
+from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1

@@ -16,8 +16,8 @@ from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
 )
 
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors.registry import OwnProcessor, Reads
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 
 

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors.of_rows import StopVerdict, TokenRows
 from hf_speculate.processors.registry import any_ids, is_registered, name_of
+from hf_speculate.rows.per_row import PerRow
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _HOST = torch.device("cpu")

@@ -21,7 +21,7 @@ from hf_speculate.types import KVState
 from tests.cases import each_value
 from tests.random_calls import Case
 from tests.random_search import run_case
-from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
+from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, ragged_prompts
 
 STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
 SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # their attention rounds to float32 whatever the dtype

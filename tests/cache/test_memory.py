@@ -18,7 +18,7 @@ from hf_speculate.cache.ragged_layer import MIN_STEP
 from hf_speculate.models.inferencer import MIN_CHUNK_TOKENS
 from hf_speculate.types import KVState
 from tests.cases import each_value
-from tests.tiny import make_config, make_model
+from tests.support.tiny import make_config, make_model
 
 ALLOWED = 1.05
 PROMPT_LEN = 2 * MIN_CHUNK_TOKENS + 1

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
-from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
+from hf_speculate.rows.token_buffer import TokenBuffer
 
 FREE = -1  # what may stand past a row's count
 

@@ -29,7 +29,7 @@ from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.verify.greedy import GreedyVerifier
 from tests.cases import assert_equal_ids
 from tests.options.heads.test_mtp import make_checkpoint
-from tests.tiny import make_model, ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
 BLOCK_SIZE = 4  # of DFlash: the token that is known, and three drafted ones

@@ -14,13 +14,13 @@ from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import MemoryStore
 from tests.cases import Unchanged, assert_decodes_as_plain, each_value
-from tests.compiled_calls import compile_config
-from tests.fallbacks import PAST_CONTEXT, without_caches
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.kinds import KINDS as HEADS
-from tests.tiny import make_model, ragged_prompts, with_context
-from tests.tiny_encoders import make_bart
-from tests.tiny_families import make_family
+from tests.support.compiled_calls import compile_config
+from tests.support.fallbacks import PAST_CONTEXT, without_caches
+from tests.support.tiny import make_model, ragged_prompts, with_context
+from tests.support.tiny_encoders import make_bart
+from tests.support.tiny_families import make_family
 
 C, K = 16, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.* past the context of", "ignore:.* tokens at most")

@@ -16,7 +16,7 @@ from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, ea
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.options.heads.rounds import states_of
-from tests.tiny import PAD_TOKEN_ID, make_model, make_small_model, ragged_prompts
+from tests.support.tiny import PAD_TOKEN_ID, make_model, make_small_model, ragged_prompts
 
 NUM_NEW = 24
 VOCAB_SIZE = 64

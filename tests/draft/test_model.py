@@ -12,7 +12,7 @@ from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from tests.cases import ACCEPTED_ALL, each_value, pair
-from tests.tiny import TINY_FAMILIES, make_model, ragged_prompts
+from tests.support.tiny import TINY_FAMILIES, make_model, ragged_prompts
 
 VOCAB_SIZE = 64
 K = 4

@@ -17,8 +17,8 @@ from tests.cases import assert_decodes_as_plain, new_pair
 from tests.options.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
 from tests.options.heads.rounds import target_of
 from tests.options.heads.test_mtp import make_checkpoint
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 
 def test_an_ordinary_model_is_loaded_once_in_the_targets_dtype(tmp_path):

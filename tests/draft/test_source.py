@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate.draft.source import SOURCES, VARIANTS, load_entry
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.draft.repeat_source import Repeats
-from tests.tiny import make_model, ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
 

@@ -13,7 +13,7 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SEPARATOR, SuffixIndex
 from hf_speculate.options.sources.suffix_store import SuffixStore
 from tests.cases import assert_decodes_as_plain, each_value, pair
-from tests.tiny import make_model, ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 
 def latest_longest(text: list[int], last: list[int]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
 from tests.schedule.scripted import ScriptedSchedule
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 
 def test_rows_that_stay_keep_what_belongs_to_them():

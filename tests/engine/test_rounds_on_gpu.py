@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from tests.cases import new_pair
 from tests.compatibility_rows import CHARACTERS
-from tests.gpu_rounds import Enough, Rounds, counted, on_gpu
-from tests.tiny import ragged_prompts
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.gpu_rounds import Enough, Rounds, counted, on_gpu
+from tests.support.tiny import ragged_prompts
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 pytest.importorskip("triton", reason="needs Triton")
 

@@ -22,8 +22,8 @@ from hf_speculate.types import DraftOut
 from tests.cases import new_pair
 from tests.options.heads.kinds import KINDS
 from tests.options.heads.rounds import Rounds, random_texts
-from tests.tiny import make_model, ragged_prompts
-from tests.tiny_encoders import make_llava, make_qwen2_vl
+from tests.support.tiny import make_model, ragged_prompts
+from tests.support.tiny_encoders import make_llava, make_qwen2_vl
 
 OTHER_WEIGHTS = 0.1  # share of norms, scales and biases, which no product reads
 NUM_NEW = 12

@@ -13,8 +13,8 @@ import hf_speculate
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
-from tests.tiny import make_small_model, noisy_copy, ragged_prompts
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.support.tiny import make_small_model, noisy_copy, ragged_prompts
+from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 
 

@@ -14,7 +14,7 @@ from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distrib
 from tests.options.heads.designs import DFLASH, DFLASH2, EAGLE3, make_weights, write_speculators
 from tests.options.heads.rounds import Rounds, random_texts, states_of, target_of
 from tests.options.heads.test_against_reference import reference_of
-from tests.tiny import make_model, make_small_model, ragged_prompts
+from tests.support.tiny import make_model, make_small_model, ragged_prompts
 
 MIN_LENGTHS = {"eagle3": 3.0, "dflash": 2.0, "dflash2": 2.0}  # mean acceptance lengths at K = 5
 NUM_STEPS = 4

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, commands
 from tests.pasted_commands import has_run, make_clone, paste
+from tests.support.pages import PAGES, commands
 
 # What only makes the environment, which the test has, what takes hours, and what needs a GPU.
 FIRST_LIGHT = "PYTHONPATH=. python3 benchmarks/on_gpu.py --first-light --out build/first-light"

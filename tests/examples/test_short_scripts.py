@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.pages import extras_named_in, extras_of_scripts
+from tests.support.pages import extras_named_in, extras_of_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -12,8 +12,8 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError, KernelUnavailableError, UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import assert_decodes_as_plain, pair
-from tests.tiny import make_model, ragged_prompts
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import make_model, ragged_prompts
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
 LOOKUP = PromptLookupCandidateGenerator()

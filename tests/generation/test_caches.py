@@ -25,10 +25,10 @@ from tests.cases import (
     pair,
     plain_and_ours,
 )
-from tests.fake_cuda import FakeCuda
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyStreamer, Mistake, hook
-from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
+from tests.support.fake_cuda import FakeCuda
+from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 24

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids
-from tests.tiny import make_small_model, noisy_copy, ragged_prompts
+from tests.support.tiny import make_small_model, noisy_copy, ragged_prompts
 
 NUM_SEQUENCES = 1000
 NUM_NEW = 24

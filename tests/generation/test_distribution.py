@@ -17,7 +17,7 @@ from hf_speculate.types import DraftOut
 from hf_speculate.verify import RejectionVerifier
 from tests.cases import Unchanged, assert_equal_ids
 from tests.kernels import distributions
-from tests.tiny import make_small_model, ragged_prompts
+from tests.support.tiny import make_small_model, ragged_prompts
 
 VOCAB_SIZE = 8
 NUM_TOKENS = 4

@@ -21,7 +21,7 @@ import hf_speculate
 from hf_speculate import compat as private_names
 from hf_speculate.config import FIELD_NAMES
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 HUB = Path(__file__).parents[2] / "examples" / "hub" / "typical"
 

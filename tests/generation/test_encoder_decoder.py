@@ -12,8 +12,8 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import SpeculateError
 from tests.cases import DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.reliability.faults import Fault, FaultyCriterion
-from tests.tiny import noisy_copy, ragged_prompts
-from tests.tiny_encoders import NUM_FRAMES, decoder_of, make_bart, make_t5, make_whisper, speech
+from tests.support.tiny import noisy_copy, ragged_prompts
+from tests.support.tiny_encoders import NUM_FRAMES, decoder_of, make_bart, make_t5, make_whisper, speech
 
 NUM_NEW = 24
 MAKERS = {"t5": make_t5, "bart": make_bart, "whisper": make_whisper}

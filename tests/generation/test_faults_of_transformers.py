@@ -23,7 +23,7 @@ from transformers import GenerationMixin
 
 from hf_speculate import SpeculationStats
 from tests.cases import ACCEPTED_ALL, assert_decodes_as_plain, each_value, new_pair
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 NUM_NEW = 24
 

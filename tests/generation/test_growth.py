@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.options.cuda import attention_backends
-from tests.tiny import make_model, noisy_copy
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import make_model, noisy_copy
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 V, L, T = 4096, 2, 300  # chunks of a prompt are sized from 256 tokens on
 FIRST_LETTER = 0x4E00

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 pytestmark = pytest.mark.gpu
 

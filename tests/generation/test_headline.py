@@ -12,7 +12,7 @@ from hf_speculate.generation import request
 from hf_speculate.stats import SpeculationStats
 from tests.cases import ACCEPTED_NONE, assert_equal_ids, new_pair
 from tests.schedule.scripted import ScriptedSchedule
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 NUM_NEW = 96
 PREPARATION_S, VOCABULARY_S, INPUTS_S = 1.5, 0.5, 1.0

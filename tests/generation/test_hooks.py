@@ -14,7 +14,7 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import Streamed, assert_equal_ids, new_pair
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 NUM_NEW = 12
 HIDDEN = 32

@@ -16,7 +16,7 @@ from tests.compatibility import pinned_version
 from tests.pairs import Row, case_of, decode, has_plain_twin, pairs_in, pairs_of, read
 from tests.random_calls import Case, draw_case
 from tests.random_search import run_case
-from tests.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import SLIDING_WINDOW, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
 
 ROWS = read()
 

@@ -22,7 +22,7 @@ from hf_speculate.engine.step_weights import step_weights
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.tools.checks.near_ties import DifferenceCheck, logits_after_text
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, new_pair, pair
-from tests.tiny import INITIALIZER_RANGE, MORE_FAMILIES, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import INITIALIZER_RANGE, MORE_FAMILIES, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
 FEW_NEW = 16

@@ -9,8 +9,8 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.compatibility_rows import CHARACTERS, TOKENIZER
-from tests.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.support.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
+from tests.support.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
 NUM_NEW = 24

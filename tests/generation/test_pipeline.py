@@ -12,9 +12,9 @@ from transformers import CLIPImageProcessorPil, LlavaProcessor, WhisperFeatureEx
 import hf_speculate
 from tests.cases import each_value, pair
 from tests.compatibility_rows import CHARACTERS
-from tests.tiny import noisy_copy
-from tests.tiny_encoders import NUM_FRAMES, NUM_MEL_BINS, decoder_of, make_llava, make_whisper, text_draft
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import noisy_copy
+from tests.support.tiny_encoders import NUM_FRAMES, NUM_MEL_BINS, decoder_of, make_llava, make_whisper, text_draft
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 PROMPTS = ["bcd", "efghij", "kl", "mnopq"]
 SAMPLING = {"do_sample": True, "verifier": "coupled", "seed": 3}

@@ -14,10 +14,10 @@ from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.reliability.test_threads import together
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
-from tests.tiny_readers import ENCODERS, READERS, READINGS
-from tests.tiny_wrappers import WRAPPERS
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
+from tests.support.tiny_readers import ENCODERS, READERS, READINGS
+from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 24
 LITTLE_NOISE = 0.01  # not every draft has read what the target has

@@ -11,7 +11,7 @@ from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.tiny import SLIDING_WINDOW, cheaper_copy, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import SLIDING_WINDOW, cheaper_copy, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 16
 K = 4

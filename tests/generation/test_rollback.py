@@ -14,8 +14,8 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import DRAFTERS, VERIFIERS, assert_equal_ids, each_value, pair
 from tests.generation.test_options import Recorder
-from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, WatchedGrammar
-from tests.tiny import make_small_model, noisy_copy, ragged_prompts
+from tests.support.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, WatchedGrammar
+from tests.support.tiny import make_small_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 20

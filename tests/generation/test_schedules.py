@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate.errors import ConfigError
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.schedule.scripted import LENS, ScriptedSchedule
-from tests.tiny import noisy_copy, ragged_prompts
+from tests.support.tiny import noisy_copy, ragged_prompts
 
 NUM_NEW = 40
 PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}

@@ -18,8 +18,8 @@ from hf_speculate.errors import UnsupportedModelError
 from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
 from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
-from tests.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
+from tests.support.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
+from tests.support.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
 
 NUM_DRAWS = 20_000  # one call
 OURS = letters_tokenizer(CHARACTERS)

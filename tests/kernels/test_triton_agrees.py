@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hf_speculate.kernels import Stream, sample, verify_typical
-from tests.fake_cuda import FakeCuda
 from tests.kernels.distributions import (
     EXACT,
     PASS_P_VALUE,
@@ -28,6 +27,7 @@ from tests.kernels.operations import (
     make_round,
     spoil,
 )
+from tests.support.fake_cuda import FakeCuda
 
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.kernels.kernels import launch

@@ -15,8 +15,8 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folded_attention_for, folding
 from tests.cases import AttentionCalls, assert_decodes_as_plain, each_value, pair
-from tests.tiny import make_config, make_model, ragged_prompts
-from tests.tiny_encoders import make_llava
+from tests.support.tiny import make_config, make_model, ragged_prompts
+from tests.support.tiny_encoders import make_llava
 
 TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1
 H, D, D_VALUE, T = 2, 8, 6, 11

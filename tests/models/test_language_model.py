@@ -13,7 +13,7 @@ from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import SampleStrategy
 from tests.cases import each_value
-from tests.tiny import SLIDING_WINDOW, make_model, ragged_prompts
+from tests.support.tiny import SLIDING_WINDOW, make_model, ragged_prompts
 
 LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by 1e-2 and more
 FLOAT32_TOLERANCE = 1e-4

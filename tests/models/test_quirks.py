@@ -16,12 +16,12 @@ from tests.cases import assert_decodes_as_plain, assert_equal_ids
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.random_calls import Case
 from tests.random_search import run_case
-from tests.tiny import MORE_FAMILIES, TINY_FAMILIES, make_config, make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_FAMILIES
-from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
-from tests.tiny_families import FAMILIES, make_family
-from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
-from tests.tiny_wrappers import WRAPPERS
+from tests.support.tiny import MORE_FAMILIES, TINY_FAMILIES, make_config, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_configs import RECURRENT_FAMILIES
+from tests.support.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
+from tests.support.tiny_families import FAMILIES, make_family
+from tests.support.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
+from tests.support.tiny_wrappers import WRAPPERS
 
 NUM_NEW = 20
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own

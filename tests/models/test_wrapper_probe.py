@@ -12,8 +12,8 @@ from hf_speculate.models.quirks import is_tested_type
 from hf_speculate.models.text_decoder import makes_causal_masks, text_decoder
 from hf_speculate.models.wrapper_probe import HandedOn, find_handed_on
 from tests.cases import assert_decodes_as_plain
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, make, make_llava, text_draft
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, make, make_llava, text_draft
 
 NUM_NEW = 12
 INPUTS = ragged_prompts(3, seed=3, vocab_size=60)

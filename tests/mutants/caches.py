@@ -62,7 +62,7 @@ MUTANTS = mutants_of(
                 "surplus = self.skip_padding() if self.num_columns else 0", "surplus = 0"
             ),
         },
-        ("hf_speculate/cache/token_buffer.py", "cache/test_token_buffer.py"): {
+        ("hf_speculate/rows/token_buffer.py", "cache/test_token_buffer.py"): {
             "even rows are written too early": Fault(
                 "start = self.lens[0] if self.lens else 0", "start = self.lens[0] - 1 if self.lens else 0"
             ),

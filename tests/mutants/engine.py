@@ -8,7 +8,7 @@ CONTEXT = "draft/test_context.py reliability/test_draft_faults.py"
 
 MUTANTS = mutants_of(
     {
-        ("hf_speculate/per_row.py", "test_per_row.py"): {
+        ("hf_speculate/rows/per_row.py", "test_per_row.py"): {
             "lists are not compacted": Fault("[values[row] for row in kept]", "values[: len(kept)]"),
             "tensors are not compacted": Fault(
                 "tensor.index_select(dim, self.on(tensor.device))", "tensor.narrow(dim, 0, len(self))"

@@ -20,11 +20,11 @@ from transformers import (
 )
 from transformers.generation import ConfidenceCriteria, stopping_criteria
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.processors import register_row_wise
 from hf_speculate.processors.registry import NOT_ROW_WISE, name_of
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict
+from hf_speculate.rows.token_buffer import TokenBuffer
 
 TOKENS = [*"abcdefopst", "st", "op", "sto", "pped", "topper", "las", "stop", "ab", "bab"]
 IDS = {token: token_id for token_id, token in enumerate(TOKENS)}

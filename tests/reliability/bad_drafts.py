@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.options.heads.head import DraftHead
 from tests.reliability.faults import Fault, Mistake
-from tests.tiny import with_context
+from tests.support.tiny import with_context
 
 CONTEXT = 14  # tokens, within the texts of the search
 FAULTS = ("context", "NaN", "infinity", "NaN of a token", "infinity of a token", "raises", "raises inside", "tables")

@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.types import Status
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 K = 3
 NAN, INF = torch.nan, torch.inf

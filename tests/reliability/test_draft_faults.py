@@ -18,13 +18,13 @@ from hf_speculate.options.refill.row_prompts import RowPrompt
 from hf_speculate.schedule import MemoryStore, adaptive
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, new_pair, pair
-from tests.compiled_calls import compile_config
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.options.heads.rounds import target_of
 from tests.reliability.bad_drafts import with_fault
 from tests.reliability.faults import ERRORS, Fault, Halt, Mistake, hook
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.compiled_calls import compile_config
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 K, NUM_NEW = 3, 16
 RAISED = "plain decoding, because the drafter"

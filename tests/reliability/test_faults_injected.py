@@ -15,8 +15,8 @@ from hf_speculate.models import folded_attention
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
 from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, put_in
-from tests.tiny import SLIDING_WINDOW, ragged_prompts
-from tests.tiny_encoders import NUM_FRAMES, make_whisper, speech
+from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
+from tests.support.tiny_encoders import NUM_FRAMES, make_whisper, speech
 
 NUM_NEW = 10  # at most three tokens a round: round 3 comes after the first token and at most six more
 NUM_AFTER = 6

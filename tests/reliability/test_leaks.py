@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 # Samples after the same kinds of call. A schedule keeps the newest 30 rounds of each size: they fill in 400 calls.
 NUM_CALLS, NUM_WARM, EVERY = 800, 440, 40

@@ -19,17 +19,17 @@ from hf_speculate.compat import CACHE_NAME, TAKES_CACHE
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import VERIFIERS, Unchanged, assert_decodes_as_plain, assert_equal_ids, new_pair, pair
-from tests.compiled_calls import compile_config, compiled_and_eager, small_pair
 from tests.draft.test_custom import Watcher
 from tests.generation.test_caches import FLOAT32_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.grammars import Brackets, Grammar, WatchedGrammar
-from tests.nan_drafts import NAN_ID, drafts_of_nan, embedding_is_nan, without_nan, written_states_are_nan
 from tests.options.compiled.conftest import backend as backend
 from tests.options.compiled.test_graphs import decode
-from tests.recurrent_cases import assert_equal_caches
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_FAMILIES
+from tests.support.compiled_calls import compile_config, compiled_and_eager, small_pair
+from tests.support.grammars import Brackets, Grammar, WatchedGrammar
+from tests.support.nan_drafts import NAN_ID, drafts_of_nan, embedding_is_nan, without_nan, written_states_are_nan
+from tests.support.recurrent_cases import assert_equal_caches
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_configs import RECURRENT_FAMILIES
 
 NUM_NEW = 16
 PAD = 2

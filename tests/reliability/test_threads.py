@@ -15,9 +15,9 @@ import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models import folded_attention
 from tests.cases import new_pair
-from tests.compiled_calls import compile_config
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
-from tests.tiny import cheaper_copy, ragged_prompts
+from tests.support.compiled_calls import compile_config
+from tests.support.tiny import cheaper_copy, ragged_prompts
 
 SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
 TIMEOUT_S = 60.0

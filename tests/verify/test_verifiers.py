@@ -25,7 +25,7 @@ from hf_speculate.verify import (
 from hf_speculate.verify.base import is_lossless, make_verifier
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
 from tests.kernels import distributions
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 VOCAB_SIZE = 11
 make_keys = partial(distributions.make_keys, seed=5, rounds=2, positions=9)

@@ -20,8 +20,8 @@ from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.options.candidates.to_candidate_generator import DraftModelCandidateGenerator
-from hf_speculate.per_row import PerRow
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 
 GeneratorFactory = Callable[..., CandidateGenerator]

@@ -11,7 +11,7 @@ from hf_speculate.draft.vocab_mapping import DraftVocabulary
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.options.gemma4.assistant import Context, Gemma4Assistant
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut
 

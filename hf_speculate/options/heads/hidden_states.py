@@ -10,7 +10,7 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.plan import Plan
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.heads.layer_capture import FINAL_STATE, STATE_NDIM, LayerCapture, concatenated
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import Scored
 

@@ -13,7 +13,7 @@ from hf_speculate.errors import ShapeError
 from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.network import HeadNetwork, TargetParts
 from hf_speculate.options.heads.row_cache import RowCache, fill_absent
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept
 
 _CHUNK_SIZE = 512  # tokens of each row per forward of a head, so that the mask of a long prompt stays small

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 
 
 class RowAxes(PerRow):

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.masks import additive
-from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values by layer, each [B, heads, capacity, D]; a layer is added when it is first written to."""

@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 from hf_speculate.cache.base import ShortLayer, checked_drops, gathered
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_cached
-from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.recurrent.states import RecurrentStates
+from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.types import KVState
 
 

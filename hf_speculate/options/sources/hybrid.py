@@ -18,7 +18,7 @@ from hf_speculate.draft.source import DraftSource, HistoryKey
 from hf_speculate.draft.source import make_source as make_part
 from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings, not_fed
 from hf_speculate.engine.runners import Runners
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.transfers import send
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier, make_verifier

@@ -19,7 +19,6 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.source import source_key, source_values
 from hf_speculate.errors import ConfigError, counted
@@ -30,6 +29,7 @@ from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, left_padded
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.dataset.rows import Row, token_ids_of
 

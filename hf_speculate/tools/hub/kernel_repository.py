@@ -1,4 +1,4 @@
-"""Writes `hf_speculate/kernels/` as a repository that the Hugging Face `kernels` library loads, locally or from the Hub.
+"""Writes `hf_speculate/kernels/` as a repository for the `kernels` library of Hugging Face, local or on the Hub.
 
     python -m hf_speculate.tools.hub.kernel_repository
 

@@ -23,9 +23,9 @@ from hf_speculate.options.candidates.to_candidate_generator import DraftModelCan
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids
-from tests.grammars import Brackets, Grammar, RollbackGrammar
-from tests.recurrent_cases import hooks_of
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.grammars import Brackets, Grammar, RollbackGrammar
+from tests.support.recurrent_cases import hooks_of
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 24
 

@@ -9,7 +9,7 @@ import torch
 from hf_speculate.models.runner import GRAPH_BACKENDS
 from hf_speculate.options.verdicts.verdict import device_key
 from hf_speculate.tools.doctor.verdict_file import write_verdict
-from tests.recorded_graphs import RecordedGraphs
+from tests.support.recorded_graphs import RecordedGraphs
 
 
 @pytest.fixture
@@ -17,6 +17,6 @@ def backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Re
     """The stand-in, as what captures graphs on a CPU, where `hf-speculate doctor` saw that they are right."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     write_verdict(device_key(torch.device("cpu")), {"graphs: one row": "right"})
-    monkeypatch.setitem(GRAPH_BACKENDS, "cpu", "tests.recorded_graphs:RecordedGraphs")
+    monkeypatch.setitem(GRAPH_BACKENDS, "cpu", "tests.support.recorded_graphs:RecordedGraphs")
     RecordedGraphs.num_captures = RecordedGraphs.num_replays = 0
     yield RecordedGraphs

@@ -14,10 +14,10 @@ from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.options.compiled.buffer_pool import BufferPool
 from hf_speculate.options.compiled.compilation import Compilation
 from tests.cases import assert_equal_ids, new_pair, pair
-from tests.compiled_calls import K, compile_config, compiled_and_eager, small_pair
 from tests.reliability.faults import Fault, FaultyCriterion
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import make_llava, picture_prompts, text_draft
+from tests.support.compiled_calls import K, compile_config, compiled_and_eager, small_pair
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_encoders import make_llava, picture_prompts, text_draft
 
 ENDS = [17, 3, 40, 9]
 COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 import hf_speculate
 from hf_speculate.options.compiled.graphs import CudaGraphs
 from tests.cases import assert_equal_ids, each_value, new_pair, pair
-from tests.fake_cuda import FakeCuda
 from tests.options.heads.kinds import KINDS
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.fake_cuda import FakeCuda
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 ENDS = [17, 3, 40, 9]
 GRAPHS: dict[str, Any] = {"speculation_graphs": "on", "num_assistant_tokens": 3}

@@ -17,10 +17,10 @@ from hf_speculate.options.compiled.graphs import MIN_FREE_SHARE, CudaGraphs
 from hf_speculate.options.verdicts.verdict import CODE, device_key, verdict_path
 from hf_speculate.tools.doctor.verdict_file import write_verdict
 from tests.cases import assert_equal_ids, new_pair
-from tests.fake_cuda import DEVICE, FakeCuda
-from tests.recorded_graphs import RecordedGraphs
+from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.recorded_graphs import RecordedGraphs
+from tests.support.tiny import make_model, ragged_prompts
 from tests.test_floors import ROOT
-from tests.tiny import make_model, ragged_prompts
 
 CPU = torch.device("cpu")
 CONSTANT = {"num_assistant_tokens_schedule": "constant"}  # or times decide on lengths

@@ -11,10 +11,10 @@ from hf_speculate import DraftState, SpeculationStats
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, pair
-from tests.compiled_calls import compile_config, small_pair
 from tests.generation.test_caches import STATE_TOLERANCE
 from tests.reliability.faults import Fault, FaultyStreamer, Mistake
-from tests.tiny import PAD_TOKEN_ID, noisy_copy, ragged_prompts
+from tests.support.compiled_calls import compile_config, small_pair
+from tests.support.tiny import PAD_TOKEN_ID, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
 K = 3

@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from tests.tiny import INITIALIZER_RANGE, PAD_TOKEN_ID, make_config, make_model
-from tests.tiny_configs import fill
+from tests.support.tiny import INITIALIZER_RANGE, PAD_TOKEN_ID, make_config, make_model
+from tests.support.tiny_configs import fill
 
 GLOBAL_HEAD_DIM = 16  # of layers that attend to all tokens; others have 8
 NUM_CENTROIDS, NUM_BEST = 8, 3

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 
-from tests.tiny import SLIDING_WINDOW
+from tests.support.tiny import SLIDING_WINDOW
 
 THETA = {"sliding_attention": 1e4, "full_attention": 1e6}
 ROTATED = {"sliding_attention": 1.0, "full_attention": 0.25}  # share of a head that turns

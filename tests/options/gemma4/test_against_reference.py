@@ -15,7 +15,7 @@ from hf_speculate.tools.checks.positions import check_positions
 from hf_speculate.types import DraftOut
 from tests.options.gemma4.models import make_assistant, make_reader, make_target, make_unified_target, num_scored
 from tests.options.gemma4.reference import Reference
-from tests.tiny import SLIDING_WINDOW, ragged_prompts
+from tests.support.tiny import SLIDING_WINDOW, ragged_prompts
 
 TOLERANCE = 1e-5  # transformers takes norms in float32
 STALE = 1e4  # what columns without a token of the row hold; masks hide finite numbers alone

@@ -18,7 +18,7 @@ from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distrib
 from tests.options.gemma4.models import make_assistant, make_target
 from tests.options.heads.rounds import random_texts
 from tests.options.refill.test_continuous import alone, decoded
-from tests.tiny import make_model, ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
 NUM_DRAWS, NUM_DRAWN = 8_000, 3  # of 512 texts; the prompt's forward gives the first token, a round the others

@@ -15,7 +15,7 @@ from hf_speculate.options.heads.head import DraftHead
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 from tests.options.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_SIZE
-from tests.tiny import make_model
+from tests.support.tiny import make_model
 
 PAD = 0
 STALE = 1e4  # what columns behind the end of a row are filled with; masks hide finite numbers alone

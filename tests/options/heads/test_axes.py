@@ -18,10 +18,10 @@ from hf_speculate.options.heads.layers import Rotary, read_layer_config
 from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.options.heads.row_axes import RowAxes
 from tests.cases import assert_decodes_as_plain
-from tests.compiled_calls import compile_config
 from tests.options.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.options.heads.reference import Reference
-from tests.tiny_encoders import IMAGE_TOKEN_ID, make_qwen2_vl, mixed_prompts
+from tests.support.compiled_calls import compile_config
+from tests.support.tiny_encoders import IMAGE_TOKEN_ID, make_qwen2_vl, mixed_prompts
 
 NUM_NEW, K = 12, 3
 PICTURES_OF_ROWS = (0, 1, 2)

@@ -22,7 +22,6 @@ from hf_speculate.tools.checks.layers import check_layers
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.compatibility_rows import CHARACTERS
-from tests.compiled_calls import compile_config
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.options.heads.designs import (
     DFLASH,
@@ -40,8 +39,9 @@ from tests.options.heads.kinds import KINDS
 from tests.options.heads.reference import write_fitted
 from tests.options.heads.rounds import PAD, BySum, Rounds, random_texts, target_of
 from tests.options.heads.test_pard import write_pard
-from tests.tiny import make_model, make_small_model, ragged_prompts
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.compiled_calls import compile_config
+from tests.support.tiny import make_model, make_small_model, ragged_prompts
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
 NUM_DRAWS = 8_000  # of 512 texts

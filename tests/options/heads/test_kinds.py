@@ -25,7 +25,7 @@ from tests.options.heads.designs import (
     write_z_lab,
 )
 from tests.options.heads.rounds import target_of
-from tests.tiny import make_config
+from tests.support.tiny import make_config
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.options.heads.designs import DFLASH, make_weights, write_speculators
 from tests.options.heads.reference import Reference
 from tests.options.heads.rounds import target_of
 from tests.options.heads.test_axes import HEAD, K, axes_of_row, recorded, rows_alone, states_of_row, target
-from tests.tiny import INITIALIZER_RANGE
-from tests.tiny_encoders import make_qwen3_5_vl, mixed_prompts
+from tests.support.tiny import INITIALIZER_RANGE
+from tests.support.tiny_encoders import make_qwen3_5_vl, mixed_prompts
 
 NUM_NEW = 12
 

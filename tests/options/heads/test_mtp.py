@@ -15,7 +15,7 @@ from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain
 from tests.options.heads.rounds import Rounds, random_texts
-from tests.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
+from tests.support.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose checkpoints hold the layer under `mtp.`

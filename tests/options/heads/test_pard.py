@@ -10,7 +10,7 @@ from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
 from tests.options.heads.designs import VOCAB_SIZE
 from tests.options.heads.rounds import Rounds, random_texts, target_of
-from tests.tiny import make_model
+from tests.support.tiny import make_model
 
 K = 4
 PARD_TOKEN = VOCAB_SIZE - 1

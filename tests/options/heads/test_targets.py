@@ -18,7 +18,6 @@ from hf_speculate.options.heads.load import load_drafter
 from hf_speculate.options.heads.network import TargetParts
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_decodes_as_plain, each_value
-from tests.gpu_rounds import counted, on_gpu
 from tests.options.heads.designs import (
     DFLASH,
     DSPARK,
@@ -32,7 +31,8 @@ from tests.options.heads.designs import (
 from tests.options.heads.kinds import KINDS
 from tests.options.heads.reference import Reference
 from tests.options.heads.rounds import Rounds, random_texts, target_of
-from tests.tiny import make_model, ragged_prompts
+from tests.support.gpu_rounds import counted, on_gpu
+from tests.support.tiny import make_model, ragged_prompts
 
 K = 3
 TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids
-from tests.tiny import make_model, noisy_copy
-from tests.tiny_encoders import (
+from tests.support.tiny import make_model, noisy_copy
+from tests.support.tiny_encoders import (
     CLIP_AND_LLAMA,
     IMAGE_TOKEN_ID,
     TEXT,
@@ -25,7 +25,7 @@ from tests.tiny_encoders import (
     prompts_with,
     text_draft,
 )
-from tests.tiny_readers import READINGS, encoded_images
+from tests.support.tiny_readers import READINGS, encoded_images
 
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 NUM_NEW = 16

@@ -24,14 +24,14 @@ from hf_speculate.errors import OtherRankError, UnsupportedGenerationError, Unsu
 from hf_speculate.options.ranks.tensor_parallel import tensor_parallel_group
 from hf_speculate.options.self_test.compare import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
-from tests.compiled_calls import compile_config
 from tests.draft.test_custom import Repeats
-from tests.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches
 from tests.generation.test_caches import FLOAT32_TOLERANCE, STATE_TOLERANCE, assert_same_contents, cache_contents
-from tests.nan_drafts import drafts_of_nan, embedding_is_nan, without_nan
 from tests.options.self_test.test_compare import Own
 from tests.reliability.faults import Fault, Mistake, RowWiseProcessor, hook
-from tests.tiny import make_model, noisy_copy, ragged_prompts, with_context
+from tests.support.compiled_calls import compile_config
+from tests.support.fallbacks import PAST_CONTEXT, only_fallbacks, without_caches
+from tests.support.nan_drafts import drafts_of_nan, embedding_is_nan, without_nan
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts, with_context
 
 NUM_RANKS = 2
 NUM_NEW = 16
@@ -320,7 +320,7 @@ def run_apart(models, rank, name):
 
 def loaded(folder, family):
     """The split model, and the whole one."""
-    options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}  # as in tests/tiny.py
+    options = {"experts_implementation": "eager"} if family == "qwen2_moe" else {}  # as in tests/support/tiny.py
     model = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", dtype=torch.float64, **options)
     return hf_speculate.enable(model), hf_speculate.enable(make_model(family))
 

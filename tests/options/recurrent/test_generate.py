@@ -17,11 +17,11 @@ from hf_speculate.models.language_model import cache_name, has_attention
 from hf_speculate.options.recurrent.states import RecurrentStates
 from hf_speculate.types import DraftOut
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
-from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states
 from tests.reliability.faults import Fault, Mistake, hook
 from tests.reliability.test_threads import together
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_configs import RECURRENT_FAMILIES, fill
+from tests.support.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_configs import RECURRENT_FAMILIES, fill
 
 NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
 FEW_FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba2")

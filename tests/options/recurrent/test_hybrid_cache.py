@@ -13,8 +13,8 @@ from hf_speculate.compat import CACHE_NAME
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from hf_speculate.options.recurrent.kind import make_hybrid_cache, rollback_text
 from hf_speculate.options.recurrent.states import States
-from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
-from tests.tiny import make_model, ragged_prompts
+from tests.support.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
+from tests.support.tiny import make_model, ragged_prompts
 
 KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes that states after each token may take
 IN_FLOAT64 = ("lfm2", "zaya")

@@ -14,7 +14,7 @@ from hf_speculate.errors import BadLogitsError, UnsupportedGenerationError
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import new_pair, pair
-from tests.tiny import cheaper_copy
+from tests.support.tiny import cheaper_copy
 
 NUM_ROWS = 3
 

@@ -8,8 +8,8 @@ from hf_speculate import SpeculationStats
 from hf_speculate.options.refill.continuous import PREFILL_CHUNK_TOKENS
 from hf_speculate.options.refill.row_prompts import RowPrompt
 from tests.cases import pair
-from tests.fallbacks import PAST_CONTEXT
 from tests.options.refill.test_continuous import alone, decoded, make_prompts, sources
+from tests.support.fallbacks import PAST_CONTEXT
 
 FAMILIES = ("qwen3_5", "lfm2", "falcon_h1", "mamba", "mamba2", "jamba", "bloom")
 

@@ -14,9 +14,9 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.self_test.compare import NUM_TOKENS
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_caches import assert_same_contents, cache_contents, prefilled
-from tests.recurrent_cases import hooks_of
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
+from tests.support.recurrent_cases import hooks_of
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
 
 NUM_NEW = 9
 NUM_FORWARDS = (1 + NUM_TOKENS) + 3  # plain steps after the prompt; ours: the prompt, a block, a block after a rollback

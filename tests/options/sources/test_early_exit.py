@@ -9,7 +9,7 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.options.sources.early_exit import early_exit_model
 from tests.cases import assert_equal_ids
-from tests.tiny import make_model, ragged_prompts
+from tests.support.tiny import make_model, ragged_prompts
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -12,7 +12,7 @@ from tests.cases import assert_decodes_as_plain, pair
 from tests.draft.test_model import make_drafter
 from tests.options.heads.rounds import BySum
 from tests.schedule.scripted import ScriptedSchedule
-from tests.tiny import make_model, noisy_copy
+from tests.support.tiny import make_model, noisy_copy
 
 GREEDY = SampleStrategy.GREEDY
 

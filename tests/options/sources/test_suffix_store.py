@@ -11,7 +11,7 @@ from hf_speculate.options.sources.suffix_store import MIN_BYTES, SuffixStore
 from tests.cases import assert_decodes_as_plain, pair
 from tests.draft.test_suffix import LOOKUP, NUM_NEW, draft_of, few_words
 from tests.reliability.faults import Fault, FaultyStreamer
-from tests.tiny import ragged_prompts
+from tests.support.tiny import ragged_prompts
 
 
 def found(store: SuffixStore, token_ids: list[int], num: int = 5):

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.options.spans.spans import Span, Spans, SpanVerifier, make_spans
+from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, NoiseKeys, Status
 from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, register_verifier
 from hf_speculate.verify.base import check_verifier, traits_of
 from tests.cases import DRAFTERS, KeepsAll, Unchanged, each_value
-from tests.fake_cuda import FakeCuda
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value, with_eos
-from tests.tiny import make_small_model, ragged_prompts
+from tests.support.fake_cuda import FakeCuda
+from tests.support.tiny import make_small_model, ragged_prompts
 from tests.verify.test_verifiers import make_keys, make_round
 
 VOCAB_SIZE = 8

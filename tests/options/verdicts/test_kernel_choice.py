@@ -11,9 +11,9 @@ from hf_speculate.options.verdicts.kernel_choice import _warn_once
 from hf_speculate.options.verdicts.verdict import device_key
 from hf_speculate.tools.doctor.verdict_file import write_verdict
 from tests.cases import new_pair
-from tests.fake_cuda import DEVICE, FakeCuda
-from tests.gpu_rounds import on_gpu
-from tests.tiny import ragged_prompts
+from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.gpu_rounds import on_gpu
+from tests.support.tiny import ragged_prompts
 
 RUNS = "runs them, though `hf-speculate doctor` saw Triton kernels crash on this device"
 FALLBACK = "torch in place of Triton kernels, because `hf-speculate doctor` saw Triton kernels give wrong results"

@@ -12,7 +12,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.decoding import Batch, Decoder, Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
 from hf_speculate.tools.bench.quality import Compared, TextCheck, drift_of_runs
-from tests.tiny import cheaper_copy, make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import cheaper_copy, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
 

@@ -12,7 +12,7 @@ from hf_speculate.tools.bench.decoding import make_batches, take_in_turn
 from hf_speculate.tools.bench.methods import DraftLen, parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.quality import Drift, Rule, parse_rule
 from hf_speculate.tools.bench.tuning import candidates, num_steps, tune, write_fields
-from tests.tiny import make_config
+from tests.support.tiny import make_config
 from tests.tools.bench.fakes import FakeTimes, empty_batches, instruments
 
 

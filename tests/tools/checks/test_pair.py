@@ -23,11 +23,11 @@ from hf_speculate.tools.checks.sources import meta_model
 from hf_speculate.tools.checks.target import check_target
 from hf_speculate.tools.cli.main import main
 from tests.options.gemma4.models import make_assistant, make_target
-from tests.recurrent_cases import recurrent_states
-from tests.tiny import make_config, make_model
-from tests.tiny_encoders import make_bart
-from tests.tiny_families import make_family
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.recurrent_cases import recurrent_states
+from tests.support.tiny import make_config, make_model
+from tests.support.tiny_encoders import make_bart
+from tests.support.tiny_families import make_family
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 LETTERS, OTHERS = ([chr(first + token) for token in range(64)] for first in (ord("0"), 300))
 SMALL = {"hidden_size": 16, "intermediate_size": 24}

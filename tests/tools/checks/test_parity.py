@@ -7,9 +7,9 @@ from peft import LoraConfig, get_peft_model
 import hf_speculate
 from hf_speculate.compat import CACHE_NAME
 from tests.cases import KeepsAll, pair
-from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import START_TOKEN_ID, make_llava, make_t5, picture_prompts, text_draft
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_encoders import START_TOKEN_ID, make_llava, make_t5, picture_prompts, text_draft
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 NUM_NEW = 24
 ROUNDING = 1e-5  # of a difference of logits in float32

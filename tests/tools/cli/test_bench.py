@@ -11,8 +11,8 @@ import hf_speculate
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.tools.cli.main import main
 from tests.cases import KeepsAll
-from tests.tiny import make_model
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.support.tiny import make_model
+from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.dataset.common import save_pair
 
 QUESTIONS = [

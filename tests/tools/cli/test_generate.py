@@ -17,8 +17,8 @@ from hf_speculate.tools.cli.arguments import arguments_of
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.options import Models, Speculation
-from tests.tiny import make_model
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.support.tiny import make_model
+from tests.support.tiny_tokenizers import byte_level_tokenizer
 
 PAIR = Path(__file__).parents[3] / "examples" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")

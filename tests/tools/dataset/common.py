@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from tests.tiny import cheaper_copy, make_model
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import cheaper_copy, make_model
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 PAD, EOS = "a", ","

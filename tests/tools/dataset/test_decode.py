@@ -14,7 +14,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.dataset.row_decoder import row_seed
 from hf_speculate.tools.dataset.rows import Row
 from tests.cases import pair
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny_tokenizers import letters_tokenizer
 from tests.tools.dataset.common import (
     EOS,
     LETTERS,

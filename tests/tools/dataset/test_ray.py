@@ -12,7 +12,7 @@ from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray, resources_of
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.rows import batches_of, read_rows
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny_tokenizers import letters_tokenizer
 from tests.tools.dataset.common import (
     LETTERS,
     NUM_NEW,

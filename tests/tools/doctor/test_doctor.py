@@ -18,12 +18,12 @@ from hf_speculate.tools.doctor.examination import examine, results_of
 from hf_speculate.tools.doctor.isolation import Limits
 from hf_speculate.tools.doctor.verdict_file import write_verdict
 from hf_speculate.tools.doctor.worker import Seen
-from tests import simulated_doctor
 from tests.cases import assert_equal_ids, new_pair
-from tests.fake_cuda import DEVICE, FakeCuda
-from tests.gpu_rounds import on_gpu
-from tests.simulated_doctor import GRAPHS, KERNELS, OTHER_KERNELS
-from tests.tiny import ragged_prompts
+from tests.support import simulated_doctor
+from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.gpu_rounds import on_gpu
+from tests.support.simulated_doctor import GRAPHS, KERNELS, OTHER_KERNELS
+from tests.support.tiny import ragged_prompts
 
 # A busy machine with two cores runs kernels in Python.
 LIMITS = Limits(start_s=200.0, check_s=100.0, device_s=400.0)
@@ -36,7 +36,7 @@ def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def examined(what: str, **limits: float) -> Any:
-    return examine(simulation=f"tests.simulated_doctor:{what}", limits=LIMITS._replace(**limits))
+    return examine(simulation=f"tests.support.simulated_doctor:{what}", limits=LIMITS._replace(**limits))
 
 
 def results(report: Any) -> dict[str, str]:
@@ -129,7 +129,7 @@ def test_what_fails_is_named_and_left_out(
 
 
 def test_the_command_ends_with_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
-    simulation = "tests.simulated_doctor:graphs_wrong"
+    simulation = "tests.support.simulated_doctor:graphs_wrong"
     monkeypatch.setattr(doctor, "examine", functools.partial(examine, simulation=simulation, limits=LIMITS))
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.strip().splitlines()

@@ -19,7 +19,7 @@ import hf_speculate
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.hub.repository import CARD_MARK, REQUIREMENTS, function_source, model_card, save_config
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "hub"

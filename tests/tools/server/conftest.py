@@ -10,8 +10,8 @@ import pytest
 
 import hf_speculate
 from hf_speculate.tools.server.engine import Engine
-from tests.tiny import make_model, noisy_copy
-from tests.tiny_tokenizers import letters_tokenizer
+from tests.support.tiny import make_model, noisy_copy
+from tests.support.tiny_tokenizers import letters_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, PATH, SLOW_S, WAIT_S, Forwards, body, wait_until
 
 

@@ -13,8 +13,8 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.response_format import GrammarLimits
 from hf_speculate.tools.server.schemas import CompletionRequest, parse
-from tests.tiny import make_small_model, noisy_copy
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.support.tiny import make_small_model, noisy_copy
+from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.server.test_rows import collect_all
 
 xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")

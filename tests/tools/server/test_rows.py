@@ -18,8 +18,8 @@ from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.schemas import CompletionRequest, parse
 from hf_speculate.tools.server.text_request import Piece, TextRequest
-from tests.tiny import make_model, noisy_copy
-from tests.tiny_tokenizers import WORD_MARK, letters_tokenizer, metaspace_tokenizer
+from tests.support.tiny import make_model, noisy_copy
+from tests.support.tiny_tokenizers import WORD_MARK, letters_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")

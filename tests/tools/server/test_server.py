@@ -19,8 +19,8 @@ import hf_speculate
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.text_stream import TextStream
-from tests.tiny import MAX_LEN, make_model
-from tests.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
+from tests.support.tiny import MAX_LEN, make_model
+from tests.support.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
 from tests.tools.server.serving import MANY, NUM_NEW, PATH, WAIT_S, body
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")

@@ -9,7 +9,7 @@ from transformers import StopStringCriteria
 
 from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format, num_chars
 from hf_speculate.tools.server.token_bytes import StopTexts, TokenBytes
-from tests.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
+from tests.support.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
 
 WORDS = ["st", "op", " the", "top", "pp"]
 TEXT = "the stop, na\u00efve \u65e5\u672c stopp the the\n \U0001f600"

@@ -8,8 +8,16 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, WhisperForCausalLM, WhisperForConditionalGeneration
 
-from tests.tiny import LOGIT_SCALE, clamp_masks, make_config, make_model, noisy_copy
-from tests.tiny_configs import COMMON, INITIALIZER_RANGE, MAX_LEN, PAD_TOKEN_ID, START_TOKEN_ID, VOCAB_SIZE, fill
+from tests.support.tiny import LOGIT_SCALE, clamp_masks, make_config, make_model, noisy_copy
+from tests.support.tiny_configs import (
+    COMMON,
+    INITIALIZER_RANGE,
+    MAX_LEN,
+    PAD_TOKEN_ID,
+    START_TOKEN_ID,
+    VOCAB_SIZE,
+    fill,
+)
 
 IMAGE_TOKEN_ID, VIDEO_TOKEN_ID = 60, 61
 NUM_MEL_BINS, NUM_FRAMES = 8, 20  # of one Whisper window

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.models.foreign_code import KNOWN_PACKAGES
-from tests.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
-from tests.tiny_configs import MAX_LEN as MAX_LEN
-from tests.tiny_configs import PAD_TOKEN_ID, RECURRENT_FAMILIES, SLIDING_WINDOW, fill, recurrent_configs
+from tests.support.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
+from tests.support.tiny_configs import MAX_LEN as MAX_LEN
+from tests.support.tiny_configs import PAD_TOKEN_ID, RECURRENT_FAMILIES, SLIDING_WINDOW, fill, recurrent_configs
 
 # Hooks of tests count forwards and the like, and are no user's; `tests.generation.test_hooks` makes those of users.
 KNOWN_PACKAGES.add("tests")

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from hf_speculate.tools.cli.main import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = r"python(3(\.\d+)?)?|torchrun|accelerate"
 FREE = (".", "cp", "curl", "export", "gh", "git", "pip")  # about which nothing is known here
@@ -57,7 +57,7 @@ def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
         return _cli_problem(rest, is_whole)
     if re.fullmatch(LAUNCHERS, name):
         return _script_problem(rest, folder, is_whole)
-    return None if name in FREE else "a program that is not looked at; teach tests/shown_commands.py"
+    return None if name in FREE else "a program that is not looked at; teach tests/support/shown_commands.py"
 
 
 def _cli_problem(words: list[str], is_whole: bool) -> str | None:

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tests import tiny_encoders as tiny
-from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW
-from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VIDEO_TOKEN_ID, VISION, make, noise, prompts_with
-from tests.tiny_readers import Reading
+from tests.support import tiny_encoders as tiny
+from tests.support.tiny import PAD_TOKEN_ID, SLIDING_WINDOW
+from tests.support.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VIDEO_TOKEN_ID, VISION, make, noise, prompts_with
+from tests.support.tiny_readers import Reading
 
 _AUDIO_TOKEN_ID = 61
 _LLAMA, _QWEN2 = ({"model_type": name, **TEXT} for name in ("llama", "qwen2"))

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.fake_attention import EFFICIENT, FLASH, AttentionCall, direct_attention, sdpa_call
 from tests.kernels.interpreter import quick_interpreter
-from tests.recorded_graphs import Operator, is_view, recording, replay
+from tests.support.fake_attention import EFFICIENT, FLASH, AttentionCall, direct_attention, sdpa_call
+from tests.support.recorded_graphs import Operator, is_view, recording, replay
 
 DEVICE = torch.device("cuda", 0)
 _GARBAGE = 0x5A  # in every byte of a copy that has not arrived

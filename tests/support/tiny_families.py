@@ -7,8 +7,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.tiny_configs import MAX_LEN, SLIDING_WINDOW, START_TOKEN_ID, fill
-from tests.tiny_encoders import TEXT, ready
+from tests.support.tiny_configs import MAX_LEN, SLIDING_WINDOW, START_TOKEN_ID, fill
+from tests.support.tiny_encoders import TEXT, ready
 
 _TEXT = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": SLIDING_WINDOW}
 _TEXT |= {"bos_token_id": START_TOKEN_ID}

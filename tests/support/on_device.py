@@ -1,6 +1,6 @@
 """Pytest plugin that runs tests written for the host on a device: options and caches that no test marked `gpu` runs.
 
-    python -m pytest -p tests.on_device -n 8 tests/options tests/generation
+    python -m pytest -p tests.support.on_device -n 8 tests/options tests/generation
 
 Models and tensors whose device nobody names lie on `$ON_DEVICE`, by default `cuda:0`, with the numbers that they have
 on the host. Tests that name the host themselves, start threads or compile fail for that alone: read the failures whose
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from transformers import PreTrainedModel
 
-from tests import fallbacks, tiny, tiny_encoders, tiny_families, tiny_wrappers
+from tests.support import fallbacks, tiny, tiny_encoders, tiny_families, tiny_wrappers
 
 DEVICE = torch.device(os.environ.get("ON_DEVICE", "cuda:0"))
 _FACTORIES = frozenset(_device_constructors())

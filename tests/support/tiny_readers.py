@@ -8,10 +8,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests import tiny_encoders as tiny
-from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, ragged_prompts
-from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, make, noise, prompts_with
-from tests.tiny_families import make_family
+from tests.support import tiny_encoders as tiny
+from tests.support.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, ragged_prompts
+from tests.support.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, make, noise, prompts_with
+from tests.support.tiny_families import make_family
 
 _AUDIO_TOKEN_ID = 61
 _AUDIO_IDS = {"audio_token_id": _AUDIO_TOKEN_ID, "audio_token_index": _AUDIO_TOKEN_ID}

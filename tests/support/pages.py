@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from textwrap import dedent
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
 EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_speculate.cache.row_lens import ArangeCache, RowCounts, RowLens
-from hf_speculate.per_row import PerRow
+from hf_speculate.rows.per_row import PerRow
+from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 
 
 class TokenBuffer(PerRow):

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.types import RoundReport
-from tests.fake_attention import AttentionCall
-from tests.fake_cuda import FakeCuda
+from tests.support.fake_attention import AttentionCall
+from tests.support.fake_cuda import FakeCuda
 
 
 class RoundCount(NamedTuple):

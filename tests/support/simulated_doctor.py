@@ -9,9 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 from hf_speculate.tools.doctor import catalogue, machine, worker
-from tests import fake_cuda
-from tests.fake_cuda import FakeCuda
-from tests.recorded_graphs import spoil
+from tests.support import fake_cuda
+from tests.support.fake_cuda import FakeCuda
+from tests.support.recorded_graphs import spoil
 
 GRAPHS, KERNELS = "graphs: forwards, one row, float32", "kernels: greedy, ordinary rows"
 OTHER_KERNELS = "kernels: point mass, hostile rows"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_speculate.per_row import PerRow, RowIndices
+from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
 _FIRST_VALUES = 512  # numbers that a cache has at first; they double
