@@ -37,6 +37,7 @@ from hf_speculate.generation.arguments import (
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config, setting
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
+from hf_speculate.generation.mistyped import name_mistyped
 from hf_speculate.generation.signature import described
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
@@ -75,7 +76,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
             SpeculateError: see `hf_speculate.generate`.
         """
         model: Any = self  # wherever the mixin is used
-        return _generate(model, _plain_generate(model), args, kwargs, {})
+        with name_mistyped(kwargs):
+            return _generate(model, _plain_generate(model), args, kwargs, {})
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
@@ -111,7 +113,8 @@ def generate(
         raise UnsupportedModelError(
             f"model must be a transformers model, or one in a PEFT wrapper, got {type(model).__name__}; pass the model"
         )
-    return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
+    with name_mistyped(kwargs):
+        return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
 
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:

@@ -10,16 +10,18 @@ from typing import Any, Literal, NamedTuple
 from transformers import GenerationConfig
 
 from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, nearest_name
 from hf_speculate.tools.bench.methods import SAMPLING_NAMES, parse_draft_len
 from hf_speculate.tools.cli.options import Drafting, Generation, Speculation
 from hf_speculate.tools.cli.transformers_fields import check_fields
-from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, read_json_lines, read_rows
+from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, lines_of, read_rows, rows_of
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = ("max_new_tokens", *SAMPLING_NAMES, "repetition_penalty")
 # Left out of `--set`: these have an option, or change what `generate()` returns, or how many rows.
 _OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
+_THEIRS = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _OTHERS
+SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names that `--set` takes
 
 
 class Decoding(NamedTuple):
@@ -63,15 +65,16 @@ def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any
     """Fields of `SpeculationConfig`, and of `GenerationConfig`, that `--set` names."""
     fields: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    theirs = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _OTHERS
     for setting in settings:
         name, equals, text = setting.partition("=")
         if name in {*_OWN_OPTIONS, "do_sample"}:
             raise ConfigError(f"--set must leave out what has an option, got {name}; use {_option(name)}")
-        if not equals or name not in {*PLAIN_NAMES, *theirs}:
+        if not equals or name not in SETTINGS:
+            nearest = nearest_name(name, SETTINGS - {name})
+            hint = f"did you mean {nearest}?" if nearest else "see the table of settings in the documentation"
             raise ConfigError(
                 "--set must be name=value with a plain field of SpeculationConfig or GenerationConfig, "
-                f"got {setting!r}; see the table of settings in the documentation"
+                f"got {setting!r}; {hint}"
             )
         try:
             value = json.loads(text)
@@ -115,7 +118,7 @@ def _decoded(content: bytes | str, source: str) -> str:
 def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt") -> list[Row]:
     """Read JSON lines if `path` is `.jsonl` or `-` (the standard input), or `text_as` is None; else text."""
     if str(path) == "-":
-        return read_rows([value for _, value, _ in read_json_lines(sys.stdin.buffer, "standard input")])
+        return rows_of(lines_of(sys.stdin.buffer, "standard input"))
     if path.suffix == ".jsonl" or text_as is None:
         return read_rows(path)
     content = _decoded(path.read_bytes(), str(path))

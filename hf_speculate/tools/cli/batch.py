@@ -16,7 +16,7 @@ from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
-from hf_speculate.tools.dataset.rows import Row, batches_of
+from hf_speculate.tools.dataset.rows import Row, batches_of, check_settings
 
 _LINE_EVERY_S = 60.0
 
@@ -31,6 +31,7 @@ def run(options: Batch) -> int:
             raise ConfigError(f"--{name} must come with --engine ray, got --engine local; add --engine ray")
         check_device(options.device)  # with Ray, actors check their own machines
     rows = read_prompts(options.prompts, text_as=None)
+    check_settings(rows, options.sample, "add --sample")
     if output.exists() and options.prompts.exists() and output.samefile(options.prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
     identity = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments

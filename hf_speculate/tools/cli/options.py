@@ -99,7 +99,8 @@ class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
         _draft_lens(
-            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16.", show_default="adaptive"
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16; 0 drafts none.",
+            show_default="adaptive",
         ),
     ] = None
     lookup: Lookup = None
@@ -138,7 +139,7 @@ class Generate(Speculation):
 class ChatInTerminal(Speculation):
     """Chat with a model in the terminal.
 
-    Ctrl-C ends an answer. /clear starts over, /exit or Ctrl-D ends the chat.
+    Ctrl-C ends an answer. /clear starts over, /exit, /quit or Ctrl-D ends the chat, /help lists these commands.
     """
 
     system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None

@@ -63,6 +63,19 @@ def test_lines_come_at_most_once_in_a_while():
     assert log.file.getvalue() == "2/8 rows 10 tokens/s\n"
 
 
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_bar_keeps_count_and_time_left_on_a_narrow_terminal(width):
+    screen = io.StringIO()
+    notes = ProgressNotes(Console(file=screen, force_terminal=True, width=width, color_system=None), "loading")
+    with notes.bar:
+        notes.show(500, 1000, "rows", f"123.4 tokens/s{', and much more' * 9}")
+        notes.bar.refresh()
+    lines = screen.getvalue().split("\n")
+    bar, line = next((first, second) for first, second in itertools.pairwise(lines) if "500/1000" in first)
+    assert "━━━━" in bar and "-:--:--" in bar
+    assert "rows 123.4 tokens/s" in line and "…" in line
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_bar_or_lines_show_tokens_per_second_and_acceptance(is_terminal):
     stats, screen = SpeculationStats(), io.StringIO()
