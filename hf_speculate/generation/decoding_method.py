@@ -5,6 +5,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -264,8 +265,8 @@ class SpeculativeDecoding:
                 output = decoder.output.output(input_ids, pad_id, cache, encoder_states)
             else:
                 output = decoder.output.sequences(input_ids, pad_id)
-            for ids in decoder.output.new_ids.values():
-                call.source.keep(ids)
+            for row, ids in enumerate(decoder.output.new_ids.values()):
+                call.source.keep_row(ids, partial(call.prompts.real_ids, row))
             if static_cache is not None:
                 static_copies().write_back(call.cache, static_cache)  # the last step, which nothing would undo
         return output

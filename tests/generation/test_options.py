@@ -217,7 +217,7 @@ def test_zero_tokens_are_drafted_if_that_is_asked_for():
         (draft, {}),
         (draft, {"prompt_lookup_num_tokens": 4}),
         (None, {"prompt_lookup_num_tokens": 4}),
-        (draft, {"num_assistant_tokens_schedule": "adaptive"}),
+        (draft, {"num_assistant_tokens_schedule": "heuristic"}),
     ):
         options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **own}
         assert assert_decodes_as_plain(target, source, ragged_prompts(2, seed=5), **options).num_drafted == 0

@@ -1,7 +1,7 @@
 """The source of a draft model with prompt lookup: the hybrid drafter uses a suffix match or the model, row by row."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -203,8 +203,8 @@ class HybridSource(DraftSource):
         model, settings = self.with_model.make_drafter(plan), self.lookup.suffix_settings(plan)
         return HybridDrafter(model, settings, plan.config.max_model_tokens, plan.device)
 
-    def keep(self, token_ids: Sequence[int]) -> None:
-        self.lookup.keep(token_ids)
+    def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
+        self.lookup.keep_row(token_ids, prompt_ids)
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HybridSource:

@@ -123,7 +123,7 @@ def _load(
     options: Measurement, decoding: Decoding, fields: dict[str, Any]
 ) -> tuple[Decoder, list[Batch], dict[str, Any]]:
     """Read the prompts, then load the models; returns also the result's entries that are known by then."""
-    prompts = read_prompts(options.prompts, text_as="lines")
+    prompts = read_prompts(options.prompts, text_as="lines", table=options)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:

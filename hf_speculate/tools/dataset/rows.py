@@ -97,8 +97,11 @@ class Row:
         return str(self.extras.get("category", ""))
 
 
-def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
-    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id."""
+def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: str | None = None) -> list[Row]:
+    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id.
+
+    `column` names the field of the prompt; None for the known names.
+    """
     if isinstance(prompts, str | Path):
         path = Path(prompts)
         if not path.is_file():
@@ -106,10 +109,10 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
         entries = lines_of(path.read_bytes().split(b"\n"), path.name)
     else:
         entries = ((number, entry, f"prompt {number}") for number, entry in enumerate(prompts, 1))
-    return rows_of(entries)
+    return rows_of(entries, column)
 
 
-def rows_of(entries: Iterable[tuple[int, Any, str]]) -> list[Row]:
+def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) -> list[Row]:
     """Make rows of numbers, values and sources; a value in bytes is a line of JSON.
 
     Raises:
@@ -119,7 +122,8 @@ def rows_of(entries: Iterable[tuple[int, Any, str]]) -> list[Row]:
     problems = Problems()
     for number, entry, source in entries:
         with problems:
-            row = _row_of(_decoded(entry, source) if isinstance(entry, bytes) else entry, number, source)
+            value = _decoded(entry, source) if isinstance(entry, bytes) else entry
+            row = _row_of(value if column is None else entry_of(value, column, source), number, source)
             if (earlier := rows.setdefault(row.key, row)) is not row:
                 where = f"{earlier.source} and at {source}"
                 raise ConfigError(
@@ -158,6 +162,22 @@ def digest_of(rows: Sequence[Row]) -> str:
 
 def _encoded(row: Row) -> bytes:
     return json.dumps([row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True).encode()
+
+
+def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
+    """Return an entry whose prompt is a field of a record, without fields that are named as prompts or results.
+
+    Raises:
+        ConfigError: the record has no such field.
+    """
+    names = list(record) if isinstance(record, Mapping) else []
+    if column not in names:
+        hint = f"choose one of {', '.join(names)}" if names else "write objects with that field"
+        raise ConfigError(f"--column must name a field with the prompt, got {column!r} at {source}; {hint}")
+    taken, value = {*PROMPT_NAMES, *RESULT_NAMES, column} - {"id"}, record[column]
+    fields = {name: field for name, field in record.items() if name not in taken}
+    is_chat = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    return {"messages" if is_chat else "turns" if isinstance(value, list) else "prompt": value, **fields}
 
 
 def _row_of(entry: Any, number: int, source: str) -> Row:
