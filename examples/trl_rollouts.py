@@ -1,39 +1,42 @@
-"""Rollouts with a draft inside a trainer of TRL, without vLLM: the target's weights change between the steps.
+"""Rollouts that draft from their own history, inside a trainer of TRL and without vLLM.
 
     pip install trl
     python examples/trl_rollouts.py
+    python examples/trl_rollouts.py --without-trainer
 
-A draft never changes the distribution of the rollouts, so that training is what it was; only the number of accepted
-tokens falls as the target moves away from its draft. Nothing is kept of the target's weights from one call to the next.
+Eight samples of each prompt are drawn in each of three epochs. A `SuffixStore` with the prompt as its key keeps them,
+and prompt lookup copies from those of the same prompt. A draft never changes the distribution of the rollouts, so that
+training is what it was. The target's weights change between the calls, and nothing is kept of them.
+`--without-trainer` draws rollouts from a target that does not learn, and needs no trl.
 """
 
 import argparse
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if importlib.util.find_spec("trl") is None:
-    raise SystemExit("trl is not installed; run: pip install trl")
-
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_speculate
 
 PAIR = Path(__file__).resolve().parent / "pair"
 PROMPTS = ["def main():\n", "class Stack:\n", "import os\n\n", "def read_lines(path):\n"]
+NUM_SAMPLES, NUM_EPOCHS, NUM_NEW = 8, 3, 32
+TEMPERATURE = 0.3
+# A constant schedule copies wherever there is something to copy; the adaptive one, where that saves time.
+LOOKUP = {"prompt_lookup_num_tokens": 10, "num_assistant_tokens_schedule": "constant"}
 
 
-def add_draft(model: PreTrainedModel, draft: PreTrainedModel) -> list[hf_speculate.SpeculationStats]:
+def add_lookup(model: PreTrainedModel, **fields: Any) -> list[hf_speculate.SpeculationStats]:
     """Let `model.generate()` draft, by whomever it is called; returns the list that gets each call's statistics."""
     generate, calls = hf_speculate.enable(model).generate, []
 
     def generate_with_draft(*args: Any, **kwargs: Any) -> Any:
         calls.append(hf_speculate.SpeculationStats())
-        return generate(*args, **kwargs, assistant_model=draft, speculation_stats=calls[-1])
+        return generate(*args, **kwargs, **LOOKUP, **fields, speculation_stats=calls[-1])
 
     model.generate = generate_with_draft
     return calls
@@ -44,42 +47,79 @@ def num_words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the bundled target for a few steps.")
-    parser.add_argument("--steps", type=int, default=4)
-    args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
-    target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / name) for name in ("target", "draft"))
-    before = target.get_output_embeddings().weight.detach().clone()
-    calls = add_draft(target, draft)
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Train with TRL, whose trainer calls `model.generate()` for each prompt of an epoch."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
-            max_steps=args.steps,
+            num_train_epochs=NUM_EPOCHS,
             learning_rate=1e-4,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=24,
+            per_device_train_batch_size=NUM_SAMPLES,
+            num_generations=NUM_SAMPLES,
+            max_completion_length=NUM_NEW,
+            temperature=TEMPERATURE,
+            seed=0,
             use_cpu=True,
             bf16=False,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
         )
-        data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * args.steps])
-        GRPOTrainer(target, num_words, settings, data, processing_class=tokenizer).train()
-    for step, stats in enumerate(calls, start=1):
-        print(f"step {step}: {stats.acceptance_rate:.0%} of {stats.num_drafted} drafted tokens accepted")
-    moved = float((target.get_output_embeddings().weight.detach() - before).norm())
-    print(f"the weights moved: {moved > 0}")
+        data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+        GRPOTrainer(model, num_words, settings, data, processing_class=tokenizer).train()
 
-    del target.generate  # the model's own method again
-    target.eval()
+
+def draw(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Draw the same rollouts from a target that does not learn."""
+    torch.manual_seed(0)
+    options = {"max_new_tokens": NUM_NEW, "do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
+    for _ in range(NUM_EPOCHS):
+        for prompt in PROMPTS:
+            inputs = dict(tokenizer([prompt] * NUM_SAMPLES, return_tensors="pt"))
+            model.generate(**inputs, **options, pad_token_id=tokenizer.pad_token_id)
+
+
+def tokens_per_forward(calls: list[hf_speculate.SpeculationStats]) -> list[float]:
+    """Tokens of each row per target forward, for each epoch."""
+    size = len(calls) // NUM_EPOCHS
+    epochs = [sum(calls[begin + 1 : begin + size], calls[begin]) for begin in range(0, size * NUM_EPOCHS, size)]
+    return [stats.mean_acceptance_length for stats in epochs]
+
+
+def run(
+    rollouts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], None],
+    tokenizer: PreTrainedTokenizerBase,
+    **fields: Any,
+) -> tuple[PreTrainedModel, list[float]]:
+    """The target after the rollouts, and its tokens per forward in each epoch."""
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target")
+    calls = add_lookup(model, **fields)
+    rollouts(model, tokenizer)
+    del model.generate  # the model's own method again
+    return model.eval(), tokens_per_forward(calls)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw rollouts of the bundled target, and train it with them.")
+    parser.add_argument("--without-trainer", action="store_true", help="draw rollouts only; needs no trl")
+    args = parser.parse_args()
+    if not args.without_trainer and importlib.util.find_spec("trl") is None:
+        raise SystemExit("trl is not installed; run: pip install trl, or add --without-trainer")
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
+    rollouts, store = draw if args.without_trainer else train, hf_speculate.SuffixStore(key=tuple)
+    _, without = run(rollouts, tokenizer)
+    target, with_store = run(rollouts, tokenizer, suffix_store=store)
+    for epoch, (plain, stored) in enumerate(zip(without, with_store, strict=True), start=1):
+        print(f"epoch {epoch}: tokens per target forward {plain:.2f} without the store, {stored:.2f} with it")
+
     inputs = dict(tokenizer(PROMPTS, return_tensors="pt", padding=True))
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    plain = target.generate(**inputs, **options)
-    drafted = target.generate(**inputs, **options, assistant_model=draft)
-    print(f"greedy texts after training equal plain decoding's: {torch.equal(plain, drafted)}")
+    plain_ids = target.generate(**inputs, **options)
+    drafted = target.generate(**inputs, **options, prompt_lookup_num_tokens=10, suffix_store=store)
+    print(f"greedy texts of the target equal plain decoding's: {torch.equal(plain_ids, drafted)}")
 
 
 if __name__ == "__main__":

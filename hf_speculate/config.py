@@ -26,7 +26,7 @@ _LARGEST = sys.float_info.max
 
 def _is_draft_len(value: Any) -> bool:
     if is_int(value):
-        return bool(1 <= value <= MAX_ASSISTANT_TOKENS)
+        return bool(0 <= value <= MAX_ASSISTANT_TOKENS)
     return is_list(value, lambda num: is_int(num) and 0 <= num <= MAX_ASSISTANT_TOKENS) and len(value) > 0
 
 
@@ -49,9 +49,8 @@ _CHECKS: dict[str, Check] = {
     "entropy_epsilon": real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
     "assistant_confidence_threshold": real("in [0, 1]", lambda x: 0 <= x <= 1),
     "num_assistant_tokens": Check(
-        f"be in 1..{MAX_ASSISTANT_TOKENS}, or a list of one number in 0..{MAX_ASSISTANT_TOKENS} per output row",
+        f"be in 0..{MAX_ASSISTANT_TOKENS}, or a list of one number in 0..{MAX_ASSISTANT_TOKENS} per output row",
         _is_draft_len,
-        "leave assistant_model out to decode without speculation",
     ),
     "prompt_lookup_num_tokens": integer(
         f"in 1..{MAX_ASSISTANT_TOKENS}", 1, MAX_ASSISTANT_TOKENS, "leave it out to copy none"
@@ -95,9 +94,10 @@ class SpeculationConfig:
         relax_only_inside: ids (open, close) of tokens around spans, such as those of a thinking model; a lossy verifier
             applies inside of them only, a lossless one elsewhere. `None` applies the verifier everywhere.
         draft_sampling: "sample" or "argmax", how the draft chooses tokens with `do_sample=True`.
-        num_assistant_tokens: tokens to draft per round, 1..128; with "adaptive" the maximum. `None` is 10 with
-            "adaptive", else 5. A list of one number per output row, 0..128, limits the drafts of each row, those of
-            prompt lookup too, in every round; a row with 0 decodes plainly.
+        num_assistant_tokens: tokens to draft per round, 0..128; with "adaptive" the maximum. `None` is 10 with
+            "adaptive", else 5. With 0 nothing is drafted, by prompt lookup neither. A list of one number per output
+            row, 0..128, limits the drafts of each row, those of prompt lookup too, in every round; a row with 0 decodes
+            plainly.
         num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is "constant" if
             `num_assistant_tokens` is set, else "adaptive".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
@@ -209,9 +209,9 @@ class SpeculationConfig:
 
     @property
     def _most_tokens(self) -> int | None:
-        """`num_assistant_tokens`, the largest of a list; at least 1, because rows with 0 are limited one by one."""
+        """`num_assistant_tokens`, the largest of a list; at least 1, because `draft_limits` hold rows with 0."""
         num = self.num_assistant_tokens
-        return max(1, *num) if isinstance(num, Sequence) else num
+        return num if num is None else max(1, *num) if isinstance(num, Sequence) else max(1, num)
 
     def for_run(self, index: int) -> "SpeculationConfig":
         """The settings of one run of a call that decodes in several; run 0 has the call's seeds, others their own."""
@@ -239,7 +239,7 @@ class SpeculationConfig:
         """Largest draft lengths [B] of the output rows."""
         num = self.num_assistant_tokens
         if not isinstance(num, Sequence):
-            return [MAX_ASSISTANT_TOKENS] * batch_size
+            return [0 if num == 0 else MAX_ASSISTANT_TOKENS] * batch_size
         _check_one_per_row("num_assistant_tokens", num, batch_size, "pass one int for all rows")
         return [int(of_row) for of_row in num]
 

@@ -1,5 +1,6 @@
 """Errors and warnings of the library, and the import of libraries that only some features need."""
 
+import difflib
 import importlib
 import sys
 import warnings
@@ -12,6 +13,7 @@ from hf_speculate.kernels.errors import ShapeError as ShapeError
 from hf_speculate.kernels.errors import SpeculateError as SpeculateError
 
 _NUM_NAMED = 3  # names in an error
+_NEAR = 0.8  # share of equal characters of a mistyped name, in [0, 1]
 # packages between the user's code and a warning
 _ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft", "contextlib")
 
@@ -58,13 +60,21 @@ def shown(names: Collection[str]) -> str:
     return first if len(names) <= _NUM_NAMED else f"{first} and {len(names) - _NUM_NAMED} more"
 
 
-def import_extra(name: str, extra: str, package: str | None = None) -> Any:
-    """Import a module that an extra of this package installs; `package` is what pip calls it if not by its name."""
+def nearest_name(name: str, names: Collection[str]) -> str | None:
+    """Return the name that a mistyped one probably stands for; None if none is near."""
+    return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=_NEAR)), None)
+
+
+def import_extra(name: str, extra: str) -> Any:
+    """Import a module of a library that an extra of this package installs.
+
+    Raises:
+        MissingExtraError: the library is not installed; the error names the extra, which brings all that it needs.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        library = name.partition(".")[0]
         raise MissingExtraError(
-            f'{library} must be installed for this, got none; run pip install "{package or library}", or '
-            f'pip install ".[{extra}]" in a clone of hf_speculate'
+            f'{name.partition(".")[0]} must be installed for this, got none; run pip install "hf-speculate[{extra}]", '
+            f'or pip install ".[{extra}]" in a clone of hf_speculate'
         ) from error

@@ -48,6 +48,7 @@ EXTRAS_OF_CODE = {"docs/statistics.md": {"plot"}}
 # Of extras alone: no plain environment has them.
 EXTRA_MODULES = (
     "accelerate",
+    "datasets",
     "fastapi",
     "gguf",
     "matplotlib",

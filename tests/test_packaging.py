@@ -101,7 +101,7 @@ assert stats.verifier == "greedy"
 """
 
 # What a plain installation does not bring, by the names of the modules.
-EXTRAS = "accelerate fastapi httpx kernels matplotlib openai pandas peft prometheus_client ray torchao"
+EXTRAS = "accelerate datasets fastapi httpx kernels matplotlib openai pandas peft prometheus_client ray torchao"
 EXTRAS += " triton uvicorn xgrammar"
 
 

@@ -333,7 +333,9 @@ def test_a_plot_has_three_panels_that_say_what_was_counted():
 def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask):
     for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(hf_speculate.MissingExtraError, match=rf'^{library} must .*; run pip install "{library}"'):
+    with pytest.raises(
+        hf_speculate.MissingExtraError, match=rf'^{library} must .*; run pip install "hf-speculate\[plot\]"'
+    ):
         getattr(full_stats(), ask)()
 
 

@@ -26,8 +26,10 @@ class PromptLookup(DraftSource):
     store: Any = None  # texts of earlier calls, which are searched too; None for none
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """`prompt_lookup_num_tokens` is the largest draft length."""
+        """`prompt_lookup_num_tokens` is the largest draft length, unless nothing is to be drafted."""
         num, most = config.num_assistant_tokens, config.prompt_lookup_num_tokens
+        if num == 0:
+            return config
         if isinstance(num, Sequence):
             return replace(config, num_assistant_tokens=[min(limit, most or limit) for limit in num])
         return replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)

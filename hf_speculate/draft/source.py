@@ -113,6 +113,10 @@ class DraftSource:
     def keep(self, token_ids: Sequence[int]) -> None:
         """Called with the new tokens of every row that has ended well."""
 
+    def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
+        """Called with the new tokens of every row that has ended well, and a function that returns its prompt's."""
+        self.keep(token_ids)
+
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
         """Called when the call has ended well."""
 

@@ -45,10 +45,11 @@ class RowText:
 
     Args:
         shared: rates of all rows.
+        store: sequences of earlier calls; None to search only the row itself.
     """
 
-    def __init__(self, shared: SharedRates) -> None:
-        self.index, self.rates = SuffixIndex(), RowRates(shared)
+    def __init__(self, shared: SharedRates, store: TextStore | None = None) -> None:
+        self.index, self.rates, self.store = SuffixIndex(), RowRates(shared), store
         self.proposal = NO_PROPOSAL  # after the newest token
 
     @property
@@ -102,9 +103,11 @@ class SuffixDrafter(PerRow, Drafter):
 
     def begin(self, token_ids: Tensor) -> None:
         pads = self._num_pads or [0] * len(token_ids)
-        self.texts, self._num_pads = [RowText(self._make_rates()) for _ in pads], None
-        for row, ids, num in zip(self.texts, token_ids.tolist(), pads, strict=True):
-            row.extend(ids[num:])
+        prompts, store = [ids[num:] for ids, num in zip(token_ids.tolist(), pads, strict=True)], self._settings.store
+        self.texts, self._num_pads = [], None
+        for prompt in prompts:
+            self.texts.append(RowText(self._make_rates(), None if store is None else store.of_prompt(prompt)))
+            self.texts[-1].extend(prompt)
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         for row, ids in zip(self.texts, new_ids, strict=True):
@@ -133,8 +136,8 @@ class SuffixDrafter(PerRow, Drafter):
             # A row that has begun to repeat itself continues with its period.
             period = row.token_ids[end : end + num_tokens]
             token_ids = list(islice(cycle(period), num_tokens))
-        if settings.store is not None:
-            proposal = settings.store.find(last, num_tokens)
+        if row.store is not None:
+            proposal = row.store.find(last, num_tokens)
             if proposal.match_len > match_len:
                 known = takewhile(lambda token: token < settings.vocab_size, proposal.token_ids)
                 if known_ids := list(known):

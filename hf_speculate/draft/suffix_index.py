@@ -32,6 +32,9 @@ class Proposal(NamedTuple):
 class TextStore(Protocol):
     """Sequences of earlier calls."""
 
+    def of_prompt(self, token_ids: Sequence[int]) -> "TextStore":
+        """The sequences that the row of a prompt searches."""
+
     def find(self, last: "array[int]", num: int) -> Proposal:
         """At most `num` tokens that followed the longest match of the `last` ones."""
 

@@ -81,6 +81,11 @@ class Prompts:
             return None
         return self.attention_mask[:, -num_ids:]
 
+    def real_ids(self, row: int) -> list[int]:
+        """Return the ids of a row without its padding."""
+        ids: list[int] = self.input_ids[row, self.num_pads[row] :].tolist()
+        return ids
+
     @property
     def num_pads(self) -> list[int]:
         """[B] columns of padding before each row."""

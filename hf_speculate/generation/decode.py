@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -92,8 +93,8 @@ class SpeculativeDecoding:
                 output = decoder.output.output(input_ids, pad_id, cache, encoder_states)
             else:
                 output = decoder.output.sequences(input_ids, pad_id)
-            for ids in decoder.output.new_ids.values():
-                plan.source.keep(ids)
+            for row, ids in enumerate(decoder.output.new_ids.values()):
+                plan.source.keep_row(ids, partial(call.prompts.real_ids, row))
             if call.static_cache is not None:
                 static_copies().write_back(call.cache, call.static_cache)  # the last step, which nothing would undo
         return output

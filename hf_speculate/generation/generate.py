@@ -26,6 +26,7 @@ from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_in, fields_of, setting
 from hf_speculate.generation.decode import SpeculativeDecoding
+from hf_speculate.generation.mistyped import name_mistyped
 from hf_speculate.generation.request import (
     bind,
     find_source_of,
@@ -65,7 +66,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
             SpeculateError: see `hf_speculate.generate`.
         """
         model: Any = self  # wherever the mixin is used
-        return _generate(model, _plain_generate(model), args, kwargs, {})
+        with name_mistyped(kwargs):
+            return _generate(model, _plain_generate(model), args, kwargs, {})
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
@@ -101,7 +103,8 @@ def generate(
         raise UnsupportedModelError(
             f"model must be a transformers model, or one in a PEFT wrapper, got {type(model).__name__}; pass the model"
         )
-    return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
+    with name_mistyped(kwargs):
+        return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
 
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> SpeculativeDecoder:

@@ -42,7 +42,7 @@ SERVE = ["serve.py", "--port", "0"]
     [
         (["grammar.py"], "xgrammar", 'xgrammar is not installed; run: pip install ".[grammar]"'),
         (["lm_eval_harness.py"], "lm_eval", "lm_eval is not installed; run: pip install lm-eval"),
-        (["trl_rollouts.py"], "trl", "trl is not installed; run: pip install trl"),
+        (["trl_rollouts.py"], "trl", "trl is not installed; run: pip install trl, or add --without-trainer"),
         (["prometheus.py"], "prometheus_client", 'prometheus_client is not installed; run: pip install ".[metrics]"'),
         (
             ["quickstart.py"],
@@ -78,16 +78,17 @@ def test_what_is_missing_is_said_in_one_line_with_the_extra_of_the_page(
 
 
 FEW = ("--max-new-tokens", "8", "--num-assistant-tokens", "3")
+ROLLOUTS = ["epoch 3: tokens per target forward ", "greedy texts of the target equal plain decoding's: True"]
 SLOW = [
     (["prometheus.py", "--num-prompts", "1", *FEW[:2]], ['speculation_emitted_tokens_total{model="bundled"} 7.0']),
     (["custom_verifier.py", *FEW], ["greedy ", "top_k "]),
     (["grammar.py", *FEW], ["lock step ", "rollback "]),
     (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
+    (["trl_rollouts.py", "--without-trainer"], ROLLOUTS),
 ]
-ROLLOUTS = ["step 2: ", "the weights moved: True", "greedy texts after training equal plain decoding's: True"]
 INTEGRATIONS = [
     (["lm_eval_harness.py", "--num-prompts", "4"], ["answers equal plain decoding's: True", "mean acceptance length"]),
-    (["trl_rollouts.py", "--steps", "2"], ROLLOUTS),
+    (["trl_rollouts.py"], ROLLOUTS),
 ]
 
 
@@ -134,13 +135,14 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
     ("words", "stop"),
     [
         (["examples/serve.py", "--tiny"], signal.SIGINT),
-        (["-m", "hf_speculate.tools.cli.main", "serve", "examples/pair/target", "--lookup", "4"], signal.SIGTERM),
+        (["-m", "hf_speculate.tools.cli.main", "serve", "examples/pair/target", "--store", "STORE"], signal.SIGTERM),
     ],
 )
-def test_the_server_that_the_page_starts_answers_and_stops(words, stop):
+def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     names = ["--allowed-host", "name.example"] if stop == signal.SIGTERM else []
-    command = [sys.executable, *words, "--port", "0", *names]
+    store = tmp_path / "store.safetensors"
+    command = [sys.executable, *(str(store) if word == "STORE" else word for word in words), "--port", "0", *names]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         line = next((line for line in process.stderr if "target on http" in line), "")
@@ -154,4 +156,6 @@ def test_the_server_that_the_page_starts_answers_and_stops(words, stop):
     assert answer["choices"][0]["text"]
     assert answer["usage"]["speculation"]["rounds"] > 0
     assert process.returncode == 0
-    assert rest.splitlines()[-1] == "stopped"  # no traceback
+    remarks = rest.splitlines()
+    assert remarks[-1] == "stopped" or (remarks[-2] == "stopped" and "tokens of earlier outputs" in remarks[-1])
+    assert store.exists() is ("STORE" in words)

@@ -1,5 +1,6 @@
 """Every wrong call raises an error that names what is wrong, before any model runs."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +39,8 @@ def models():
     [
         *(({name: "magic"}, "got 'magic'") for name in CHOICES),
         *(({name: -1.0}, "got -1.0") for name in ("posterior_threshold", "posterior_alpha", "entropy_epsilon")),
-        *(({name: 0}, "got 0; leave") for name in ("num_assistant_tokens", "prompt_lookup_num_tokens")),
+        ({"num_assistant_tokens": -1}, "got -1; leave"),
+        ({"prompt_lookup_num_tokens": 0}, "got 0; leave"),
         *(({name: {}}, "got dict") for name in ("suffix_store", "speculation_stats")),
         ({"num_assistant_tokens": 129}, "got 129"),
         ({"assistant_confidence_threshold": 1.5}, "got 1.5"),
@@ -201,3 +203,17 @@ def test_triton_by_name_where_it_cannot_run(models, verifier, monkeypatch):
 def test_enabling_is_for_models_that_generate(function):
     with pytest.raises(UnsupportedModelError, match="must be a transformers model that can generate, got Linear"):
         function(torch.nn.Linear(1, 1))
+
+
+def test_a_mistyped_keyword_names_the_nearest():
+    target, _ = pair("llama")
+    for name, nearest in (
+        ("num_asistant_tokens", "num_assistant_tokens"),
+        ("asistant_model", "assistant_model"),
+        ("max_new_token", "max_new_tokens"),
+    ):
+        for decode in (target.generate, functools.partial(hf_speculate.generate, target)):
+            with pytest.raises(ConfigError, match=f"{name} must be .*; did you mean {nearest}\\?"):
+                decode(**ragged_prompts(1, seed=1), **{name: 3}, max_length=3)
+    with pytest.raises(ValueError, match="not used by the model"):
+        target.generate(**ragged_prompts(1, seed=1), something_else=3)

@@ -209,3 +209,15 @@ def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
     assert streamed.ids == ids[0].tolist()
     with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):
         hf_speculate.generate(make_small_model(len(tokenizer), seed=6), **inputs, **options)
+
+
+def test_zero_tokens_are_drafted_if_that_is_asked_for():
+    target, draft = pair("llama")
+    for source, own in (
+        (draft, {}),
+        (draft, {"prompt_lookup_num_tokens": 4}),
+        (None, {"prompt_lookup_num_tokens": 4}),
+        (draft, {"num_assistant_tokens_schedule": "heuristic"}),
+    ):
+        options = {"num_assistant_tokens": 0, "max_new_tokens": NUM_NEW, **own}
+        assert assert_decodes_as_plain(target, source, ragged_prompts(2, seed=5), **options).num_drafted == 0

@@ -236,7 +236,7 @@ class ContinuousDecoder:
 
     def _result(self, row: FinishedRow) -> RowResult:
         if row.error is None:
-            self._source.keep(row.token_ids)
+            self._source.keep_row(row.token_ids, lambda: self._prompts[row.row_id].token_ids)
         return RowResult(self._prompts.pop(row.row_id), *row[1:])
 
     def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> SpeculativeDecoder:

@@ -204,8 +204,8 @@ class HybridSource(DraftSource):
         model, settings = self.with_model.make_drafter(setup, runners, meet), self.lookup.suffix_settings(setup)
         return HybridDrafter(model, settings, setup.config.max_model_tokens, setup.device)
 
-    def keep(self, token_ids: Sequence[int]) -> None:
-        self.lookup.keep(token_ids)
+    def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
+        self.lookup.keep_row(token_ids, prompt_ids)
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HybridSource:

@@ -1,6 +1,6 @@
 """The source of prompt lookup with a suffix store, which also searches the outputs of earlier calls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -15,8 +15,8 @@ class StoredLookup(PromptLookup):
     def __init__(self, store: SuffixStore):
         self.store = store
 
-    def keep(self, token_ids: Sequence[int]) -> None:
-        self.store.add(token_ids)
+    def keep_row(self, token_ids: Sequence[int], prompt_ids: Callable[[], Sequence[int]]) -> None:
+        self.store.add_output(prompt_ids(), token_ids)
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> StoredLookup:

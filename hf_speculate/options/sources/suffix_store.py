@@ -1,74 +1,262 @@
 """Suffix store: the outputs of earlier calls, which prompt lookup searches too."""
 
+import copy
+import math
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.draft.suffix_index import MAX_TOKEN_BYTES, SEPARATOR, Proposal, SuffixIndex
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import is_int
+from hf_speculate.options.sources.store_file import StoredOutput, read_outputs, write_outputs
 
 MIN_BYTES = 1 << 20
 _CHUNK_TOKENS = 256  # appended between two looks at the size
+_PROMPT_TOKENS = 8  # last tokens of a prompt that are kept with its outputs, so that their beginning is found
+_KEY_BYTES = 2048  # bytes of the index of one key without its tokens, at most
+_ID_BYTES = 40  # bytes of an id in a key, at most
+_OUTPUT_BYTES = 192  # bytes of one output without its tokens, at most
+PromptKey = Callable[[list[int]], Hashable]
+
+
+class _Outputs:
+    """Outputs under one key."""
+
+    def __init__(self) -> None:
+        self.index = SuffixIndex()
+        self.begins: list[tuple[int, int]] = []  # number of each output in the store, and where it begins in the index
+        self.num_tokens = 0
+
+    def bytes_under(self, key: Hashable) -> int:
+        """Return the memory in use with a key, as an estimate that is not below it."""
+        num_ids = len(key) if isinstance(key, str | tuple) else 0
+        return self.index.num_bytes + _KEY_BYTES + _ID_BYTES * num_ids + _OUTPUT_BYTES * len(self.begins)
+
+    def extend(self, token_ids: "array[int]") -> None:
+        self.index.extend(token_ids)
+        self.num_tokens += len(token_ids) - token_ids.count(SEPARATOR)
+
+    def numbered(self) -> Iterator[tuple[int, list[int]]]:
+        """Return the number and the tokens of each output."""
+        token_ids = self.index.token_ids
+        ends = [begin for _, begin in self.begins[1:]] + [len(token_ids)]
+        for (number, begin), end in zip(self.begins, ends, strict=True):
+            yield number, [token for token in token_ids[begin:end] if token != SEPARATOR]
+
+
+class _Generation:
+    """Outputs that are dropped together."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Hashable, _Outputs] = {}
+        self.num_bytes = self.num_tokens = 0
+
+    def forget(self, key: Hashable) -> _Outputs:
+        """Take the outputs of a key away; new ones if there are none."""
+        outputs = self.by_key.pop(key, None)
+        if outputs is None:
+            return _Outputs()
+        self.num_bytes -= outputs.bytes_under(key)
+        self.num_tokens -= outputs.num_tokens
+        return outputs
+
+    def put(self, key: Hashable, outputs: _Outputs) -> None:
+        """Put the outputs of a key, which are there no more, back."""
+        self.by_key[key] = outputs
+        self.num_bytes += outputs.bytes_under(key)
+        self.num_tokens += outputs.num_tokens
+
+
+class _Memory:
+    """What all views of a store share."""
+
+    def __init__(self, max_bytes: int, max_tokens: int | None):
+        self.max_bytes, self.max_tokens = max_bytes, math.inf if max_tokens is None else max_tokens
+        self.lock = threading.Lock()  # guards what follows
+        self.newer, self.older, self.num_added = _Generation(), _Generation(), 0
+
+    def reset(self) -> None:
+        self.newer, self.older = _Generation(), _Generation()
+
+    def add(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        text, is_begin = array("i", [*token_ids, SEPARATOR]), True
+        for begin in range(0, len(text), _CHUNK_TOKENS):
+            chunk = text[begin : begin + _CHUNK_TOKENS]
+            if self._is_full(len(chunk)):
+                self.newer, self.older, is_begin = _Generation(), self.newer, True
+            # An interrupt leaves an index between two states, which must not be searched.
+            outputs = self.newer.forget(key)
+            if is_begin:
+                outputs.begins.append((self.num_added, len(outputs.index.token_ids)))
+                self.num_added, is_begin = self.num_added + 1, False
+            outputs.extend(chunk)
+            self.newer.put(key, outputs)
+
+    def _is_full(self, num_tokens: int) -> bool:
+        num_bytes = self.newer.num_bytes + num_tokens * MAX_TOKEN_BYTES + _KEY_BYTES
+        return num_bytes > self.max_bytes // 2 or self.newer.num_tokens + num_tokens > self.max_tokens // 2
 
 
 class SuffixStore:
     """Outputs of earlier calls, in bounded memory: `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`.
 
-    Every call that ends without an error adds the new tokens of its rows. When the bound is near, the older half is
+    Every call that ends without an error adds the new tokens of its rows. When a bound is near, the older half is
     dropped. One store serves one tokenizer; threads may share it.
+
+    With `key`, a row searches and extends the outputs of its own key alone: the rollouts of a prompt draft from each
+    other. `store.of(key)` is the same for a call whose prompts share a key.
 
     Args:
         max_bytes: memory that it may take, at least 1 MiB.
+        max_tokens: tokens that it may hold, at least 1,024; None for no other bound than `max_bytes`.
+        key: a function of a prompt's token ids, a list, such as `tuple`; it returns a key of strings, integers and
+            tuples of them. None for one key of all prompts.
+        tokenizer: of the texts; only `save` needs it.
 
     Raises:
-        ConfigError: `max_bytes` is too small or no int.
+        ConfigError: an argument has a wrong value.
     """
 
-    def __init__(self, max_bytes: int = 64 << 20):
+    def __init__(
+        self,
+        max_bytes: int = 64 << 20,
+        *,
+        max_tokens: int | None = None,
+        key: PromptKey | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
         if not is_int(max_bytes) or max_bytes < MIN_BYTES:
             raise ConfigError(f"max_bytes must be an int of at least {MIN_BYTES}, got {max_bytes!r}; leave it out")
-        self.max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._newer, self._older = SuffixIndex(), SuffixIndex()
+        if max_tokens is not None and (not is_int(max_tokens) or max_tokens < 4 * _CHUNK_TOKENS):
+            raise ConfigError(
+                f"max_tokens must be an int of at least {4 * _CHUNK_TOKENS}, got {max_tokens!r}; leave it out"
+            )
+        if key is not None and not callable(key):
+            raise ConfigError(f"key must be a function of token ids, got {type(key).__name__}; use store.of(key)")
+        self.max_bytes, self.max_tokens, self.tokenizer = max_bytes, max_tokens, tokenizer
+        self._key_of: PromptKey | None = key
+        self._key: Hashable = None  # key of all prompts
+        self._memory = _Memory(max_bytes, max_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SuffixStore":
         """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
         return self
 
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_bytes: int = 64 << 20,
+        max_tokens: int | None = None,
+        key: PromptKey | None = None,
+    ) -> "SuffixStore":
+        """Read a store that `save` wrote.
+
+        Args:
+            path: the file.
+            tokenizer: that of the store's texts.
+            max_bytes: as of a new store.
+            max_tokens: as of a new store.
+            key: the function with which the store was made.
+
+        Returns:
+            A store with the newest of the outputs that its bounds allow.
+
+        Raises:
+            ConfigError: the file is none of a store, or belongs to another tokenizer.
+        """
+        store = cls(max_bytes, max_tokens=max_tokens, key=key, tokenizer=tokenizer)
+        for output in read_outputs(Path(path), tokenizer):
+            store._memory.add(output.key, output.token_ids)
+        return store
+
     @property
     def num_bytes(self) -> int:
-        """Memory in use, as an estimate that is not below it."""
-        with self._lock:
-            return self._newer.num_bytes + self._older.num_bytes
+        """Memory in use, by all keys, as an estimate that is not below it."""
+        with self._memory.lock:
+            return self._memory.newer.num_bytes + self._memory.older.num_bytes
+
+    @property
+    def num_added(self) -> int:
+        """Number of outputs that were ever added, under all keys."""
+        return self._memory.num_added
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that can be found."""
-        with self._lock:
-            return sum(len(index.token_ids) - index.token_ids.count(SEPARATOR) for index in (self._newer, self._older))
+        """Tokens that can be found, under all keys."""
+        with self._memory.lock:
+            return self._memory.newer.num_tokens + self._memory.older.num_tokens
+
+    def of(self, key: Hashable) -> "SuffixStore":
+        """Return a view of the outputs under one key, which shares this store's memory.
+
+        Args:
+            key: of strings, integers and tuples of them.
+        """
+        view = copy.copy(self)
+        view._key, view._key_of = key, None
+        return view
+
+    def of_prompt(self, token_ids: Sequence[int]) -> "SuffixStore":
+        """Return the view that the row of a prompt searches and extends."""
+        return self if self._key_of is None else self.of(self._key_of(list(token_ids)))
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Remember a sequence of tokens."""
-        text = array("i", [*token_ids, SEPARATOR])
-        with self._lock:
-            for begin in range(0, len(text), _CHUNK_TOKENS):
-                if self._newer.num_bytes + _CHUNK_TOKENS * MAX_TOKEN_BYTES > self.max_bytes // 2:
-                    self._newer, self._older = SuffixIndex(), self._newer
-                # An interrupt leaves an index between two states, which must not be searched.
-                growing, self._newer = self._newer, SuffixIndex()
-                growing.extend(text[begin : begin + _CHUNK_TOKENS])
-                self._newer = growing
+        with self._memory.lock:
+            self._memory.add(self._key, token_ids)
+
+    def add_output(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Remember the output of a prompt, under a key with the end of the prompt."""
+        store = self.of_prompt(prompt_ids)
+        store.add(token_ids if store._key is None else [*prompt_ids[-_PROMPT_TOKENS:], *token_ids])
 
     def reset(self) -> None:
-        """Forget all sequences."""
-        with self._lock:
-            self._newer, self._older = SuffixIndex(), SuffixIndex()
+        """Forget all outputs; of a view, those under its key."""
+        with self._memory.lock:
+            if self._key is None:
+                self._memory.reset()
+                return
+            for generation in (self._memory.newer, self._memory.older):
+                generation.forget(self._key)
+
+    def save(self, path: str | Path) -> None:
+        """Write all outputs into a safetensors file, which is replaced as a whole.
+
+        Args:
+            path: the file, in a folder that exists.
+
+        Raises:
+            ConfigError: the store has no tokenizer, or a key cannot be written.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("tokenizer must be given to save a store, got None; pass it to SuffixStore")
+        with self._memory.lock:
+            numbered = [
+                (number, StoredOutput(key, ids))
+                for generation in (self._memory.older, self._memory.newer)
+                for key, outputs in generation.by_key.items()
+                for number, ids in outputs.numbered()
+            ]
+        write_outputs(Path(path), [output for _, output in sorted(numbered, key=_number_of)], self.tokenizer)
 
     def find(self, last: "array[int]", num: int) -> Proposal:
         """At most `num` tokens that followed the longest match of the `last` ones; the newer of two as long."""
-        with self._lock:
-            matches = [(index.find(last), index) for index in (self._newer, self._older)]
-            match, index = max(matches, key=lambda pair: pair[0].length)
-            return Proposal(match.length, index.continuation(match.end, num) if match.length else [])
+        memory = self._memory
+        with memory.lock:
+            proposal = Proposal(0, [])
+            for outputs in (memory.newer.by_key.get(self._key), memory.older.by_key.get(self._key)):
+                if outputs is not None and (match := outputs.index.find(last)).length > proposal.match_len:
+                    proposal = Proposal(match.length, outputs.index.continuation(match.end, num))
+            return proposal
+
+
+def _number_of(pair: tuple[int, StoredOutput]) -> int:
+    return pair[0]

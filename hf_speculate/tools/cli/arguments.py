@@ -10,16 +10,19 @@ from typing import Any, Literal, NamedTuple
 from transformers import GenerationConfig
 
 from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, nearest_name
 from hf_speculate.tools.bench.methods import SAMPLING_NAMES, parse_draft_len
-from hf_speculate.tools.cli.options import Drafting, Generation, Speculation
+from hf_speculate.tools.cli.options import Drafting, Generation, Speculation, Table, names_data_set
 from hf_speculate.tools.cli.transformers_fields import check_fields
-from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, read_json_lines, read_rows
+from hf_speculate.tools.dataset.rows import ROW_SETTINGS, Row, lines_of, read_rows, rows_of
+from hf_speculate.tools.dataset.tables import read_data_set
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = ("max_new_tokens", *SAMPLING_NAMES, "repetition_penalty")
 # Left out of `--set`: these have an option, or change what `generate()` returns, or how many rows.
 _OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
+_THEIRS = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _OTHERS
+SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names that `--set` takes
 
 
 class Decoding(NamedTuple):
@@ -63,15 +66,16 @@ def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any
     """Fields of `SpeculationConfig`, and of `GenerationConfig`, that `--set` names."""
     fields: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    theirs = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _OTHERS
     for setting in settings:
         name, equals, text = setting.partition("=")
         if name in {*_OWN_OPTIONS, "do_sample"}:
             raise ConfigError(f"--set must leave out what has an option, got {name}; use {_option(name)}")
-        if not equals or name not in {*PLAIN_NAMES, *theirs}:
+        if not equals or name not in SETTINGS:
+            nearest = nearest_name(name, SETTINGS - {name})
+            hint = f"did you mean {nearest}?" if nearest else "see the table of settings in the documentation"
             raise ConfigError(
                 "--set must be name=value with a plain field of SpeculationConfig or GenerationConfig, "
-                f"got {setting!r}; see the table of settings in the documentation"
+                f"got {setting!r}; {hint}"
             )
         try:
             value = json.loads(text)
@@ -112,12 +116,28 @@ def _decoded(content: bytes | str, source: str) -> str:
         raise ConfigError(f"prompts must be UTF-8, got other bytes in {source} ({error}); write it in UTF-8") from error
 
 
-def read_prompts(path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt") -> list[Row]:
-    """Read JSON lines if `path` is `.jsonl` or `-` (the standard input), or `text_as` is None; else text."""
+def read_prompts(
+    path: Path, *, text_as: Literal["prompt", "lines"] | None = "prompt", table: Table | None = None
+) -> list[Row]:
+    """Read prompts.
+
+    Args:
+        path: JSON lines if it is `.jsonl` or `-` (the standard input), or `text_as` is None; with a table also a data
+            set; else text.
+        text_as: how many prompts a text is.
+        table: options of data sets; None for a command that reads none.
+    """
+    if table is not None and names_data_set(path):
+        return read_data_set(path, table.column, table.split, table.subset)
+    if table is not None and (table.subset is not None or table.split != "train"):
+        raise ConfigError(f"--split and --subset must come with a data set on the Hub, got {path}; leave them out")
+    column = None if table is None else table.column
     if str(path) == "-":
-        return read_rows([value for _, value, _ in read_json_lines(sys.stdin.buffer, "standard input")])
+        return rows_of(lines_of(sys.stdin.buffer, "standard input"), column)
     if path.suffix == ".jsonl" or text_as is None:
-        return read_rows(path)
+        return read_rows(path, column)
+    if column is not None:
+        raise ConfigError(f"--column must come with JSON lines or a data set, got {path}; leave it out")
     content = _decoded(path.read_bytes(), str(path))
     texts = enumerate(content.split("\n") if text_as == "lines" else [content], 1)
     rows = [Row(number, text, source=f"{path.name}:{number}") for number, text in texts if text.strip()]

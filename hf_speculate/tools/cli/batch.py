@@ -11,18 +11,19 @@ from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, note, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Batch, Models, Ray
+from hf_speculate.tools.cli.store import lookup_of, open_store
 from hf_speculate.tools.dataset.decode import DatasetReport, decode_job
 from hf_speculate.tools.dataset.files import Job
 from hf_speculate.tools.dataset.on_ray import decode_on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
-from hf_speculate.tools.dataset.rows import Row, batches_of
+from hf_speculate.tools.dataset.rows import Row, batches_of, check_settings
 
 _LINE_EVERY_S = 60.0
 
 
 def run(options: Batch) -> int:
-    arguments, output, is_on_ray = arguments_of(options), options.output, options.engine == "ray"
+    arguments, output, is_on_ray = lookup_of(options) | arguments_of(options), options.output, options.engine == "ray"
     seed = arguments.pop("seed", None)
     on_ray_with = {field.name: value for field in fields(Ray) if (value := getattr(options, field.name)) is not None}
     if not is_on_ray:
@@ -30,7 +31,10 @@ def run(options: Batch) -> int:
             name = min(on_ray_with).replace("_", "-")
             raise ConfigError(f"--{name} must come with --engine ray, got --engine local; add --engine ray")
         check_device(options.device)  # with Ray, actors check their own machines
-    rows = read_prompts(options.prompts, text_as=None)
+    elif options.store is not None:
+        raise ConfigError("--store must come with --engine local, got --engine ray; leave one of them out")
+    rows = read_prompts(options.prompts, text_as=None, table=options)
+    check_settings(rows, options.sample, "add --sample")
     if output.exists() and options.prompts.exists() and output.samefile(options.prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
     identity = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
@@ -42,13 +46,14 @@ def run(options: Batch) -> int:
         )
     if ranks.state is not None and options.device == "auto":
         options = replace(options, device=str(ranks.state.device))
-    load = partial(make_decoder, options, arguments, options.chat)
+    stored: dict[str, Any] = {}  # arguments of `generate()` that no manifest holds
     progress = ProgressNotes(notes(), "loading", _LINE_EVERY_S)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
         return batches_of(left, options.rows, load_tokenizer(options), options.chat)
 
     def engine(batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin) -> Iterator[Decoded]:
+        load = partial(make_decoder, options, arguments | stored, options.chat)
         if is_on_ray:
             return decode_on_ray(load, batches, seed, **on_ray_with)
         return load().decode_all(batches, seed, on_begin, 0 if options.static_batches else options.rows)
@@ -58,7 +63,7 @@ def run(options: Batch) -> int:
             progress.show(report.num_finished, report.num_rows, "rows", _speed(report))
 
     try:
-        with progress.bar if ranks.is_main else nullcontext():
+        with open_store(options, is_main=ranks.is_main) as stored, progress.bar if ranks.is_main else nullcontext():
             report = decode_job(job, make_batches, engine, ranks, show)
     except KeyboardInterrupt:
         if ranks.is_main:

@@ -4,14 +4,16 @@ import json
 import pkgutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.text import Text
 
 from hf_speculate.tools.atomic_file import replace_file
+from hf_speculate.tools.cli.option_names import option_line
 
 OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 and the number of SIGINT
 
@@ -25,13 +27,22 @@ def note(text: str, style: str = "dim") -> None:
     notes().print(text, style=style, soft_wrap=True)
 
 
+class _TwoLines(Progress):
+    """Shows a bar, and below it a line of text, which a narrow terminal cuts."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            line = f"{task.description} {task.fields['numbers']}".rstrip()
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
 class ProgressNotes:
     """Shows progress as a bar on a terminal, otherwise as lines, at most one per `every_s` seconds."""
 
     def __init__(self, log: Console, task: str, every_s: float = 0.0, clock: Callable[[], float] = time.monotonic):
-        count, time_left = MofNCompleteColumn(), TimeRemainingColumn()
-        columns = ("{task.description}", BarColumn(), count, "{task.fields[numbers]}", time_left)
-        self.bar = Progress(*columns, console=log, transient=True, disable=not log.is_terminal)
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self.bar = _TwoLines(*columns, console=log, transient=True, disable=not log.is_terminal)
         self._task = self.bar.add_task(task, total=None, numbers="")
         self._log, self._every_s, self._clock = log, every_s, clock
         self._shown_s = clock()
@@ -55,6 +66,8 @@ def first_line(error: BaseException) -> str:
 
 def error_line(error: Exception, hint: str = "") -> str:
     """Describe an error in one line: an unexpected one with its type and the `hint`."""
+    if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's error of an unknown option
+        return option_line(error)
     format_message = getattr(error, "format_message", None)  # typer's and click's errors have it
     if callable(format_message):
         return " ".join(str(format_message()).split())

@@ -1,6 +1,7 @@
 """`hf-speculate generate` and `chat`: decode prompts and print tokens as they come."""
 
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -15,7 +16,11 @@ from hf_speculate.tools.cli.arguments import arguments_of, read_input, read_inpu
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, error_line, note, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
 from hf_speculate.tools.cli.options import ChatInTerminal, Generate
-from hf_speculate.tools.dataset.rows import Row, token_ids_of
+from hf_speculate.tools.dataset.rows import Row, check_settings, encode_rows, token_ids_of
+
+_EXITS = ("/exit", "/quit", "/bye")
+_COMMAND = re.compile(r"/[a-z?]+", re.IGNORECASE)  # with a space in front it is sent to the model
+_COMMANDS = "/clear starts over, /exit or Ctrl-D ends the chat, Ctrl-C ends an answer, /help shows this line"
 
 
 class _Printer(TextStreamer):
@@ -32,8 +37,9 @@ class _Printer(TextStreamer):
 
 def run(options: Generate) -> int:
     arguments, prompts, is_silent = arguments_of(options), _prompts(options), options.as_json
+    check_settings(prompts, options.sample, "add --sample")
     pair = load_pair(options)
-    all_ids = [token_ids_of(row, pair.tokenizer, options.chat) for row in prompts]
+    all_ids = encode_rows(prompts, pair.tokenizer, options.chat)
     results: list[dict[str, Any]] = []
     try:
         for row, token_ids in zip(prompts, all_ids, strict=True):
@@ -41,7 +47,8 @@ def run(options: Generate) -> int:
                 answer("")
             if len(prompts) > 1 and not is_silent:
                 note(f"prompt {row.key}:", style="bold")
-            fields, line = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
+            own = arguments | row.settings | ({"seed": seed} if (seed := row.extras.get("seed")) is not None else {})
+            fields, line = _decode(pair, token_ids, own, None if is_silent else _Printer(pair.tokenizer))
             results.append({"id": row.id, **fields})
             if is_silent:
                 answer(json.dumps(results[-1]))
@@ -67,10 +74,14 @@ def run_chat(options: ChatInTerminal) -> int:
         except ConfigError as error:  # the line is not UTF-8
             _note_failed_turn(error)
             continue
-        if line is None or line.strip() == "/exit":
+        command = "" if line is None else line.rstrip()
+        if line is None or command in _EXITS:
             return OK
-        if line.strip() == "/clear":
+        if command == "/clear":
             messages = list(start)
+            continue
+        if _COMMAND.fullmatch(command):
+            note(_COMMANDS if command == "/help" else f"no such command: {command}; {_COMMANDS}", style="")
             continue
         printer = _Printer(pair.tokenizer)
         try:
@@ -148,7 +159,7 @@ def _decode(
     num, text = len(new_ids), str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
     fields = {"text": text, "num_tokens": num, "seconds": seconds}
     line = f"{counted(num, 'token')} in {seconds:.1f} s, {num / seconds:.1f} tokens/s"
-    if not stats.num_rounds:
+    if not stats.num_drafted:
         return fields, f"{line}, nothing was drafted"
     length, rate = stats.mean_acceptance_length, stats.acceptance_rate
     line = f"{line}; mean acceptance length {length:.2f}, {rate:.0%} of drafted tokens accepted"

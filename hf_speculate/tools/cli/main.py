@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_debugged:
             raise
         note(f"hf-speculate: {error_line(error, f'{_DEBUG} prints the traceback')}", style="")
+        for line in getattr(error, "__notes__", ()):
+            note(f"hf-speculate: {line}", style="")
         return WRONG_USE
 
 

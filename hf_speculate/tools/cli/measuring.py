@@ -26,7 +26,7 @@ from hf_speculate.tools.cli.arguments import Decoding, decoding_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, ProgressNotes, answer, note, notes, write_json
 from hf_speculate.tools.cli.loading import load_pair, names_head
 from hf_speculate.tools.cli.options import Bench, Measurement, Tune
-from hf_speculate.tools.dataset.rows import token_ids_of
+from hf_speculate.tools.dataset.rows import encode_rows
 
 _SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
 _HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
@@ -123,13 +123,15 @@ def _load(
     options: Measurement, decoding: Decoding, fields: dict[str, Any]
 ) -> tuple[Decoder, list[Batch], dict[str, Any]]:
     """Read the prompts, then load the models; returns also the result's entries that are known by then."""
-    prompts = read_prompts(options.prompts, text_as="lines")
+    prompts = read_prompts(options.prompts, text_as="lines", table=options)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
         note(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used")
+    if ignored := sorted({name for prompt in prompts for name in prompt.settings}):
+        note(f"settings of single prompts are not used here, which would time other work: {', '.join(ignored)}")
     target, tokenizer, draft_arguments = load_pair(options)
-    token_ids = [token_ids_of(prompt, tokenizer, is_chat=options.chat) for prompt in prompts]
+    token_ids = encode_rows(prompts, tokenizer, is_chat=options.chat)
     categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, tokenizer.pad_token_id)
     batches = make_batches(token_ids, categories, pad_token_id, options.batch_size, target.device)
     dtype = str(target.dtype).removeprefix("torch.")

@@ -17,6 +17,16 @@ def _readable(path: Path | None) -> Path | None:
     return path
 
 
+def names_data_set(path: Path) -> bool:
+    """Return whether a path is that of a parquet file, or a name of the Hub, whose first part is no folder here."""
+    is_name = path.suffix not in (".json", ".jsonl", ".txt") and len(path.parts) == 2 and not path.is_absolute()
+    return path.suffix == ".parquet" or (is_name and not path.parent.exists())
+
+
+def _prompts(path: Path) -> Path | None:
+    return path if names_data_set(path) and path.suffix != ".parquet" else _readable(path)
+
+
 def _writable(path: Path | None) -> Path | None:
     if path is not None and not path.resolve().parent.is_dir():
         raise typer.BadParameter(f"the folder of {path} must exist, got none; create it, or name another file")
@@ -27,13 +37,16 @@ _models = partial(typer.Option, rich_help_panel="Models")
 _generation = partial(typer.Option, rich_help_panel="Generation")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
 _draft_lens = partial(_speculation, "--num-assistant-tokens", "-k")
+_data = partial(typer.Option, rich_help_panel="Data")
 _ray = partial(typer.Option, rich_help_panel="Ray")
 _output = partial(typer.Option, dir_okay=False, callback=_writable)  # checked before models are loaded
 
 Prompts = Annotated[
     Path,
     typer.Argument(
-        callback=_readable, help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -."
+        callback=_prompts,
+        help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, -, a .parquet file, or a data "
+        "set of the Hub by its name.",
     ),
 ]
 Lookup = Annotated[int | None, _speculation(help="Tokens to copy per round from earlier text (prompt lookup).")]
@@ -99,10 +112,41 @@ class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
         _draft_lens(
-            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16.", show_default="adaptive"
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16; 0 drafts none.",
+            show_default="adaptive",
         ),
     ] = None
     lookup: Lookup = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Options of commands that read prompts from a data set."""
+
+    column: Annotated[
+        str | None,
+        _data(help="Column, or field of a JSON line, with the prompt: a text, a chat or turns.", show_default="prompt"),
+    ] = None
+    split: Annotated[str, _data(help="Split of a data set on the Hub.")] = "train"
+    subset: Annotated[str | None, _data(help="Subset of a data set on the Hub.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModels(Drafting, Models):
+    """Options of commands that keep their outputs for later runs."""
+
+    store: Annotated[
+        Path | None,
+        _speculation(
+            dir_okay=False,
+            callback=_writable,
+            help="File with outputs of earlier runs, from which --lookup (10 if it is left out) copies too; written at "
+            "the end.",
+        ),
+    ] = None
+    store_tokens: Annotated[
+        int, _speculation(min=1024, help="Tokens that this file holds at most; the oldest half goes first.")
+    ] = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +182,7 @@ class Generate(Speculation):
 class ChatInTerminal(Speculation):
     """Chat with a model in the terminal.
 
-    Ctrl-C ends an answer. /clear starts over, /exit or Ctrl-D ends the chat.
+    Ctrl-C ends an answer. /clear starts over, /exit, /quit or Ctrl-D ends the chat, /help lists these commands.
     """
 
     system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None
@@ -155,7 +199,7 @@ class Ray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Ray, Speculation):
+class Batch(Ray, Table, StoredModels, Speculation):
     """Decode a file of prompts into a file of results; an interrupted run resumes.
 
     `accelerate launch` and `torchrun` split the prompts over their processes.
@@ -181,7 +225,7 @@ class Batch(Ray, Speculation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement(Generation, Models):
+class Measurement(Table, Generation, Models):
     """Options of commands that measure several methods."""
 
     prompts: Prompts
@@ -254,7 +298,7 @@ class Check(Models):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(Drafting, Models):
+class Serve(StoredModels):
     """Answer requests in OpenAI's format over HTTP, several at once.
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health. Sampling settings come with each request.

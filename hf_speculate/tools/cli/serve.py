@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from hf_speculate.errors import ConfigError, import_extra
@@ -13,6 +13,7 @@ from hf_speculate.tools.cli.arguments import drafting_of
 from hf_speculate.tools.cli.console import OK, note
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Serve
+from hf_speculate.tools.cli.store import lookup_of, open_store
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.response_format import GrammarLimits
 
@@ -20,23 +21,25 @@ _GRACE_S = 10  # that requests in flight have after Ctrl-C or SIGTERM
 
 
 def run(options: Serve) -> int:
-    fields = drafting_of(options)
+    fields = lookup_of(options) | drafting_of(options)
 
     def load() -> Engine:
+        stored = closing.enter_context(open_store(options))
         pair, name = load_pair(options), options.name or options.target
         grammars = GrammarLimits(options.grammar_seconds, options.max_schema_bytes, options.grammar_memory_bytes)
         return Engine(
             pair.target,
             pair.tokenizer,
             name,
-            pair.arguments | fields,
+            pair.arguments | fields | stored,
             num_rows=options.rows,
             max_queued=options.max_queued,
             max_cache_tokens=options.max_cache_tokens,
             grammar_limits=grammars,
         )
 
-    return serve(load, options.host, options.port, options.allowed_hosts or ())
+    with ExitStack() as closing:
+        return serve(load, options.host, options.port, options.allowed_hosts or ())
 
 
 def serve(load: Callable[[], Engine], host: str, port: int, allowed_hosts: Collection[str] = ()) -> int:

@@ -17,7 +17,7 @@ from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.tools.dataset.files import Job, append_json, ids_in
 from hf_speculate.tools.dataset.ranks import Ranks, check_model, find_ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
-from hf_speculate.tools.dataset.rows import Row, batches_of, read_rows
+from hf_speculate.tools.dataset.rows import Row, batches_of, check_settings, read_rows
 
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # decodes batches with a seed
@@ -157,6 +157,7 @@ def decode_dataset(
     model, rows = unwrapped(model), read_rows(prompts)
     integer("at least 1", 1, math.inf, "leave it out for 8")("batch_size", batch_size)
     decoder = RowDecoder(model, tokenizer, {"max_new_tokens": max_new_tokens, **arguments}, is_chat)
+    check_settings(rows, decoder.samples, "pass do_sample=True")
     ranks = find_ranks(is_cpu=model.device.type == "cpu")
     check_model(model, ranks)
     settings = {"target": _described(model), "is_chat": is_chat, **_described(decoder.arguments)}

@@ -13,7 +13,6 @@ from hf_speculate.errors import ConfigError, SpeculateError, counted, import_ext
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 
-_PACKAGE = "ray[data]"
 _UNITS = 10_000  # per resource: Ray counts in these units
 
 
@@ -82,7 +81,7 @@ class _Worker:
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         rows = [Row(**fields) for fields in json.loads(str(block["rows"][0]))]
         try:
-            ray = import_extra("ray", "ray", _PACKAGE)
+            ray = import_extra("ray", "ray")
             if ray.get(self.attempts.begin.remote(rows[0].key)) > self.num_attempts:
                 keys = ", ".join(row.key for row in rows[:3])
                 raise ConfigError(
@@ -97,8 +96,8 @@ class _Worker:
 
 def _connected(address: str | None) -> Any:
     """Ray, connected to a cluster, without usage reports."""
-    ray = import_extra("ray", "ray", _PACKAGE)
-    import_extra("ray.data", "ray", _PACKAGE)
+    ray = import_extra("ray", "ray")
+    import_extra("ray.data", "ray")
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:

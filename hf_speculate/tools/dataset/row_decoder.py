@@ -132,6 +132,11 @@ class RowDecoder:
             )
         self._verifier()
 
+    @property
+    def samples(self) -> bool:
+        """Whether rows are sampled, by the arguments or the model's generation config."""
+        return bool(self._setting("do_sample"))
+
     def decode_all(
         self, batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin, num_refilled: int
     ) -> Iterator[Decoded]:
@@ -257,7 +262,7 @@ class RowDecoder:
 
     def _verifier(self) -> dict[str, str]:
         """The verifier that samples with a seed per row if there is no draft source."""
-        if not self._setting("do_sample"):
+        if not self.samples:
             return {}
         set_fields = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}
         passed = fields_of(self.arguments.get("generation_config"))

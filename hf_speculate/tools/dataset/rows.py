@@ -12,12 +12,13 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, counted
 from hf_speculate.field_checks import Check, integer, is_list, real
 
 PROMPT_NAMES = ("messages", "prompt", "text", "turns")  # the first of "turns" is the prompt, as in Spec-Bench's files
 ID_NAMES = ("id", "question_id")
 RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result that no extra field may have
+_MAX_NOTES = 19  # errors that are shown after the first
 _LEFT_OUT = "leave it out for the run's own"
 _FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
 _POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf, _LEFT_OUT)
@@ -41,6 +42,34 @@ ROW_SETTINGS: dict[str, Check] = {
     "repetition_penalty": _POSITIVE,
     "no_repeat_ngram_size": _FROM_0,
 }
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # of a row, that only sampling reads
+
+
+class Problems:
+    """Collects the errors of entries that are read one by one: `with problems: read(entry)`."""
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, ConfigError):
+            self._errors.append(error)
+            return True
+        return False
+
+    def check(self) -> None:
+        """Raise the first error, with the other ones as its notes."""
+        if not self._errors:
+            return
+        first, *others = self._errors
+        for error in others[:_MAX_NOTES]:
+            first.add_note(str(error))
+        if len(others) > _MAX_NOTES:
+            first.add_note(f"and {counted(len(others) - _MAX_NOTES, 'further error')}")
+        raise first
 
 
 @dataclass(frozen=True)
@@ -68,38 +97,59 @@ class Row:
         return str(self.extras.get("category", ""))
 
 
-def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
-    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id."""
+def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: str | None = None) -> list[Row]:
+    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id.
+
+    `column` names the field of the prompt; None for the known names.
+    """
     if isinstance(prompts, str | Path):
         path = Path(prompts)
         if not path.is_file():
             raise ConfigError(f"the file of prompts must exist, got {path}; write one JSON object per line into it")
-        entries = read_json_lines(path.read_bytes().split(b"\n"), path.name)
+        entries = lines_of(path.read_bytes().split(b"\n"), path.name)
     else:
         entries = ((number, entry, f"prompt {number}") for number, entry in enumerate(prompts, 1))
+    return rows_of(entries, column)
+
+
+def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) -> list[Row]:
+    """Make rows of numbers, values and sources; a value in bytes is a line of JSON.
+
+    Raises:
+        ConfigError: entries are invalid; the error's notes name those after the first.
+    """
     rows: dict[str, Row] = {}
+    problems = Problems()
     for number, entry, source in entries:
-        row = _row_of(entry, number, source)
-        if row.key in rows:
-            where = f"{rows[row.key].source} and at {source}"
-            raise ConfigError(f"ids must be unique, got {row.key!r} at {where}; give each prompt its own id, or none")
-        rows[row.key] = row
+        with problems:
+            value = _decoded(entry, source) if isinstance(entry, bytes) else entry
+            row = _row_of(value if column is None else entry_of(value, column, source), number, source)
+            if (earlier := rows.setdefault(row.key, row)) is not row:
+                where = f"{earlier.source} and at {source}"
+                raise ConfigError(
+                    f"ids must be unique, got {row.key!r} at {where}; give each prompt its own id, or none"
+                )
+    problems.check()
     if not rows:
         raise ConfigError("there must be at least one prompt, got none; write one JSON object per line")
     return list(rows.values())
 
 
-def read_json_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Any, str]]:
-    """Number, JSON value and source of each line that is not blank."""
+def lines_of(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes, str]]:
+    """Number, content and source of each line that is not blank."""
     for number, marked_line in enumerate(lines, 1):
-        source, line = f"{name}:{number}", marked_line.removeprefix(codecs.BOM_UTF8)
+        line = marked_line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
-            try:
-                yield number, json.loads(line), source
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"each line must be JSON in UTF-8, got {error} at {source}; write one object per line"
-                ) from None
+            yield number, line, f"{name}:{number}"
+
+
+def _decoded(line: bytes, source: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"each line must be JSON in UTF-8, got {error} at {source}; write one object per line"
+        ) from None
 
 
 def digest_of(rows: Sequence[Row]) -> str:
@@ -112,6 +162,22 @@ def digest_of(rows: Sequence[Row]) -> str:
 
 def _encoded(row: Row) -> bytes:
     return json.dumps([row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True).encode()
+
+
+def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
+    """Return an entry whose prompt is a field of a record, without fields that are named as prompts or results.
+
+    Raises:
+        ConfigError: the record has no such field.
+    """
+    names = list(record) if isinstance(record, Mapping) else []
+    if column not in names:
+        hint = f"choose one of {', '.join(names)}" if names else "write objects with that field"
+        raise ConfigError(f"--column must name a field with the prompt, got {column!r} at {source}; {hint}")
+    taken, value = {*PROMPT_NAMES, *RESULT_NAMES, column} - {"id"}, record[column]
+    fields = {name: field for name, field in record.items() if name not in taken}
+    is_chat = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    return {"messages" if is_chat else "turns" if isinstance(value, list) else "prompt": value, **fields}
 
 
 def _row_of(entry: Any, number: int, source: str) -> Row:
@@ -176,13 +242,46 @@ def token_ids_of(
     return list(encoded["input_ids"])
 
 
+def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[list[int]]:
+    """Token ids of each row.
+
+    Raises:
+        ConfigError: rows have no token, or fit no chat template; the error's notes name those after the first.
+    """
+    problems, encoded = Problems(), []
+    for row in rows:
+        with problems:
+            encoded.append(token_ids_of(row, tokenizer, is_chat))
+    problems.check()
+    return encoded
+
+
+def check_settings(rows: Sequence[Row], do_sample: bool, hint: str) -> None:
+    """Check that rows set nothing that greedy decoding does not read.
+
+    Raises:
+        ConfigError: they do; the error's notes name those after the first.
+    """
+    problems = Problems()
+    for row in rows if not do_sample else ():
+        for name in SAMPLING_SETTINGS:
+            with problems:
+                if name in row.settings:
+                    raise ConfigError(
+                        f"{name} of a prompt must come with sampling, got {row.settings[name]} with greedy decoding at "
+                        f"{row.source}; {hint}, or leave {name} out"
+                    )
+    problems.check()
+
+
 def batches_of(
     rows: Sequence[Row], batch_size: int, tokenizer: PreTrainedTokenizerBase, is_chat: bool
 ) -> list[list[Row]]:
     """Group rows of equal settings by length, longest first: a batch that does not fit into memory fails at once."""
     batches: list[list[Row]] = []
     filling: dict[str, list[Row]] = {}  # the batch with room, by settings
-    for row in sorted(rows, key=lambda row: -len(token_ids_of(row, tokenizer, is_chat))):
+    pairs = zip(rows, map(len, encode_rows(rows, tokenizer, is_chat)), strict=True)
+    for row, _ in sorted(pairs, key=lambda pair: -pair[1]):
         batch = filling.get(repr(row.settings))
         if batch is None or len(batch) == batch_size:
             batch = filling[repr(row.settings)] = []

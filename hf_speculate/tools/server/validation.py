@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hf_speculate.errors import nearest_name
 from hf_speculate.tools.server.errors import RequestError
 
 
@@ -35,7 +36,9 @@ def invalid_field(
         values = " or ".join(map(json.dumps, neutral.get(name, ())))
         if values:
             return RequestError(f"{name} must be {values}, got {got}; other values are not supported", name)
-        return RequestError(f"{name} must be left out, got {got}; this endpoint has no such field", name)
+        nearest = nearest_name(name, fields)
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        return RequestError(f"{name} must be left out, got {got}; this endpoint has no such field{hint}", name)
     reasons = [each["msg"].removeprefix("Input should be ") for each in errors if _path(each["loc"], fields) == name]
     needed = ", or ".join(dict.fromkeys(reasons))
     return RequestError(f"{name or 'the body'} must be {needed}, got {got}", name or None)

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 
 import pytest
 from rich.console import Console
@@ -55,12 +56,46 @@ def test_a_file_of_the_user_stays_alone(folder, tmp_path, capsys):
     }
 
 
+def test_a_store_carries_outputs_from_run_to_run(folder, tmp_path, capsys):
+    write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    store, lines, texts = tmp_path / "store.safetensors", [], []
+    for run in range(2):
+        output = tmp_path / f"out{run}.jsonl"
+        words = [word for word in batch_words(folder, output, "--store", str(store)) if word != "-d"]
+        words.remove(str(folder / "draft"))
+        assert main([*words, "--set", "num_assistant_tokens_schedule=constant"]) == 0
+        lines.append(capsys.readouterr().err)
+        texts.append({key: ends_of(line) for key, line in results_in(output).items()})
+    assert texts[0] == texts[1]
+    assert f"tokens of earlier outputs in {store}" in lines[0].replace("\n", "")
+    lengths = [float(re.search(r"mean acceptance length (\d+\.\d+)", " ".join(text.split()))[1]) for text in lines]
+    assert lengths[1] > lengths[0] + 0.5
+    store.write_bytes(b"something else")
+    assert main(words) == 2
+    assert "a suffix store must be in" in capsys.readouterr().err
+    assert main(batch_words(folder, output, "--store", str(store), "--engine", "ray")) == 2
+    assert "--store must come with --engine local, got --engine ray" in capsys.readouterr().err
+
+
 def test_lines_come_at_most_once_in_a_while():
     log = Console(file=io.StringIO())
     notes = ProgressNotes(log, "loading", every_s=60, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
     for num_done in (1, 2, 3):
         notes.show(num_done, 8, "rows", "10 tokens/s")
     assert log.file.getvalue() == "2/8 rows 10 tokens/s\n"
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_bar_keeps_count_and_time_left_on_a_narrow_terminal(width):
+    screen = io.StringIO()
+    notes = ProgressNotes(Console(file=screen, force_terminal=True, width=width, color_system=None), "loading")
+    with notes.bar:
+        notes.show(500, 1000, "rows", f"123.4 tokens/s{', and much more' * 9}")
+        notes.bar.refresh()
+    lines = screen.getvalue().split("\n")
+    bar, line = next((first, second) for first, second in itertools.pairwise(lines) if "500/1000" in first)
+    assert "━━━━" in bar and "-:--:--" in bar
+    assert "rows 123.4 tokens/s" in line and "…" in line
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -62,7 +62,7 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         (["bench", "nosuch", "{folder}/latin.txt", "-d", "no"], "prompts must be UTF-8, got other bytes in "),
         (["batch", "nosuch", "{folder}/bad.jsonl", "-o", "{out}/x.jsonl"], "at bad.jsonl:2"),
         ([*BATCH[:3], "-o", "{folder}/prompts.jsonl"], "the output must not be the file of prompts"),
-        (["serve", "nosuch", "-k", "0"], "num_assistant_tokens"),
+        (["serve", "nosuch", "-k", "129"], "num_assistant_tokens"),
         (["serve", "nosuch", "--port", "0"], "a causal language model must be in a folder"),
         (["serve", "nosuch", "--host", "203.0.113.1"], "--host and --port must be free on this machine"),
         # of options
@@ -99,6 +99,15 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         ([*TUNE, "-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
         # words that are no command
         (["chek"], "No such command 'chek'"),
+        ([*GENERATE, "--assistant-model", "x"], "No such option: --assistant-model; did you mean --draft?"),
+        ([*GENERATE, "--assistant_model=x"], "No such option: --assistant_model; did you mean --draft?"),
+        ([*BENCH, "--prompt-lookup-num-tokens", "4"], "did you mean --lookup?"),
+        (["serve", "nosuch", "--batch-size", "4"], "No such option: --batch-size; did you mean --rows?"),
+        ([*GENERATE, "--min-p", "0.1"], "No such option: --min-p; did you mean --set min_p=VALUE?"),
+        ([*GENERATE, "--top_k", "4"], "No such option: --top_k; did you mean --top-k?"),
+        ([*GENERATE, "--max-new-token", "4"], "did you mean --max-new-tokens?"),
+        ([*GENERATE, "--zzz"], "No such option: --zzz; see --help"),
+        ([*GENERATE, "--set", "min_pp=0.1"], "got 'min_pp=0.1'; did you mean min_p?"),
         ([*BATCH, "--engine", "spark"], "'spark' is not one of 'local', 'ray'"),
         # models that cannot be read
         (["generate", "{folder}/no-tokenizer", "x", *CPU], "a tokenizer must be in a folder, or on the Hub"),
@@ -108,6 +117,27 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
 )
 def test_a_command_that_cannot_be_is_one_line(words, message, refused):
     assert message in refused(words)
+
+
+def test_every_invalid_line_is_named(folder, tmp_path, capsys):
+    lines = ['{"id": 1}', '"good"', "{", '{"prompt": "a", "top_k": -1}', '{"prompt": "b", "id": 2}']
+    for values, named in (
+        (lines, [":1; write", ":3; write", ":4; leave", ":2 and at p.jsonl:5; give"]),
+        (["{"] * 30, [*(f":{number};" for number in range(1, 21)), "and 10 further errors"]),
+        (['{"prompt": "a", "temperature": 0.7, "top_p": 0.9}', '{"prompt": "b", "min_p": 0.1}'], [":1", ":1", ":2"]),
+    ):
+        (tmp_path / "p.jsonl").write_text("\n".join(values))
+        assert main(["batch", "nosuch", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
+        shown = capsys.readouterr().err.splitlines()
+        assert len(shown) == len(named)
+        assert all(part in line and line.startswith("hf-speculate: ") for part, line in zip(named, shown, strict=True))
+    assert "temperature of a prompt must come with sampling, got 0.7 with greedy decoding at p.jsonl:1" in shown[0]
+    assert shown[0].endswith("; add --sample, or leave temperature out")
+    (tmp_path / "p.jsonl").write_text('""\n"good"\n""\n')
+    words = ["batch", str(folder / "target"), str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "out.jsonl"), *CPU]
+    assert main(words) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("none at ")[2] for line in shown] == [f"p.jsonl:{num}; leave the row out" for num in (1, 3)]
 
 
 def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, capsys):
@@ -121,7 +151,9 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
 
 def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
-    assert "uvicorn must be installed for this, got none; run pip install" in refused(["serve", "nosuch"])
+    assert 'uvicorn must be installed for this, got none; run pip install "hf-speculate[serve]", or pip install' in (
+        refused(["serve", "nosuch"])
+    )
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "accelerate", None)
         assert "accelerate must be installed for this" in refused(["generate", "nosuch", "x", "--device", "map"])

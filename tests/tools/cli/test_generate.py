@@ -178,6 +178,24 @@ def test_chat_points_to_clear_once_the_context_is_full(tmp_path, monkeypatch, ca
     assert "context of 64 tokens is full; /clear starts over" in err
 
 
+def test_chat_sends_no_command_to_the_model(tmp_path, monkeypatch, capsys):
+    save_chat_model(tmp_path)
+    lens = chat(tmp_path, b"/help\n/hlep\n /help\n/etc/hosts\n/quit \nleft\n", monkeypatch)
+    assert len(lens) == 2 and lens[0] == len("[ /help]") + 8
+    notes = capsys.readouterr().err
+    assert "no such command: /hlep; /clear starts over" in notes
+    assert notes.count("/exit or Ctrl-D ends the chat") == 2
+
+
+def test_settings_of_lines_count_for_their_prompt(tmp_path, capsys):
+    lines = [{"prompt": PROMPTS[0], "max_new_tokens": 3}, {"prompt": PROMPTS[0]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["generate", TARGET, "-f", str(tmp_path / "p.jsonl"), "--json", *COMMON, "-k", "0", "-d", DRAFT]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["num_tokens"] for line in out.splitlines()] == [3, NUM_TOKENS]
+    assert "nothing was drafted" in err
+
+
 def test_chat_reads_past_a_line_of_other_bytes(tmp_path, monkeypatch, capsys):
     save_chat_model(tmp_path)
     typed = "\ufeffä\n".encode() + b"\xe4\n" + "ö\r\n".encode()

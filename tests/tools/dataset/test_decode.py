@@ -226,7 +226,8 @@ OWN = [
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
 def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
-    lines = [{"id": f"r{row}", "prompt": text, **OWN[row % 5]} for row, text in enumerate(TEXTS)]
+    own = OWN if options["do_sample"] else [settings for settings in OWN if "temperature" not in settings]
+    lines = [{"id": f"r{row}", "prompt": text, **own[row % len(own)]} for row, text in enumerate(TEXTS)]
     reports, options = [], {"batch_size": 3, "is_ordered": True, **options}
     for is_static in (True, False):
         report, _ = decode(tmp_path / str(is_static), lines, static_batches=is_static, **options)
@@ -236,6 +237,14 @@ def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(optio
     assert reports[0] == reports[1]
     assert reports[0][0]["num_tokens"] <= 3
     assert any(line["text"].endswith(tuple(LETTERS[1:12])) for line in reports[0] if "stop_strings" in line)
+
+
+def test_settings_of_sampling_need_sampling(tmp_path):
+    lines = [{"prompt": "b", "temperature": 0.5}]
+    with pytest.raises(ConfigError, match=r"temperature of a prompt must come with sampling, .*; pass do_sample=True"):
+        decode(tmp_path, lines)
+    with pytest.raises(ConfigError, match=r"got 0\.5 with greedy decoding at prompt 1"):
+        decode(tmp_path, lines, do_sample=False)
 
 
 @hf_speculate.register_row_wise

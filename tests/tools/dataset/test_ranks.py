@@ -83,7 +83,7 @@ def test_several_ranks_need_accelerate_and_whole_models(monkeypatch):
         check_model(SimpleNamespace(tp_size=2), Ranks(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(MissingExtraError, match='pip install "accelerate", or'):
+    with pytest.raises(MissingExtraError, match=r'run pip install "hf-speculate\[ranks\]", or'):
         find_ranks()
 
 

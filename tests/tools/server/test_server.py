@@ -131,7 +131,12 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, engine, monkey
         ({"stop": 17 * ["a"]}, 400, "stop", "stop must be up to 16 strings"),
         ({"messages": [called("{")]}, 400, "messages", "arguments of tool_calls must be JSON, got '{'"),
         ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
-        ({"temprature": 1}, 400, "temprature", "temprature must be left out, got 1; this endpoint has no such field"),
+        (
+            {"temprature": 1},
+            400,
+            "temprature",
+            "temprature must be left out, got 1; this endpoint has no such field; did you mean temperature?",
+        ),
         ({"max_tokens": 0}, 400, "max_tokens", "max_tokens must be greater than or equal to 1, got 0"),
         ({"messages": None}, 400, "messages", "messages must be a valid array, got None"),
         ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "messages.0.content must be given"),

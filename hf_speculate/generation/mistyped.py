@@ -1,0 +1,35 @@
+"""Names the argument of `generate()` that a mistyped one stands for."""
+
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from transformers import GenerationConfig, GenerationMixin
+
+from hf_speculate.config import FIELD_NAMES
+from hf_speculate.draft.source import SOURCES
+from hf_speculate.errors import ConfigError, SpeculateError, nearest_name
+
+ARGUMENTS = {
+    *FIELD_NAMES,
+    *filter(str.isidentifier, SOURCES),
+    *(name for name in vars(GenerationConfig()) if not name.startswith("_")),
+    *inspect.signature(GenerationMixin.generate).parameters,
+} - {"self", "kwargs"}
+
+
+@contextmanager
+def name_mistyped(keywords: Collection[str]) -> Iterator[None]:
+    """Raise a `ConfigError` with the nearest argument where transformers refuses a keyword that it does not know."""
+    try:
+        yield
+    except SpeculateError:
+        raise
+    except ValueError as error:
+        for name in keywords:
+            nearest = None if name in ARGUMENTS else nearest_name(name, ARGUMENTS)
+            if nearest is not None and repr(name) in str(error):
+                raise ConfigError(
+                    f"{name} must be an argument of generate(), got an unknown one; did you mean {nearest}?"
+                ) from error
+        raise
