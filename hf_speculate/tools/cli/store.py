@@ -22,12 +22,13 @@ def open_store(options: StoredModels, is_main: bool = True) -> Iterator[dict[str
     if options.store is None:
         yield {}
         return
-    bounds = {"max_tokens": options.store_tokens, "max_bytes": max(options.store_tokens * _BYTES_PER_TOKEN, 1 << 20)}
+    max_tokens = options.store_tokens
+    max_bytes = max(max_tokens * _BYTES_PER_TOKEN, 1 << 20)
     tokenizer = load_tokenizer(options)
     if options.store.exists():
-        store = SuffixStore.load(options.store, tokenizer, **bounds)
+        store = SuffixStore.load(options.store, tokenizer, max_tokens=max_tokens, max_bytes=max_bytes)
     else:
-        store = SuffixStore(tokenizer=tokenizer, **bounds)
+        store = SuffixStore(max_bytes, max_tokens=max_tokens, tokenizer=tokenizer)
     num_added = store.num_added
     try:
         yield {"suffix_store": store}
