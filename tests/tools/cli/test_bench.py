@@ -132,7 +132,8 @@ def test_the_winner_is_written_and_nothing_if_plain_decoding_wins(questions, tmp
 
     @functools.wraps(generate)
     def timed(model, **arguments):
-        config = getattr(arguments.get("custom_generate"), "config", None)  # none in plain decoding
+        request = getattr(arguments.get("custom_generate"), "request", None)  # none in plain decoding
+        config = request and request.config
         now[0] += seconds.get(config and (config.posterior_threshold, config.num_assistant_tokens), 1.0)
         return generate(model, **arguments)
 
