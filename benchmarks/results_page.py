@@ -25,6 +25,7 @@ import round_counts
 import row_memory
 import scaling
 import suffix
+import ten_tasks
 import throughput
 import warpers
 from _harness import RESULTS, ROOT, markdown, read_results, source_hash
@@ -49,6 +50,7 @@ SECTIONS = (
     Section("End to end", end_to_end.NAME, end_to_end.table),
     Section("Never slower", never_slower.NAME, never_slower.table),
     Section("Real models", real_models.NAME, real_models.table),
+    Section("Ten tasks", ten_tasks.NAME, ten_tasks.table),
     Section("Scaling", scaling.NAME, scaling.table),
     Section("Overhead", overhead.NAME, overhead.table),
     Section("Counts of a round on a GPU", round_counts.NAME, round_counts.table),

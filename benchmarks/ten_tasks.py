@@ -71,12 +71,13 @@ def measure(max_new_tokens: int, seed: int) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Speed over plain decoding of each task, and geometric means."""
+    """Speed over plain decoding of each task, and geometric means, as Markdown."""
     columns = {"tokens": lambda row: row["max_new_tokens"], "task": lambda row: row["task"]}
     for name in METHODS:
         if name != PLAIN:
             columns[name] = lambda row, name=name: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["speed"][name])
-    return markdown(columns, content["rows"])
+    lines = "\n".join(f"- {line.strip()}" for line in summary(content["rows"]))
+    return f"{markdown(columns, content['rows'])}\n\n{lines}"
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
@@ -137,7 +138,6 @@ def main() -> None:
         ]
     path = write_results(NAME, args, rows, args.results)
     print(table({"rows": rows}))
-    print("\n".join(summary(rows)))
     print(f"written to {path}")
 
 
