@@ -33,7 +33,7 @@ def write_outputs(path: Path, outputs: Sequence[StoredOutput], tokenizer: PreTra
     places: dict[Hashable, int] = {}
     keys = [places.setdefault(output.key, len(places)) for output in outputs]
     names = json.dumps([_as_json(key) for key in places]).encode()
-    tensors = {
+    tensors: dict[str, Any] = {
         "token_ids": np.array([token for output in outputs for token in output.token_ids], dtype=np.int32),
         "lens": np.array([len(output.token_ids) for output in outputs], dtype=np.int64),
         "keys": np.array(keys, dtype=np.int64),

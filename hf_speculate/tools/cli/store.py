@@ -22,7 +22,10 @@ def open_store(options: StoredModels, is_main: bool = True) -> Iterator[dict[str
     if options.store is None:
         yield {}
         return
-    bounds = {"max_tokens": options.store_tokens, "max_bytes": max(options.store_tokens * _BYTES_PER_TOKEN, 1 << 20)}
+    bounds: dict[str, Any] = {
+        "max_tokens": options.store_tokens,
+        "max_bytes": max(options.store_tokens * _BYTES_PER_TOKEN, 1 << 20),
+    }
     tokenizer = load_tokenizer(options)
     if options.store.exists():
         store = SuffixStore.load(options.store, tokenizer, **bounds)

@@ -102,6 +102,7 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: s
 
     `column` names the field of the prompt; None for the known names.
     """
+    entries: Iterable[tuple[int, Any, str]]
     if isinstance(prompts, str | Path):
         path = Path(prompts)
         if not path.is_file():
