@@ -102,7 +102,7 @@ def plain_method(do_sample: bool) -> Method:
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
     """Assisted generation of transformers with its defaults, and with the first constant draft length."""
     compared = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
-    constant = [draft_len for draft_len in lens if not draft_len.is_adaptive]
+    constant = [draft_len for draft_len in lens if not draft_len.is_adaptive and draft_len.num]
     return compared + [
         Method(f"transformers, {draft_len.label}", TRANSFORMERS, draft_len.fields, do_sample)
         for draft_len in constant[:1]

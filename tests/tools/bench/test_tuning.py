@@ -36,7 +36,7 @@ def test_rules_numbers_and_thresholds_are_read():
     assert lens[2].fields == {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "adaptive"}
     assert (parse_thresholds("0.05,0.2"), parse_thresholds("")) == ([0.05, 0.2], [])
     bad = {parse_rule: ["", "agreement", "agreement<=0.9", "drop>=0.9", "exact,drop=0.1", "drop=1e", "drop=-1"]}
-    for parse, texts in (bad | {parse_draft_lens: ["", "5:6", "adaptive:-1"], parse_thresholds: ["x", "1.5"]}).items():
+    for parse, texts in (bad | {parse_draft_lens: ["", "5:6", "adaptive:129"], parse_thresholds: ["x", "1.5"]}).items():
         for text in texts:
             with pytest.raises(ConfigError):
                 parse(text)
