@@ -26,7 +26,7 @@ class CachedDraft(NamedTuple):
     """The states that a draft cache holds after a draft that was not fed to it, or not in every row."""
 
     num_ahead: int  # tokens past each row's sequence; negative: tokens of the sequence that the cache lacks
-    is_own: Sequence[bool]  # [B] rows whose drafted tokens the cache holds
+    is_own: Sequence[bool]  # [B] rows whose drafted tokens the cache holds; those of others were proposed at no cost
 
 
 class DraftOut(NamedTuple):

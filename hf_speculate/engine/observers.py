@@ -35,7 +35,7 @@ class Observer:
         """Called after the last round, with the new tokens of the longest row and the seconds since the last record."""
 
 
-class Progress:
+class ReplacedSteps:
     """Counts the plain steps that rounds have replaced, by the live row that is furthest behind.
 
     Plain decoding adds a token to every live row in a step, so it needs as many steps as that row has tokens. A step
@@ -137,7 +137,7 @@ class StatsObserver(Observer):
     remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None  # called with the plain steps at the end
 
     def __post_init__(self) -> None:
-        self._progress = Progress(self.keeps_rows)
+        self._progress = ReplacedSteps(self.keeps_rows)
         self._fastest_s: dict[int, float] = {}  # seconds of rounds with drafts, drafting left out, by number of rows
 
     @classmethod

@@ -29,7 +29,7 @@ from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.models.wrapper_probe import HandedOn
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.processors.registry import lock_step_reason
+from hf_speculate.processors.registry import unfit_reason
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import traits_of
@@ -256,7 +256,7 @@ def _lock_step_reason(call: Call, draft: PreTrainedModel | None, goes_on: bool, 
     """Why all rows must advance together; empty if they need not."""
     foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
-        return f"lock step, {lock_step_reason(foreign)}"
+        return f"lock step, {unfit_reason(foreign)}"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
     is_deep = any(call.cache.is_sliding) or is_recurrent(call.cache)
     if goes_on and ends_apart and call.is_cache_kept and is_deep:

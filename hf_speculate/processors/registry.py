@@ -182,7 +182,7 @@ def is_registered(obj: object) -> bool:
     return type(obj) in _REGISTERED
 
 
-def lock_step_reason(foreign: Sequence[object]) -> str:
+def unfit_reason(foreign: Sequence[object]) -> str:
     """Why processors and criteria that do not fit into a block do not, and what the user can do about it."""
     known = [
         f"{name_of(processor)}: {NOT_ROW_WISE[type(processor)]}"

@@ -5,7 +5,7 @@ tokens are worth more than what the verification gets longer. A model or head dr
 the rest of the call soonest, the reading of its prompt included. Where no K does, it is tried after
 4, 8, ... 256 plain steps, which are counted across calls.
 
-One account over all calls of a type bounds what drafting may lose: at most `INCOME` of the counted
+One account over all calls of a type bounds what drafting may lose: at most `LOSS_SHARE` of the counted
 seconds plus `MAX_LOSS` plain steps. A round counts as at most twice the seconds that were expected
 of it, and reading a prompt as no more than expected, so pauses of the process and the first forwards
 of a compiled size lie outside. A plain step counts as it was last measured.
@@ -21,7 +21,7 @@ from hf_speculate.schedule.costs import TUNING as COST_TUNING
 from hf_speculate.schedule.free import FIRST_PACE, best_width, row_worths
 from hf_speculate.schedule.memory import FIRST_WAIT, ScheduleMemory
 
-INCOME = 0.02  # share of the counted seconds that drafting may lose in the long run
+LOSS_SHARE = 0.02  # share of the counted seconds that drafting may lose in the long run
 MAX_LOSS = 24.0  # plain steps that it may lose beyond that
 MAX_GAIN = 96.0  # plain steps of past gains that count at most: they pay for reading long prompts
 
@@ -227,7 +227,7 @@ class AdaptiveSchedule(Schedule):
         else:
             pace = 1.0
         memory.pace += TUNING.pace_weight * (pace - memory.pace)
-        memory.account = min(memory.account + gained + INCOME * took, MAX_GAIN)
+        memory.account = min(memory.account + gained + LOSS_SHARE * took, MAX_GAIN)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:
         """Return the plain steps that a round has replaced: of the longest row, or of all in the mean."""

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from hf_speculate.config import DEFAULT_MAX_ASSISTANT_TOKENS
 from hf_speculate.model_state import model_state
 from hf_speculate.schedule.acceptance import Acceptance
 from hf_speculate.schedule.base import DraftPrior
@@ -27,7 +28,7 @@ class ScheduleMemory:
     def __init__(
         self,
         prior: DraftPrior | None = None,
-        max_draft_tokens: int = 10,
+        max_draft_tokens: int = DEFAULT_MAX_ASSISTANT_TOKENS,
         sizes: tuple[int, ...] | None = None,
     ) -> None:
         self.lock = threading.Lock()
