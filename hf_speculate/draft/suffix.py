@@ -18,6 +18,7 @@ from hf_speculate.draft.acceptance_rates import (
 )
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, Proposal, SuffixIndex, TextStore
+from hf_speculate.errors import ConfigError
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import CachedDraft, DraftOut
@@ -124,7 +125,7 @@ class SuffixDrafter(PerRow, Drafter):
         return self.cut_proposal(request.num_draft_tokens)
 
     def is_callers(self, error: Exception) -> bool:
-        return False
+        return isinstance(error, ConfigError)  # of the caller's function of a store's keys
 
     def _find(self, row: RowText) -> Proposal:
         """Return the tokens after the longest match, in the row itself or in the store if longer."""

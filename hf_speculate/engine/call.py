@@ -86,7 +86,7 @@ class Prompts:
         ids: list[int] = self.input_ids[row, self.num_pads[row] :].tolist()
         return ids
 
-    @property
+    @cached_property
     def num_pads(self) -> list[int]:
         """[B] columns of padding before each row."""
         mask = self.text_mask

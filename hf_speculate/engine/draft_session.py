@@ -259,9 +259,8 @@ class DraftSession(PerRow):
         """Draft the chosen K tokens per row at most, and no more than `room` [B] of each."""
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
         num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0
-        if num_draft_tokens and not self._is_joint:
-            self._make_room(batch, num_draft_tokens, room)
-        if not num_draft_tokens or not self._rows:
+        has_room = self._is_joint or not num_draft_tokens or self._make_room(batch, num_draft_tokens, room)
+        if not num_draft_tokens or not self._rows or not has_room:
             return batch.no_draft()
         if self.faults.is_pending:
             self.faults.meet()
@@ -414,10 +413,13 @@ class DraftSession(PerRow):
         """Whether the row with the least room bounds the drafts of all rows, past which the drafter would fail."""
         return not self.rows_may_leave and (self.drafter.shares_columns or self.drafter.counts_padding)
 
-    def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> None:
-        """Let rows leave the drafter whose columns would count for others with room for more drafts."""
+    def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> bool:
+        """Let rows leave the drafter whose columns would count for others; return whether a row stays.
+
+        If none does, rows that have waited may have taken their places. They have room from the next round on.
+        """
         if not self.drafter.shares_columns:
-            return
+            return True
         live = [(number, row) for number, row in enumerate(self._rows) if not batch.is_finished[row.index]]
         kept = [number for number, row in live if room[row.index] >= num_draft_tokens]
         if len(kept) < len(live):
@@ -425,7 +427,8 @@ class DraftSession(PerRow):
         if len(kept) < len(self._rows):
             self._keep(kept)
             row_indices = {row.index for row in self._rows}
-            self.is_served = [index in row_indices for index in range(batch.num_rows)]
+            self.is_served = [bool(kept) and index in row_indices for index in range(batch.num_rows)]
+        return bool(kept)
 
     def _end_full_rows(self, batch: Batch) -> None:
         """Say that rows are past the context, and draft no more if no row can be drafted for."""

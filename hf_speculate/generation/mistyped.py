@@ -8,7 +8,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.source import SOURCES
-from hf_speculate.errors import ConfigError, SpeculateError, nearest_name
+from hf_speculate.errors import ConfigError, nearest_name
 
 ARGUMENTS = {
     *FIELD_NAMES,
@@ -17,16 +17,17 @@ ARGUMENTS = {
     *inspect.signature(GenerationMixin.generate).parameters,
 } - {"self", "kwargs"}
 
+_REFUSAL = "The following `model_kwargs` are not used by the model"  # of transformers, which lists the names
+
 
 @contextmanager
 def name_mistyped(keywords: Collection[str]) -> Iterator[None]:
     """Raise a `ConfigError` with the nearest argument where transformers refuses a keyword that it does not know."""
     try:
         yield
-    except SpeculateError:
-        raise
     except ValueError as error:
-        for name in keywords:
+        is_refusal = type(error) is ValueError and str(error).startswith(_REFUSAL)
+        for name in keywords if is_refusal else ():
             nearest = None if name in ARGUMENTS else nearest_name(name, ARGUMENTS)
             if nearest is not None and repr(name) in str(error):
                 raise ConfigError(

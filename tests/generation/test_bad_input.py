@@ -217,3 +217,17 @@ def test_a_mistyped_keyword_names_the_nearest():
                 decode(**ragged_prompts(1, seed=1), **{name: 3}, max_length=3)
     with pytest.raises(ValueError, match="not used by the model"):
         target.generate(**ragged_prompts(1, seed=1), something_else=3)
+
+
+@pytest.mark.fallback("lock step", "gains nothing")
+def test_an_error_of_the_users_own_code_is_raised_as_it_is():
+    class OwnError(ValueError):
+        pass
+
+    def refuse(input_ids, scores):
+        raise OwnError("bad 'input_ids'")
+
+    target, draft = pair("llama")
+    for arguments in ({}, {"assistant_model": draft}):
+        with pytest.raises(OwnError, match="bad 'input_ids'"):
+            target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, logits_processor=[refuse], **arguments)

@@ -58,7 +58,7 @@ class ContinuousDecoder:
         self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
         self._on_logits = LogitsObserver(self._prompts)
         self._num_begun = 0
-        self._source: DraftSource = CONTINUOUS  # source of the latest rows
+        self._sources: dict[int, DraftSource] = {}  # source of each row, by row id
 
     @property
     def num_live(self) -> int:
@@ -235,9 +235,10 @@ class ContinuousDecoder:
         return isinstance(error, BadLogitsError) or not isinstance(error, SpeculateError)
 
     def _result(self, row: FinishedRow) -> RowResult:
+        source, prompt = self._sources.pop(row.row_id, CONTINUOUS), self._prompts.pop(row.row_id)
         if row.error is None:
-            self._source.keep_row(row.token_ids, lambda: self._prompts[row.row_id].token_ids)
-        return RowResult(self._prompts.pop(row.row_id), *row[1:])
+            source.keep_row(row.token_ids, lambda: prompt.token_ids)
+        return RowResult(prompt, *row[1:])
 
     def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> SpeculativeDecoder:
         """The decoder of prompts with equal arguments, left-padded; long ones may be read in chunks."""
@@ -254,7 +255,7 @@ class ContinuousDecoder:
         if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
         decoder = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._source = decoder.plan.source
+        self._sources |= dict.fromkeys(range(first_row, self._num_begun), decoder.plan.source)
         return decoder
 
 

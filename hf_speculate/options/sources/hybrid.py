@@ -113,7 +113,7 @@ class HybridDrafter(PerRow, Drafter):
         return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
     def is_callers(self, error: Exception) -> bool:
-        return self.model.is_callers(error)
+        return self.matches.is_callers(error) or self.model.is_callers(error)
 
     def has_numbers(self) -> Tensor | None:
         return self.model.has_numbers()

@@ -205,8 +205,22 @@ class SuffixStore:
         return view
 
     def of_prompt(self, token_ids: Sequence[int]) -> "SuffixStore":
-        """Return the view that the row of a prompt searches and extends."""
-        return self if self._key_of is None else self.of(self._key_of(list(token_ids)))
+        """Return the view that the row of a prompt searches and extends.
+
+        Raises:
+            ConfigError: the function of the keys fails, or returns what has no hash.
+        """
+        if self._key_of is None:
+            return self
+        try:
+            key = self._key_of(list(token_ids))
+            hash(key)
+        except Exception as error:
+            raise ConfigError(
+                f"key must return a hashable value for the ids of a prompt, got {type(error).__name__}: {error}; "
+                "return a number, a text or a tuple"
+            ) from error
+        return self.of(key)
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Remember a sequence of tokens."""

@@ -13,6 +13,7 @@ from hf_speculate import generate, register_row_wise
 from hf_speculate.errors import BadLogitsError, UnsupportedGenerationError
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.options.sources.suffix_store import SuffixStore
 from tests.cases import new_pair, pair
 from tests.support.tiny import cheaper_copy
 
@@ -271,3 +272,12 @@ def test_many_rows_leave_nothing_behind():
             sizes.append(len(gc.get_objects()))
     # samples differ by the rows in flight; half is about a hundred rows later
     assert max(sizes[4:]) <= max(sizes[:4]) + 50, sizes
+
+
+def test_outputs_are_kept_under_the_key_of_their_row():
+    store = SuffixStore()
+    prompts = [
+        RowPrompt([3, 4, 5], arguments={"max_new_tokens": 4, "suffix_store": store.of(name)}, key=name) for name in "ab"
+    ]
+    decoded(pair("llama")[0], prompts, prompt_lookup_num_tokens=3)
+    assert [store.of(name).num_tokens > 0 for name in "ab"] == [True, True]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import hf_speculate
 from hf_speculate.draft.suffix_index import SuffixIndex
 from hf_speculate.errors import ConfigError
 from hf_speculate.options.sources.suffix_store import MIN_BYTES, SuffixStore
@@ -117,6 +118,16 @@ def test_rows_of_a_batch_draft_from_the_outputs_of_their_prompt():
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     own = {"suffix_store": store.of("elsewhere"), **options}
     assert assert_decodes_as_plain(pair("llama")[0], None, alone, **own).num_batch_rounds > second.num_batch_rounds
+
+
+@pytest.mark.parametrize("key", [lambda ids: ids, lambda ids: 1 / 0])
+def test_a_key_that_fails_ends_the_call_before_it_decodes(key):
+    store, stats = SuffixStore(key=key), hf_speculate.SpeculationStats()
+    with pytest.raises(ConfigError, match="key must return a hashable value"):
+        pair("llama")[0].generate(
+            **ragged_prompts(1, seed=5), **LOOKUP, suffix_store=store, max_new_tokens=3, speculation_stats=stats
+        )
+    assert not stats.fallbacks
 
 
 TOKENIZER = letters_tokenizer("abcdefghij", pad_token="a", eos_token="b")
