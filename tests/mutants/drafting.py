@@ -17,7 +17,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/draft/suffix.py", "draft/test_suffix.py options/sources/test_suffix_store.py"): {
             "drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
-            "padding is part of the text": Fault("row.extend(ids[num:])", "row.extend(ids)"),
+            "padding is part of the text": Fault("[ids[num:] for ids, num in zip(", "[ids for ids, num in zip("),
             "a row that drafts nothing learns nothing": Fault("if agrees:", "if len(agrees) > 1:"),
             "finished rows draft": Fault("self._find(row) if ids else NO_PROPOSAL", "self._find(row)"),
             "rows are not compacted": Fault('("texts", "_num_pads")', '("_num_pads",)'),
