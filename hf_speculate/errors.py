@@ -50,12 +50,12 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things in words: "1 row", "2 rows"."""
+    """Return a number of things in words: "1 row", "2 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shown(names: Collection[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and how many more there are."""
     first = ", ".join(sorted(names)[:_NUM_NAMED])
     return first if len(names) <= _NUM_NAMED else f"{first} and {len(names) - _NUM_NAMED} more"
 

@@ -123,7 +123,7 @@ class AssistantModel(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """The source of `assistant_model`: a model, its name or wrapper, or an object that names another source."""
+    """Return the source of `assistant_model`: a model, its name or wrapper, or an object that names another source."""
     assistant, name = unwrapped(values["assistant_model"], "assistant_model"), ""
     if isinstance(assistant, str | Path):
         name = str(assistant)
@@ -136,7 +136,7 @@ def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSour
 
 
 def variant_of(assistant: Any) -> str | None:
-    """The entry of `VARIANTS` that an object names, or a model's type; None for other models."""
+    """Return the entry of `VARIANTS` that an object names, or a model's type; None for other models."""
     model_type = getattr(getattr(assistant, "config", None), "model_type", None)
     variant: str | None = getattr(assistant, "draft_source", model_type if model_type in VARIANTS else None)
     return variant
@@ -148,7 +148,7 @@ def map_vocabularies(
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> VocabMapping | None:
-    """The vocabulary mapping from the draft to the target; None if both share a vocabulary.
+    """Return the vocabulary mapping from the draft to the target; None if both share a vocabulary.
 
     Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
     given, it is looked up in local files under its model's `name_or_path`.
@@ -197,7 +197,7 @@ def _eos_ids(model: PreTrainedModel) -> set[int]:
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a model in local files; None where there is none that loads."""
+    """Return the tokenizer that lies beside a model in local files; None where there is none that loads."""
     try:
         return _load_tokenizer(name) if name else None
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):  # what transformers may raise

@@ -175,7 +175,7 @@ class CustomSource(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """The source of `drafter`; a factory may name another one, as a draft head does."""
+    """Return the source of `drafter`; a factory may name another one, as a draft head does."""
     factory = values["drafter"]
     variant = getattr(factory, "draft_source", None)
     source: DraftSource = CustomSource(factory) if variant is None else load_entry(VARIANTS[variant])(target, values)

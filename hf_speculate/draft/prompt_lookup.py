@@ -58,7 +58,7 @@ class PromptLookup(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> DraftSource:
-    """The source of `prompt_lookup_num_tokens`; with a `suffix_store`, it searches earlier calls too."""
+    """Return the source of `prompt_lookup_num_tokens`; with a `suffix_store`, it searches earlier calls too."""
     if values.get("suffix_store") is None:
         return PromptLookup()
     source: DraftSource = load_entry(VARIANTS["suffix_store"])(target, values)

@@ -73,7 +73,7 @@ class DraftSource:
     reads_outputs = ""  # why the states come from the output of an eager forward; empty if they are captured
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """The settings of a call that drafts with it; an error if they cannot be combined with it."""
+        """Return the settings of a call that drafts with it; an error if they cannot be combined with it."""
         return config
 
     def resolve(self, target: PreTrainedModel, arguments: Mapping[str, Any]) -> "DraftSource":
@@ -81,7 +81,7 @@ class DraftSource:
         return self
 
     def without_model(self) -> "DraftSource":
-        """The source that drafts if the model cannot, or gains nothing."""
+        """Return the source that drafts if the model cannot, or gains nothing."""
         return self
 
     def begin(self, setup: DrafterSetup) -> "DraftSource":
@@ -89,7 +89,7 @@ class DraftSource:
         return self
 
     def samples(self, config: SpeculationConfig, do_sample: bool) -> bool:
-        """Whether drafts are sampled; if not, they are point masses."""
+        """Return whether drafts are sampled; if not, they are point masses."""
         return do_sample and config.draft_sampling == "sample"
 
     def history_key(self) -> HistoryKey:
@@ -128,7 +128,7 @@ class FactorySource(DraftSource):
     drafter: Drafter
 
     def start(self, setup: DrafterSetup) -> Drafter:
-        """The drafter of one run, see `begin`."""
+        """Return the drafter of one run, see `begin`."""
         raise NotImplementedError
 
     def begin(self, setup: DrafterSetup) -> "DraftSource":
@@ -164,7 +164,7 @@ def find_source(
 
 
 def source_values(values: Mapping[str, Any], config: SpeculationConfig) -> dict[str, Any]:
-    """The arguments of a call by name, settings included."""
+    """Return the arguments of a call by name, settings included."""
     return {**values, **{name: getattr(config, name) for name in FIELD_NAMES}}
 
 
@@ -185,23 +185,23 @@ def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) 
 def make_source(
     key: str, target: PreTrainedModel, values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES
 ) -> Any:
-    """The source of an entry; None if the entry leaves the call to transformers."""
+    """Return the source of an entry; None if the entry leaves the call to transformers."""
     return load_entry(sources[key])(target, values)
 
 
 def load_entry(entry: str) -> Any:
-    """The function that an entry of a table names."""
+    """Return the function that an entry of a table names."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name or "make_source")
 
 
 def hint_of(argument: str) -> str:
-    """The hint of an error: how to decode without an argument."""
+    """Return the hint of an error: how to decode without an argument."""
     return f"leave {argument} out to decode without speculation"
 
 
 def qualified_name(factory: object) -> str:
-    """The qualified name of a function or class, or of an object's class; of a partial function's function."""
+    """Return the qualified name of a function or class, or of an object's class; of a partial function's function."""
     while isinstance(factory, partial):
         factory = factory.func
     named = factory if hasattr(factory, "__qualname__") else type(factory)

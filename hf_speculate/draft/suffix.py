@@ -125,7 +125,7 @@ class SuffixDrafter(PerRow, Drafter):
         return self.cut_proposal(request.num_draft_tokens)
 
     def is_callers(self, error: Exception) -> bool:
-        return isinstance(error, ConfigError)  # of the caller's function of a store's keys
+        return isinstance(error, ConfigError)  # raised for the caller's function of a store's keys
 
     def _find(self, row: RowText) -> Proposal:
         """Return the tokens after the longest match, in the row itself or in the store if longer."""
@@ -154,7 +154,7 @@ def not_fed(query_token_ids: Tensor) -> CachedDraft:
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
-    """A draft [B, K] from lists of tokens; shorter rows are padded with token 0, which does not count."""
+    """Return a draft [B, K] from lists of tokens; shorter rows are padded with token 0, which does not count."""
     lens = list(map(len, proposals))
     rows = [ids + [0] * (max(lens) - len(ids)) for ids in proposals]
     if device.type == "cpu":  # numpy reads short lists in a third of torch.tensor()'s time

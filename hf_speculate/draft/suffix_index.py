@@ -33,7 +33,7 @@ class TextStore(Protocol):
     """Sequences of earlier calls."""
 
     def of_prompt(self, token_ids: Sequence[int]) -> "TextStore":
-        """The sequences that the row of a prompt searches."""
+        """Return the sequences that the row of a prompt searches."""
 
     def find(self, last: "array[int]", num: int) -> Proposal:
         """At most `num` tokens that followed the longest match of the `last` ones."""
@@ -93,7 +93,7 @@ class SuffixIndex:
         return Match(length, match_end)
 
     def continuation(self, end: int, num: int) -> list[int]:
-        """The `num` tokens, or fewer, after the first `end` ones, up to a separator."""
+        """Return the `num` tokens, or fewer, after the first `end` ones, up to a separator."""
         token_ids = self.token_ids[end : end + num].tolist()
         return token_ids[: token_ids.index(SEPARATOR)] if SEPARATOR in token_ids else token_ids
 

@@ -76,7 +76,7 @@ class TokenChooser(PerRow):
             self.history.append(kept.token_ids.to(self._device), kept.num_emitted.tolist())
 
     def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundDraft":
-        """The draft of one round, of K tokens at most."""
+        """Return the draft of one round, of K tokens at most."""
         if sample_strategy is SampleStrategy.GREEDY or keys is None:
             return RoundDraft(self, None, num_tokens)
         on_device = NoiseKeys(*(part.to(self._device) for part in keys))
@@ -146,7 +146,7 @@ class RoundDraft:
             self.choose(logits[:, step])
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
-        """The draft on a device; `most` [B] int32 bounds the tokens that count. The history forgets them."""
+        """Return the draft on a device; `most` [B] int32 bounds the tokens that count. The history forgets them."""
         token_ids, logits, logsumexp = joined(self.tokens.chosen)
         token_ids = token_ids[:, : self._num_tokens]
         lens, num = self.tokens.lens(token_ids), token_ids.shape[1]

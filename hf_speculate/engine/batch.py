@@ -55,7 +55,7 @@ class Batch(PerRow):
 
     @classmethod
     def of(cls, plan: Plan) -> "Batch":
-        """The rows of a planned call, before the first forward."""
+        """Return the rows of a planned call, before the first forward."""
         call, config, num_rows = plan.call, plan.config, plan.call.batch_size
         seeds = config.row_seeds(num_rows, call.do_sample).to(call.prompts.input_ids.device)
         rest = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.row_lists.first_row
@@ -87,7 +87,7 @@ class Batch(PerRow):
         return NoiseKeys(self.seeds, self._rounds[self.num_rounds], positions)
 
     def no_draft(self) -> DraftOut:
-        """A draft of no tokens: scoring it is a plain decoding step."""
+        """Return a draft of no tokens: scoring it is a plain decoding step."""
         device = self.tokens.token_ids.device
         empty = torch.zeros(self.num_rows, 0, dtype=torch.int64, device=device)
         return DraftOut(empty, torch.zeros(self.num_rows, dtype=torch.int32, device=device), None, None)
@@ -108,7 +108,7 @@ class Batch(PerRow):
         self.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
 
     def selected(self, indices: Sequence[int]) -> "Batch":
-        """A copy of the rows `indices`; this batch stays as it is."""
+        """Return a copy of the rows `indices`; this batch stays as it is."""
         twin = copy.copy(self)
         is_host = self.host_tokens is self.tokens
         twin.tokens = self.tokens.copy()

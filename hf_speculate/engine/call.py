@@ -34,11 +34,11 @@ class RowLists:
     first_row = 0  # number of the first output row
 
     def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
-        """The logits processors of so many rows."""
+        """Return the logits processors of so many rows."""
         return processors
 
     def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
-        """The stopping criteria of so many rows, which end at `max_length` columns."""
+        """Return the stopping criteria of so many rows, which end at `max_length` columns."""
         return criteria
 
 
@@ -46,7 +46,7 @@ ONE_CALL = RowLists()
 
 
 def refilled_rows(first_row: int) -> RowLists:
-    """What makes the lists of a call whose rows leave; `first_row` is the number of its first one."""
+    """Return what makes the lists of a call whose rows leave; `first_row` is the number of its first one."""
     lists: RowLists = importlib.import_module(_REFILLED_ROWS).RefilledRows(first_row)
     return lists
 
@@ -101,7 +101,7 @@ class Call:
     """A prepared call: what is asked for. What is done is in its `Plan`, the source and the settings too."""
 
     target: PreTrainedModel
-    source: DraftSource  # what is to draft
+    source: DraftSource  # the drafts' source
     config: SpeculationConfig  # resolved settings
     generation_config: GenerationConfig  # as transformers has prepared it
     prompts: Prompts
@@ -115,7 +115,7 @@ class Call:
     model_kwargs: Mapping[str, Any]  # further arguments of the target's forwards, as transformers has prepared them
     inputs_tensor: Tensor | None  # the main input, an encoder's for example, before it was read
     is_static_named: bool  # whether the call names or passes a static cache
-    target_inputs: ExtraInputs  # what the target reads besides tokens
+    target_inputs: ExtraInputs  # read by the target besides tokens
     draft_inputs: ExtraInputs  # the same of the draft model
     ranks: Ranks  # the processes that decode the call together
     row_lists: RowLists  # whether rows leave, so that others may join

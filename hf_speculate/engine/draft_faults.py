@@ -36,7 +36,7 @@ class DraftFaults:
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "DraftFaults":
-        """The faults of a planned call; all errors are the caller's until the drafter says which are."""
+        """Return the faults of a planned call; all errors are the caller's until the drafter says which are."""
         device = (plan.draft or plan.target).device
         return cls(stats, f"the drafter ({plan.source.description})", device, lambda error: True, plan.call.ranks)
 
@@ -83,7 +83,7 @@ class DraftFaults:
 
 
 def is_of_device(error: Exception, device: torch.device) -> bool:
-    """Whether an error has left a device unable to do anything more; waits for what the device has to do."""
+    """Return whether an error has left a device unable to do anything more; waits for what the device has to do."""
     if isinstance(error, _OF_DEVICES):
         return True
     if device.type != "cuda":

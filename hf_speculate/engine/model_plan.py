@@ -24,7 +24,7 @@ class ModelPlan(NamedTuple):
     request: CacheRequest  # the states that its KV cache begins with, and what is asked of them
     cache_kind: str  # "dynamic", "preallocated" or "hybrid"
     cache_reason: str  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
-    inputs: ExtraInputs  # what the model reads besides tokens
+    inputs: ExtraInputs  # read by the model besides tokens
     eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
     ungraphed: str = ""  # why it cannot run from graphs, if the call says so
 

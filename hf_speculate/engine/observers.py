@@ -55,7 +55,7 @@ class ReplacedSteps:
     def advance(
         self, row_ids: Sequence[int], num_emitted: Sequence[int], num_left: Sequence[int], num_rows: int
     ) -> list[int]:
-        """The number of rows of each plain step that a round has replaced; at least one step.
+        """Return the number of rows of each plain step that a round has replaced; at least one step.
 
         Args:
             row_ids: [N] rows that were live.
@@ -87,11 +87,11 @@ class PlainSteps:
 
     @classmethod
     def of(cls, model: nn.Module) -> "PlainSteps":
-        """The plain steps of a target."""
+        """Return the plain steps of a target."""
         return model_state(model).get(cls, cls)
 
     def get(self, call_type: Hashable) -> dict[int, list[float]]:
-        """A copy of the seconds of a type's steps by number of rows, the newest last."""
+        """Return a copy of the seconds of a type's steps by number of rows, the newest last."""
         with self._lock:
             return {num_rows: list(seconds) for num_rows, seconds in self._by_type.get(call_type, {}).items()}
 
@@ -142,7 +142,7 @@ class StatsObserver(Observer):
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "StatsObserver":
-        """The statistics of a planned call, which know the plain steps of earlier calls of its type."""
+        """Return the statistics of a planned call, which know the plain steps of earlier calls of its type."""
         call_type, steps = call_type_of(plan), PlainSteps.of(plan.target.model)
         stats.earlier_plain_step_s_by_rows = steps.get(call_type)
         return cls(
@@ -206,7 +206,7 @@ class StatsObserver(Observer):
 
 
 def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError]]:
-    """The rows whose last token was sampled from logits that define no distribution, with the errors."""
+    """Return the rows whose last token was sampled from logits that define no distribution, with the errors."""
     for row in record.live_rows if record.verified.status & BAD_LOGITS else ():
         num = record.trimmed.num_emitted[row]
         if not num or num < len(record.verified.new_ids[row]):
@@ -289,7 +289,7 @@ class CallbackObserver(Observer):
 
 
 def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
-    """The observers of a planned call that no other part of its decoder is."""
+    """Return the observers of a planned call that no other part of its decoder is."""
     call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
     observers.append(StatsObserver.of(plan, stats))

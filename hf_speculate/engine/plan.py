@@ -47,9 +47,9 @@ class Plan:
     """The decisions of a call."""
 
     call: Call
-    source: DraftSource  # what drafts, once it has begun
+    source: DraftSource  # the drafts' source, once it has begun
     config: SpeculationConfig  # settings with the fallbacks applied
-    setup: DrafterSetup  # what the drafter is told
+    setup: DrafterSetup  # the drafter's arguments
     target: ModelPlan
     draft: ModelPlan | None  # the model that drafts; None if none does
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
@@ -62,7 +62,7 @@ class Plan:
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
     self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
-    fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
+    fallbacks: tuple[str, ...]  # deviations from the request, with the reasons
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -179,17 +179,17 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
 
 
 def counts_by_column(model: PreTrainedModel) -> bool:
-    """Whether the target places tokens by their column in the cache, so that all rows must advance together."""
+    """Return whether the target places tokens by their column in the cache, so that all rows must advance together."""
     return counts_columns(model) or (takes_positions(model) and not HandedOn.of(model).positions)
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention implementation that the model's decoder looks up at every forward."""
+    """Return the attention implementation that the model's decoder looks up at every forward."""
     return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
 def _fed_pad_token_id(call: Call) -> int:
-    """The padding token of the call, or 0 if it has no embedding, at which plain `generate` fails."""
+    """Return the padding token of the call, or 0 if it has no embedding, at which plain `generate` fails."""
     pad = call.pad_token_id or 0
     return pad if 0 <= pad < vocab_size_of(call.target) else 0
 
@@ -198,7 +198,7 @@ def _drafter_setup(
     call: Call,
     source: DraftSource,
     config: SpeculationConfig,
-    settings: CompileConfig | None,  # of the target's compiled forwards; None if they run eagerly
+    settings: CompileConfig | None,  # settings of the target's compiled forwards; None if they run eagerly
     on_failure: Callable[[str, str], None],  # called with the part and the reason if the draft cannot be compiled
 ) -> DrafterSetup:
     """Return the setup of a drafter."""
@@ -253,7 +253,7 @@ def _with_working_kernels(
 
 
 def _lock_step_reason(call: Call, draft: PreTrainedModel | None, goes_on: bool, keeps_draft_cache: bool) -> str:
-    """Why all rows must advance together; empty if they need not."""
+    """Return why all rows must advance together; empty if they need not."""
     foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
         return f"lock step, {unfit_reason(foreign)}"
@@ -289,7 +289,7 @@ def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
 
 
 def gains_nothing(target: PreTrainedModel, source: DraftSource, config: SpeculationConfig) -> bool:
-    """Whether the draft model of a source is known to gain nothing before any round."""
+    """Return whether the draft model of a source is known to gain nothing before any round."""
     is_adaptive = source.model is not None and config.schedule == "adaptive"
     return is_adaptive and draft_prior(target, source).never_pays
 
@@ -297,7 +297,7 @@ def gains_nothing(target: PreTrainedModel, source: DraftSource, config: Speculat
 def _without_useless_draft(
     target: PreTrainedModel, source: DraftSource, config: SpeculationConfig, fallbacks: list[str]
 ) -> tuple[DraftSource, SpeculationConfig]:
-    """The source and its settings, without a draft model if what drafts beside it gains more alone."""
+    """Return the source and its settings, without a draft model if what drafts beside it gains more alone."""
     if not gains_nothing(target, source, config):
         return source, config
     rest = source.without_model()
@@ -309,7 +309,7 @@ def _without_useless_draft(
 def _without_useless_block(
     config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
 ) -> SpeculationConfig:
-    """The settings, with rejection instead of block verification if block gains nothing."""
+    """Return the settings, with rejection instead of block verification if block gains nothing."""
     if config.verifier != "block":
         return config
     if is_lock_step:
@@ -323,7 +323,7 @@ def _without_useless_block(
 
 
 def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterator[str]:
-    """Which models run eagerly though the caller compiled them."""
+    """Yield the models that run eagerly though the caller compiled them."""
     for part, model in ((model_plan.part, model_plan.model) for model_plan in models):
         if part in runners.settings or not is_compiled(model):
             continue
@@ -336,7 +336,7 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
 
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
-    """Which KV caches are not preallocated though nothing was said against it; the log has each once."""
+    """Yield the KV caches that are not preallocated though nothing was said against it; the log has each once."""
     for model_plan in models:
         part, reason = model_plan.part, model_plan.cache_reason
         if model_plan.cache_kind == "dynamic" and reason:

@@ -66,7 +66,7 @@ class Runners:
         max_position: int | None,
         capture: Any = None,  # see `LanguageModel`
     ) -> LanguageModel | None:
-        """A model whose forwards do not run eagerly; None if they do."""
+        """Return a model whose forwards do not run eagerly; None if they do."""
         return None
 
     def model_drafter(
@@ -78,7 +78,7 @@ class Runners:
         settings: DraftSettings,
         context: Context | None,
     ) -> ModelDrafter | None:
-        """The drafter over a draft model whose forwards do not run eagerly; None if they do."""
+        """Return the drafter over a draft model whose forwards do not run eagerly; None if they do."""
         return None
 
 
@@ -93,7 +93,7 @@ def find_runners(
     batch_size: int,
     on_failure: Callable[[str, str], None],  # called with the part and the reason if a forward cannot run so
 ) -> Runners:
-    """What runs compiled or from graphs, of what a call asks for."""
+    """Return what runs compiled or from graphs, of what a call asks for."""
     has_graphs = any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
         return EAGER
@@ -128,7 +128,7 @@ def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
 
 
 def draft_lens(config: SpeculationConfig, varies: bool) -> tuple[int, ...]:
-    """The draft lengths K of compiled forwards, ascending; other lengths are rounded up to these.
+    """Return the draft lengths K of compiled forwards, ascending; other lengths are rounded up to these.
 
     `varies` says that rounds may have any number of tokens with a constant draft length too.
     """

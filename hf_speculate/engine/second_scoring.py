@@ -46,11 +46,11 @@ class SecondScoring:
 
     @classmethod
     def of(cls, plan: Plan, target: TargetSession, verification: Verification) -> "SecondScoring":
-        """The second scoring of a planned call."""
+        """Return the second scoring of a planned call."""
         return cls(target, verification, depends_on_draft(plan.config), plan.call.ranks)
 
     def run(self, batch: Batch, draft: DraftOut, keys: NoiseKeys, first: Verified) -> Rescored:
-        """The round anew, from the draft that led to the verdict `first`."""
+        """Return the round anew, from the draft that led to the verdict `first`."""
         scored_draft = draft if self.depends_on_draft else batch.no_draft()
         num_forwards = scored_draft.token_ids.shape[1] + 1
         self.target.kv_cache.crop(draft.token_ids.shape[1] + 1)
@@ -96,7 +96,7 @@ def joined(parts: Sequence[Scored]) -> Scored:
 
 
 def _by_layer(parts: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """The states of each layer joined; None for layers without states, or if there are none at all."""
+    """Return the states of each layer joined; None for layers without states, or if there are none at all."""
     if parts[0] is None:
         return None
     return tuple(None if layers[0] is None else join(list(layers)) for layers in zip(*parts, strict=True))

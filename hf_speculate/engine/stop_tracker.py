@@ -29,14 +29,14 @@ class StopTracker(PerRow):
 
     @classmethod
     def of(cls, plan: Plan) -> "StopTracker":
-        """The stops of a planned call."""
+        """Return the stops of a planned call."""
         call, num_rows = plan.call, plan.call.batch_size
         criteria = call.ranks.wrap_criteria(call.criteria)
         stopping = call.row_lists.criteria(criteria, num_rows, call.max_length)
         return cls(stopping, num_rows, call.max_new_tokens, plan.pads_ended_rows, plan.is_lock_step)
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
-        """How many verified tokens each row emits, and which rows are finished after them."""
+        """Return how many verified tokens each row emits, and which rows are finished after them."""
         if verified.is_stopped is None:
             counts, is_stopped = self.stopping(batch.host_tokens, verified.new_ids)
         else:  # the criteria ran between positions

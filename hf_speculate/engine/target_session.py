@@ -46,13 +46,13 @@ class EndPadding:
 
     @classmethod
     def of(cls, plan: Plan) -> "EndPadding":
-        """The padding of a planned call."""
+        """Return the padding of a planned call."""
         call = plan.call
         max_query = min(call.prefill_chunk_size or _MAX_PADDING_QUERY, plan.runners.max_query or _MAX_PADDING_QUERY)
         return cls(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """The query [B, Q] int64 of a round, with padding instead of the drafts of finished rows."""
+        """Return the query [B, Q] int64 of a round, with padding instead of the drafts of finished rows."""
         if self.pad_token_id is None or not any(batch.is_finished):
             return query
         self._was_finished = batch.is_finished
@@ -117,7 +117,7 @@ class TargetSession(PerRow):
 
     @classmethod
     def of(cls, plan: Plan, states: TargetStates | None) -> "TargetSession":
-        """The target of a planned call; `states` are those that the drafter reads."""
+        """Return the target of a planned call; `states` are those that the drafter reads."""
         call, runners, capture = plan.call, plan.runners, None if states is None else states.capture
         compiled = runners.language_model("target", call.target, call.target_inputs, call.max_position, capture)
         model = compiled or LanguageModel(
@@ -144,7 +144,7 @@ class TargetSession(PerRow):
         return self.padding.max_columns - self.kv_cache.num_columns - 1
 
     def prompt_chunks(self) -> list[PromptChunk]:
-        """The prompt in chunks of the call's size."""
+        """Return the prompt in chunks of the call's size."""
         num_query = self.query_ids.shape[1]
         chunks = self.query_ids.split(self.chunk_size or num_query, dim=1)
         return [PromptChunk(chunk, num_query - index * chunks[0].shape[1]) for index, chunk in enumerate(chunks)]
@@ -159,7 +159,7 @@ class TargetSession(PerRow):
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
 
     def reads_other_tokens(self, draft: DraftOut) -> bool:
-        """Whether logits of `score` may be NaN because of a token that is not part of the text."""
+        """Return whether logits of `score` may be NaN because of a token that is not part of the text."""
         return bool(draft.token_ids.shape[1]) or self.kv_cache.holds_rejected or self.model.pads_queries
 
     def query(self, batch: Batch, draft: DraftOut) -> Tensor:

@@ -31,7 +31,7 @@ class VerifierSpans(Protocol):
     """Restricts a verifier to spans of each row's text."""
 
     def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> Verifier:
-        """The verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
+        """Return the verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order."""
@@ -55,7 +55,7 @@ class Verification(PerRow):
 
     @staticmethod
     def of(plan: Plan) -> "Verification":
-        """The verification of a planned call."""
+        """Return the verification of a planned call."""
         call, config = plan.call, plan.config
         rule = make_verifier(config), find_spans(config, call.do_sample, call.prompts.num_pads), call.ranks
         if not plan.is_lock_step:
@@ -81,7 +81,7 @@ class Verification(PerRow):
         raise NotImplementedError
 
     def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
-        """The verifier from a position of the round on, if the tokens before it were accepted."""
+        """Return the verifier from a position of the round on, if the tokens before it were accepted."""
         verifier = self.verifier
         if self.spans is not None:
             verifier = self.spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
@@ -211,7 +211,7 @@ class LockStepVerification(Verification):
 
 
 def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:
-    """A round that emits nothing."""
+    """Return a round that emits nothing."""
     nothing = [0] * batch.num_rows
     token_ids, is_stopped = draft.token_ids.new_full((batch.num_rows, 1), -1), [False] * batch.num_rows
     return Verified(token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0)
@@ -228,7 +228,7 @@ def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> b
 def _single_position(
     scores: Tensor, draft: DraftOut, keys: NoiseKeys, position: int
 ) -> tuple[Tensor, DraftOut, NoiseKeys]:
-    """The verifier's arguments for one position: a draft of one token, or of none at the bonus position."""
+    """Return the verifier's arguments for one position: a draft of one token, or of none at the bonus position."""
     window = slice(position, position + 1)
     token_ids = draft.token_ids[:, window]
     step = draft._replace(

@@ -27,7 +27,7 @@ class SpeculativeDecoding:
     """A `custom_generate` function for one call of `generate()`, which Whisper's own `generate` runs several times."""
 
     request: Request
-    clock: StageClock  # that was made when the call began
+    clock: StageClock  # started when the call began
     row_lists: RowLists = ONE_CALL
     # gets the decoder in place of decoding, so that its rows may join others; None to decode
     on_prepared: Callable[[SpeculativeDecoder], object] | None = None

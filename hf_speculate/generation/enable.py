@@ -69,7 +69,7 @@ def disable(model: ModelT) -> ModelT:
 
 
 def is_enabled(model: object) -> bool:
-    """Whether `model.generate()` is speculative, also for a class written with `SpeculativeGenerationMixin`."""
+    """Return whether `model.generate()` is speculative, also for a class written with `SpeculativeGenerationMixin`."""
     return isinstance(_base_model(model), SpeculativeGenerationMixin)
 
 
@@ -117,7 +117,7 @@ class _Maker:
 
 
 def _maker_of(plain: type[PreTrainedModel]) -> _Maker:
-    """What a pickle calls for its plain class."""
+    """Return what a pickle calls for its plain class."""
     return _Maker(_enabled_class(plain))
 
 

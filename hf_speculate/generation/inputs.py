@@ -47,7 +47,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
 _FEWEST_LEFT = 2  # tokens to come, without which nothing is drafted
-_BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")  # which an encoder may read
+_BESIDE_MAIN_INPUT = ("attention_mask", "global_attention_mask", "pixel_values")  # read by some encoders
 _OWN = """
 attention_mask cache cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
 past_key_values return_dict use_cache
@@ -141,7 +141,7 @@ def read_call(
 
 
 def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache | None:
-    """The static cache that a call passes, if any; a dynamic one with its states replaces it."""
+    """Return the static cache that a call passes, if any; a dynamic one with its states replaces it."""
     cache: Cache = model_kwargs[cache_name(model)]
     if not is_static(cache):
         return None
@@ -158,7 +158,7 @@ def _prompts(
     passed: Mapping[str, Any],  # arguments of the call
     source: DraftSource,
 ) -> Prompts:
-    """The prompts of a run, after the checks of mask, length and cache."""
+    """Return the prompts of a run, after the checks of mask, length and cache."""
     mask = model_kwargs.get(f"{text_prefix(model)}attention_mask")  # [B, P] of any dtype
     is_padded = mask is not None and not bool((mask != 0).all())
     padding_mask = (mask != 0).to(torch.int64) if is_padded and mask is not None else None
@@ -183,7 +183,7 @@ def _prompts(
 
 
 def _shape_of_ones(passed: Mapping[str, Any], prompt: Tensor) -> tuple[int, ...] | None:
-    """The shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""
+    """Return the shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""
     names = ("inputs_embeds", "input_ids", "inputs")
     mask, prompts = passed.get("attention_mask"), [passed[name] for name in names if name in passed]
     if mask is None or not prompts or prompts[0].shape[1] != prompt.shape[1]:
@@ -221,7 +221,7 @@ def _uncached(input_ids: Tensor, cache: Cache, passed_mask: Tensor | None, embed
 def target_inputs(
     model: PreTrainedModel, prompts: Prompts, model_kwargs: dict[str, Any], *, has_positions: bool
 ) -> ExtraInputs:
-    """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
+    """Return what the target reads besides the text, as its own `prepare_inputs_for_generation` would have it."""
     input_ids, num_query = prompts.input_ids, prompts.query_ids.shape[1]
     if model.config.is_encoder_decoder:
         names = [name for name in ("encoder_outputs", "attention_mask") if model_kwargs.get(name) is not None]
@@ -248,7 +248,7 @@ def target_inputs(
         del prompt["position_ids"]
     columns = {name: model_kwargs[name][:, -1:] for name in _BY_COLUMN & extra}
     if not columns and (columns := _whole_pictures(model, model_kwargs)):
-        prompt |= dict.fromkeys(columns)  # which the prompt itself is read without, as in plain
+        prompt |= dict.fromkeys(columns)  # the prompt itself is read without them, as in plain
     return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
 
 
@@ -272,7 +272,7 @@ def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device)
 
 
 def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """A mask [B, 1, 1, tiles] that shows all pictures, for calls without one; empty if there are no pictures.
+    """Return a mask [B, 1, 1, tiles] that shows all pictures, for calls without one; empty if there are no pictures.
 
     Without a mask a single token sees all tiles, but of several tokens read together SDPA shows the first ones fewer.
     """
@@ -291,7 +291,7 @@ def _whole_pictures(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dic
 
 
 def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the prompt's positions [..., B or 1, Q] only count each row's real tokens, on one axis."""
+    """Return whether the prompt's positions [..., B or 1, Q] only count each row's real tokens, on one axis."""
     if positions.ndim != 2:
         return False
     num_query = positions.shape[1]
@@ -305,7 +305,7 @@ def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
 
 
 def _later_types(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The token types [B, 1] that plain `generate` hands the model with every token after the prompt."""
+    """Return the token types [B, 1] that plain `generate` hands the model with every token after the prompt."""
     longer = {}
     for name in _TOKEN_TYPES:
         types = model_kwargs.get(name)
@@ -376,7 +376,7 @@ def _read_draft_encoder(
     ranks: Ranks,
     stats: SpeculationStats,
 ) -> ExtraInputs | None:
-    """The target's encoder output, or that of the draft's own encoder for `inputs`.
+    """Return the target's encoder output, or that of the draft's own encoder for `inputs`.
 
     None, with the reason in the statistics, if the draft's encoder cannot read the inputs.
     """

@@ -17,7 +17,7 @@ ARGUMENTS = {
     *inspect.signature(GenerationMixin.generate).parameters,
 } - {"self", "kwargs"}
 
-_REFUSAL = "The following `model_kwargs` are not used by the model"  # of transformers, which lists the names
+_REFUSAL = "The following `model_kwargs` are not used by the model"  # the beginning of transformers' error
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Request:
     plain: Callable[..., Any]  # the model's own `generate`
     arguments: Mapping[str, Any]  # by name
     positional_names: Sequence[str]  # arguments that must be passed by position, because the function takes *args
-    source: DraftSource  # what is to draft
+    source: DraftSource  # the drafts' source
     config: SpeculationConfig
     stats: SpeculationStats
     is_static: bool  # whether the call asks for a new static cache
@@ -162,7 +162,7 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def samples(model: PreTrainedModel, plain: Callable[..., Any], call: Mapping[str, Any]) -> bool:
-    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's."""
+    """Return whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's."""
     # a `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0
     if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
         return True
@@ -192,7 +192,7 @@ def check_row_lists(
 
 
 def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: Any = None) -> Any:
-    """The value of a field that speculation handles itself; in its place transformers gets `left`."""
+    """Return the value of a field that speculation handles itself; in its place transformers gets `left`."""
     value = setting(model, call, name)
     if value not in (None, left):
         call[name] = left
@@ -200,7 +200,7 @@ def pop_setting(model: PreTrainedModel, call: dict[str, Any], name: str, left: A
 
 
 def source_arguments(model: PreTrainedModel, call: dict[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of draft sources by name, but for the settings.
+    """Return the arguments of draft sources by name, but for the settings.
 
     What no generation config has, such as `assistant_model`, leaves the call: transformers must not see it.
     """

@@ -53,7 +53,7 @@ class CacheRequest:
     crosses: bool = False  # whether layers attend to an encoder's output too
     max_columns: int | None = None  # the longest that a row can become, padding included
     num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
-    handed_on: HandedOn = EVERYTHING  # what reaches the model's text decoder
+    handed_on: HandedOn = EVERYTHING  # arguments that reach the model's text decoder
 
     @cached_property
     def layers(self) -> Cache:
@@ -77,15 +77,15 @@ class CacheKind:
     """A kind of KV cache: whether a model's states can be of it, and how such a cache is made."""
 
     def obstacle(self, request: CacheRequest) -> str:
-        """Why the states of the model cannot be of this kind; empty if they can."""
+        """Return why the states of the model cannot be of this kind; empty if they can."""
         return ""
 
     def remark(self, request: CacheRequest) -> str:
-        """A note about the cache for the user; empty if there is none."""
+        """Return a note about the cache for the user; empty if there is none."""
         return ""
 
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
-        """The KV cache of B rows."""
+        """Return the KV cache of B rows."""
         raise NotImplementedError
 
 
@@ -165,7 +165,7 @@ def choose_kind(request: CacheRequest) -> tuple[str, str]:
 
 
 def _obstacles(request: CacheRequest) -> Iterator[str]:
-    """Why the states cannot be preallocated; nothing where they can."""
+    """Return why the states cannot be preallocated; nothing where they can."""
     model, cache = request.model, request.layers
     if is_recurrent(cache):
         yield "it has recurrent layers"
@@ -207,7 +207,7 @@ def _obstacles(request: CacheRequest) -> Iterator[str]:
 
 
 def _obstacles_of_wrapper(model: PreTrainedModel, handed_on: HandedOn) -> Iterator[str]:
-    """Why a forward around the text decoder cannot be given masks and positions."""
+    """Return why a forward around the text decoder cannot be given masks and positions."""
     name = type(model).__name__
     if handed_on.failure:
         yield f"a probe of {name} failed ({handed_on.failure})"
@@ -226,12 +226,12 @@ def _windows_by(config: PreTrainedConfig) -> set[int | None]:
 
 
 def has_holes(attention_mask: Tensor | None) -> bool:
-    """Whether a row has masked tokens after its first real one, or no real one."""
+    """Return whether a row has masked tokens after its first real one, or no real one."""
     if attention_mask is None:
         return False
     return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all())
 
 
 def windows_in(cache: Cache) -> set[int | None]:
-    """The windows of the layers of a cache."""
+    """Return the windows of the layers of a cache."""
     return {window_of(layer) for layer in holding(cache.layers)}

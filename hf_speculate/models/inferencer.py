@@ -88,10 +88,10 @@ class TokenChoice(Protocol):
     """Chooses the tokens after a query one by one, from the logits of each step."""
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [B] int64, from logits [B, V]."""
+        """Return the next token [B] int64, from logits [B, V]."""
 
     def are_enough(self) -> bool:
-        """Whether no row needs another token, asked after each."""
+        """Return whether no row needs another token, asked after each."""
 
 
 class _ModelChoice:
@@ -179,7 +179,7 @@ class Inferencer:
                 break
 
     def _choice(self, sample_strategy: SampleStrategy) -> _ModelChoice:
-        """The choice of tokens whose rows end at the model's EOS ids."""
+        """Return the choice of tokens whose rows end at the model's EOS ids."""
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)

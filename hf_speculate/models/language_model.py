@@ -175,12 +175,12 @@ class LanguageModel(PerRow):
 
 
 def _is_split(model: PreTrainedModel) -> bool:
-    """Whether the model lies on several devices, of which an index must name the right one."""
+    """Return whether the model lies on several devices, of which an index must name the right one."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def cache_name(module: nn.Module) -> str:
-    """The name under which a module's forward takes its cache; empty if it takes none."""
+    """Return the name under which a module's forward takes its cache; empty if it takes none."""
     parameters = inspect.signature(type(module).forward).parameters
     name = next((name for name in CACHE_NAMES if name in parameters), "")
     if name in OLD_CACHE_NAMES and CACHE_NAME not in OLD_CACHE_NAMES and isinstance(module, PreTrainedModel):
@@ -190,7 +190,7 @@ def cache_name(module: nn.Module) -> str:
 
 
 def has_attention(model: PreTrainedModel) -> bool:
-    """Whether a model has attention layers, with or without recurrent ones."""
+    """Return whether a model has attention layers, with or without recurrent ones."""
     name = cache_name(model)
     if name in OLD_CACHE_NAMES:  # one of the names was for models without attention layers
         return name != "cache_params"
@@ -216,19 +216,19 @@ def module_device(module: nn.Module, default: torch.device) -> torch.device:
 
 
 def _loading_hooks(module: nn.Module) -> list[Any]:
-    """The hooks of accelerate on a module, which loads what is offloaded."""
+    """Return the hooks of accelerate on a module, which loads what is offloaded."""
     hook = getattr(module, "_hf_hook", None)
     return list(getattr(hook, "hooks", (hook,)))
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of a model's states: that of its first weight that is not quantised."""
+    """Return the dtype of a model's states: that of its first weight that is not quantised."""
     dtypes = (weight.dtype for weight in model.parameters() if weight.dtype in COMPUTE_DTYPES)
     return next(dtypes, None) or getattr(model.config, "dtype", None) or torch.get_default_dtype()
 
 
 def input_table(model: PreTrainedModel) -> Any:
-    """The embeddings of a model's tokens; None if it has no table that can be named."""
+    """Return the embeddings of a model's tokens; None if it has no table that can be named."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:  # as transformers does where a class names none
@@ -242,7 +242,7 @@ def plain_weight(module: nn.Module | None) -> Tensor | None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's forward is told the positions of its tokens, perhaps through its text decoder alone."""
+    """Return whether a model's forward is told the positions of its tokens, perhaps through its text decoder alone."""
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
@@ -253,7 +253,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def counts_columns(model: PreTrainedModel) -> bool:
-    """Whether a model places tokens by their column in the cache, so that no row may be moved."""
+    """Return whether a model places tokens by their column in the cache, so that no row may be moved."""
     config = model.config.get_text_config(decoder=True)
     if not has_attention(model):  # nor positions
         return False

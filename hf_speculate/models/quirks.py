@@ -127,7 +127,7 @@ def may_compare_attention(module_class: type[nn.Module]) -> bool:
 
 
 def _package_of(module_class: type) -> str:
-    """The package of `transformers.models` in which a class is defined; empty if it is defined elsewhere."""
+    """Return the package of `transformers.models` in which a class is defined; empty if it is defined elsewhere."""
     parts = module_class.__module__.split(".")
     return parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else ""
 
@@ -139,7 +139,7 @@ def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
 
 
 def token_without_position(model: PreTrainedModel) -> int | None:
-    """The token behind which others of the same forward are read at wrong positions; None if there is none."""
+    """Return the token behind which others of the same forward are read at wrong positions; None if there is none."""
     if not limit_reason(model, Limit.PADDING_HAS_NO_POSITION):
         return None
     pad: int | None = model.config.get_text_config(decoder=True).pad_token_id
@@ -147,19 +147,19 @@ def token_without_position(model: PreTrainedModel) -> int | None:
 
 
 def model_types(model: PreTrainedModel) -> tuple[str, ...]:
-    """The model's type and its text decoder's."""
+    """Return the model's type and its text decoder's."""
     types = (model.config.model_type, model.config.get_text_config(decoder=True).model_type)
     return tuple(dict.fromkeys(types))
 
 
 def is_known_type(model: PreTrainedModel) -> bool:
-    """Whether the test suite covers the model's type with some version of transformers."""
+    """Return whether the test suite covers the model's type with some version of transformers."""
     is_of_transformers = type(model).__module__.startswith("transformers.models.")
     return is_of_transformers and all(name in TESTED_TYPES for name in model_types(model))
 
 
 def is_tested_type(model: PreTrainedModel) -> bool:
-    """Whether the test suite covers the model's type with this version of transformers."""
+    """Return whether the test suite covers the model's type with this version of transformers."""
     return is_known_type(model) and all(is_tested_since(TESTED_TYPES[name]) for name in model_types(model))
 
 

@@ -37,7 +37,7 @@ class HandedOn(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "HandedOn":
-        """The arguments that the model passes on; probed once by class, as it may be enabled between calls."""
+        """Return the arguments that the model passes on; probed once by class, as it may be enabled between calls."""
         return model_state(model).get((cls, type(model)), partial(find_handed_on, model))
 
 
@@ -70,7 +70,7 @@ def find_handed_on(model: PreTrainedModel) -> HandedOn:
 
 
 def _probed(twin: PreTrainedModel, has_two_masks: bool) -> HandedOn:
-    """The arguments that a model on the meta device passes on in a forward of text after a cached text."""
+    """Return the arguments that a model on the meta device passes on in a forward of text after a cached text."""
     cache = DynamicCache()
     state = torch.empty(_NUM_ROWS, 1, _NUM_CACHED, 1, device=_META)
     cache.update(state, state, 0)

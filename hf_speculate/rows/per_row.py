@@ -19,7 +19,7 @@ class RowIndices(list[int]):
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "RowIndices":
-        """The indices themselves if they are of this class."""
+        """Return the indices themselves if they are of this class."""
         return indices if isinstance(indices, cls) else cls(indices)
 
     def on(self, device: torch.device) -> Tensor:
@@ -29,7 +29,7 @@ class RowIndices(list[int]):
         return self._on[device]
 
     def select(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """The kept rows of a tensor, [N, ...] if rows are its first dimension."""
+        """Return the kept rows of a tensor, [N, ...] if rows are its first dimension."""
         return tensor.index_select(dim, self.on(tensor.device))
 
 

@@ -59,7 +59,7 @@ class RowLens(PerRow):
         return all(length == self.on_host[0] for length in self.on_host)
 
     def copy(self) -> "RowLens":
-        """The present lengths, which stay as they are."""
+        """Return the present lengths, which stay as they are."""
         twin = RowLens(self.on_host, self.aranges)
         twin._per_row, twin._common = self._per_row, self._common
         return twin

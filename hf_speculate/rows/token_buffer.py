@@ -54,7 +54,7 @@ class TokenBuffer(PerRow):
         return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
 
     def copy(self) -> "TokenBuffer":
-        """The same rows; what either drops of them stays in the other, and neither is appended to."""
+        """Return the same rows; what either drops of them stays in the other, and neither is appended to."""
         twin = copy.copy(self)
         twin.row_lens = self.row_lens.copy()
         return twin

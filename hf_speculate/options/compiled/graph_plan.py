@@ -29,7 +29,7 @@ RUN_ON = (((9, 0), "2.11", "3.6"),)
 def plan_graphs(
     models: Sequence[ModelPlan], graphs: str, compiled: Collection[str], batch_size: int, lens: Sequence[int]
 ) -> GraphPlan:
-    """Which models run from graphs, with `graphs` "on" or "auto"."""
+    """Return which models run from graphs, with `graphs` "on" or "auto"."""
     if graphs == "on":
         return GraphPlan({plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models})
     models = [plan for plan in models if plan.model.device.type in GRAPH_BACKENDS and plan.part not in compiled]
@@ -47,7 +47,7 @@ def plan_graphs(
 
 
 def _off_reason(device: torch.device) -> str:
-    """Why "auto" uses no graphs on a device; empty if it may."""
+    """Return why "auto" uses no graphs on a device; empty if it may."""
     verdict = read_verdict(device)
     seen = None if verdict is None else verdict.of(GRAPHS)
     if seen == RIGHT or (seen is None and _was_run(device)):
@@ -58,7 +58,7 @@ def _off_reason(device: torch.device) -> str:
 
 
 def _was_run(device: torch.device) -> bool:
-    """Whether the project itself has run graphs on such a device, with such versions."""
+    """Return whether the project itself has run graphs on such a device, with such versions."""
     if device.type != "cuda":
         return False
     families = (".".join(package_version(name).split(".")[:2]) for name in ("torch", "triton"))

@@ -148,7 +148,7 @@ class FixedBuffers:
             self.vary(buffer, 0, 2)
 
     def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, MaskSpec]:
-        """What forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
+        """Return what forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
         layout = self.kv_cache.layout
         capacity = self.states.keys[0].shape[2]
         serves_all = self._varies and self.kv_cache.device.type != "cuda"
@@ -186,7 +186,7 @@ class CompiledLanguageModel(LanguageModel):
         self._buffers: FixedBuffers | None = None
 
     def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
-        """The buffers of `kv_cache` for compiled forwards; None if forwards must run eagerly."""
+        """Return the buffers of `kv_cache` for compiled forwards; None if forwards must run eagerly."""
         if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.layout.capacity is None:
             return None
         if not self.runner.is_working or not kv_cache.num_columns:

@@ -116,7 +116,7 @@ def make_runners(
     batch_size: int,
     on_failure: Callable[[str, str], None],
 ) -> CompiledRunners:
-    """What can run compiled or from graphs; see `find_runners`."""
+    """Return what can run compiled or from graphs; see `find_runners`."""
     wanted = [model_plan for model_plan in models if model_plan.part in request.settings]
     uncompiled = {
         model_plan.part: _eager_reason(model_plan, request.settings[model_plan.part]) for model_plan in wanted

@@ -20,7 +20,7 @@ from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 
 _AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds that draft all tokens of a round in one step
 _TABLE, _HEAD = SHARED_TABLES
-_CHECK = "hf_speculate.tools.checks.layers"  # which imports this module
+_CHECK = "hf_speculate.tools.checks.layers"  # imports this module itself
 _LOOKED_UP = (_TABLE, "predecessor_codebook", "successor_codebook")
 
 

@@ -65,7 +65,7 @@ class ContinuousDecoder:
         return len(self._prompts)
 
     def obstacle(self, prompt: RowPrompt) -> str:
-        """Why rows like this one can only be decoded in static batches; empty if they can join."""
+        """Return why rows like this one can only be decoded in static batches; empty if they can join."""
         return join_obstacle(self._prepare([prompt]))
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
@@ -136,6 +136,7 @@ class ContinuousDecoder:
             if not self._ends_a_row(error):
                 raise
             return self._isolate(error)
+        self._sources |= dict.fromkeys(decoder.plan.call.row_ids, decoder.plan.source)
         self._readings.append(Reading(decoder, self._on_logits))
         return []
 
@@ -175,12 +176,12 @@ class ContinuousDecoder:
         return results
 
     def _next_reading(self, may_overtake: bool) -> Reading:
-        """The oldest reading, or the oldest of the short ones if these may overtake."""
+        """Return the oldest reading, or the oldest of the short ones if these may overtake."""
         short = filter(_is_short, self._readings) if may_overtake else ()
         return next(iter(short), self._readings[0])
 
     def _is_wanted(self, reading: Reading) -> bool:
-        """Whether any row whose prompt is being read is not cancelled."""
+        """Return whether any row whose prompt is being read is not cancelled."""
         if self.on_tokens is None:
             return True
         return any(self.on_tokens(self._prompts[row_id], ()) for row_id in reading.row_ids)
@@ -215,7 +216,9 @@ class ContinuousDecoder:
         """Decode the rows of no running batch anew, one by one, after an error; one that fails again has its own."""
         running = {row_id for batch in self._running.values() for row_id in batch.row_ids}
         running |= {row_id for reading in self._readings for row_id in reading.row_ids}
-        prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
+        failed = sorted(set(self._prompts) - running)
+        prompts = [self._prompts.pop(row_id) for row_id in failed]
+        self._sources = {row_id: source for row_id, source in self._sources.items() if row_id not in failed}
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
         alone, results = replace(self), []
@@ -241,7 +244,7 @@ class ContinuousDecoder:
         return RowResult(prompt, *row[1:])
 
     def _prepare(self, prompts: Sequence[RowPrompt], is_chunked: bool = False) -> SpeculativeDecoder:
-        """The decoder of prompts with equal arguments, left-padded; long ones may be read in chunks."""
+        """Return the decoder of prompts with equal arguments, left-padded; long ones may be read in chunks."""
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -254,9 +257,7 @@ class ContinuousDecoder:
         is_long = is_chunked and input_ids.numel() > PREFILL_CHUNK_TOKENS
         if is_long and config.prefill_chunk_size is None and reads_prompts_in_chunks(self.model):
             arguments = {"prefill_chunk_size": max(PREFILL_CHUNK_TOKENS // len(prompts), 1), **arguments}
-        decoder = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        self._sources |= dict.fromkeys(range(first_row, self._num_begun), decoder.plan.source)
-        return decoder
+        return prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
 
 
 def _is_short(reading: Reading) -> bool:

@@ -50,7 +50,7 @@ class Reading:
         return is_unread
 
     def finished(self) -> list[FinishedRow]:
-        """The rows that ended with the token that follows their prompt."""
+        """Return the rows that ended with the token that follows their prompt."""
         batch = self.batch
         left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
         ended = [row_id for row_id in self.row_ids if left.get(row_id, True)]

@@ -73,7 +73,7 @@ class ProcessorGroups:
         return all(processors.keep_nan for processors, _ in self._groups)
 
     def forked(self) -> "ProcessorGroups":
-        """The groups themselves: rows of different calls join only if no processor has state."""
+        """Return the groups themselves: rows of different calls join only if no processor has state."""
         return self
 
     def rollback(self, num_calls: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ def _kept(
 
 
 def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> list[_Group[Settings]]:
-    """The groups of both batches, the rows of the second one behind those of the first."""
+    """Return the groups of both batches, the rows of the second one behind those of the first."""
     groups, num_rows = list(mine), sum(len(rows) for _, rows in mine)
     for settings, rows in others:
         moved = [row + num_rows for row in rows]
@@ -152,7 +152,7 @@ def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]]) -> lis
 
 
 def is_equal(mine: Any, other: Any) -> bool:
-    """Whether two processors or criteria, or values in them, do the same; objects without fields must be one."""
+    """Return whether two processors or criteria, or values in them, do the same; objects without fields must be one."""
     if mine is other:
         return True
     if type(mine) is not type(other):

@@ -31,7 +31,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        decoder: SpeculativeDecoder,  # of the first rows
+        decoder: SpeculativeDecoder,  # the first rows' decoder
         batch: Batch,
         stats: SpeculationStats,
         clock: StageClock,
@@ -75,7 +75,7 @@ class RunningBatch:
         return [self._finished(row_id) for row_id in before if row_id not in left]
 
     def new_ids(self, row_id: int) -> list[int]:
-        """The new tokens of a row, not copied."""
+        """Return the new tokens of a row, not copied."""
         return self._decoder.output.new_ids[row_id]
 
     def cancel(self, row_ids: Sequence[int]) -> list[FinishedRow]:
@@ -116,7 +116,7 @@ class _RowObserver(Observer):
 
 
 def join_obstacle(decoder: SpeculativeDecoder) -> str:
-    """Why the rows of a call cannot join a running batch; empty if they can."""
+    """Return why the rows of a call cannot join a running batch; empty if they can."""
     plan, call = decoder.plan, decoder.plan.call
     if plan.is_lock_step:
         return plan.lock_step

@@ -209,6 +209,6 @@ class HybridSource(DraftSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HybridSource:
-    """The source of a model, or of the target's first layers, with `prompt_lookup_num_tokens`."""
+    """Return the source of a model, or of the target's first layers, with `prompt_lookup_num_tokens`."""
     name = "assistant_early_exit" if values.get("assistant_model") is None else "assistant_model"
     return HybridSource(make_part(name, target, values), make_part("prompt_lookup_num_tokens", target, values))

@@ -20,5 +20,5 @@ class StoredLookup(PromptLookup):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> StoredLookup:
-    """The source of `prompt_lookup_num_tokens` with a `suffix_store`."""
+    """Return the source of `prompt_lookup_num_tokens` with a `suffix_store`."""
     return StoredLookup(values["suffix_store"])

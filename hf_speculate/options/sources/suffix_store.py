@@ -24,6 +24,18 @@ _OUTPUT_BYTES = 192  # bytes of one output without its tokens, at most
 PromptKey = Callable[[list[int]], Hashable]
 
 
+def _bytes_of(key: Hashable) -> int:
+    """Return the memory that a key takes with an empty index, as an estimate that is not below it."""
+    return _KEY_BYTES + _ID_BYTES * _num_ids(key)
+
+
+def _num_ids(key: Hashable) -> int:
+    """Return the number of ids and characters in a key of strings, integers and tuples."""
+    if isinstance(key, tuple):
+        return sum(1 + _num_ids(part) for part in key)
+    return len(key) if isinstance(key, str) else 0
+
+
 class _Outputs:
     """Outputs under one key."""
 
@@ -34,8 +46,7 @@ class _Outputs:
 
     def bytes_under(self, key: Hashable) -> int:
         """Return the memory in use with a key, as an estimate that is not below it."""
-        num_ids = len(key) if isinstance(key, str | tuple) else 0
-        return self.index.num_bytes + _KEY_BYTES + _ID_BYTES * num_ids + _OUTPUT_BYTES * len(self.begins)
+        return self.index.num_bytes + _bytes_of(key) + _OUTPUT_BYTES * len(self.begins)
 
     def extend(self, token_ids: "array[int]") -> None:
         self.index.extend(token_ids)
@@ -87,7 +98,7 @@ class _Memory:
         text, is_begin = array("i", [*token_ids, SEPARATOR]), True
         for begin in range(0, len(text), _CHUNK_TOKENS):
             chunk = text[begin : begin + _CHUNK_TOKENS]
-            if self._is_full(len(chunk)):
+            if self._is_full(len(chunk), 0 if key in self.newer.by_key else _bytes_of(key)):
                 self.newer, self.older, is_begin = _Generation(), self.newer, True
             # An interrupt leaves an index between two states, which must not be searched.
             outputs = self.newer.forget(key)
@@ -97,8 +108,8 @@ class _Memory:
             outputs.extend(chunk)
             self.newer.put(key, outputs)
 
-    def _is_full(self, num_tokens: int) -> bool:
-        num_bytes = self.newer.num_bytes + num_tokens * MAX_TOKEN_BYTES + _KEY_BYTES
+    def _is_full(self, num_tokens: int, key_bytes: int) -> bool:
+        num_bytes = self.newer.num_bytes + num_tokens * MAX_TOKEN_BYTES + key_bytes
         return num_bytes > self.max_bytes // 2 or self.newer.num_tokens + num_tokens > self.max_tokens // 2
 
 
@@ -199,7 +210,15 @@ class SuffixStore:
 
         Args:
             key: of strings, integers and tuples of them.
+
+        Raises:
+            ConfigError: the key takes more than an eighth of the store's memory.
         """
+        if _bytes_of(key) > self.max_bytes // 8:
+            raise ConfigError(
+                f"key must take at most {self.max_bytes // 8} bytes, an eighth of max_bytes, got {_bytes_of(key)}; "
+                "return a digest of the ids, or raise max_bytes"
+            )
         view = copy.copy(self)
         view._key, view._key_of = key, None
         return view
@@ -208,7 +227,7 @@ class SuffixStore:
         """Return the view that the row of a prompt searches and extends.
 
         Raises:
-            ConfigError: the function of the keys fails, or returns what has no hash.
+            ConfigError: the function of the keys fails, or returns what has no hash or is too long.
         """
         if self._key_of is None:
             return self

@@ -23,9 +23,9 @@ _SHIFTS = (0, 1, -1)  # shifts of layers' ids that are compared
 class LayerCheck(NamedTuple):
     """How often a head's first token was the target's own choice, by what it read."""
 
-    layers: tuple[int, ...]  # that it reads
+    layers: tuple[int, ...]  # read by the head
     accuracies: dict[int, float]  # by shift of all ids: 0, and +1 and -1 where there are such layers
-    num_tokens: int  # that were predicted with each
+    num_tokens: int  # predicted with each
 
     @property
     def best_layers(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ class PositionCheck(NamedTuple):
     """How often an assistant's first token was the target's own choice, by the position of its query."""
 
     accuracies: dict[int, float]  # by the `position` of a `Gemma4Assistant`
-    num_tokens: int  # that were predicted with each
+    num_tokens: int  # predicted with each
 
     @property
     def best(self) -> int:

@@ -9,7 +9,7 @@ from hf_speculate.tools.cli.console import note
 from hf_speculate.tools.cli.loading import load_tokenizer
 from hf_speculate.tools.cli.options import StoredModels
 
-_LOOKUP_TOKENS = 10  # of `--store` without `--lookup`
+_LOOKUP_TOKENS = 10  # copied with `--store` if `--lookup` is left out
 _BYTES_PER_TOKEN = 640  # twice what a token takes at most, because a store drops its older half at once
 
 
@@ -39,6 +39,6 @@ def open_store(options: StoredModels, is_main: bool = True) -> Iterator[dict[str
 
 
 def lookup_of(options: StoredModels) -> dict[str, Any]:
-    """The tokens that prompt lookup copies, if a store is named and they are not."""
+    """Return the tokens that prompt lookup copies, if a store is named and they are not."""
     is_default = options.store is not None and options.lookup is None
     return {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if is_default else {}

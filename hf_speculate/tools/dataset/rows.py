@@ -42,7 +42,7 @@ ROW_SETTINGS: dict[str, Check] = {
     "repetition_penalty": _POSITIVE,
     "no_repeat_ngram_size": _FROM_0,
 }
-SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # of a row, that only sampling reads
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # settings of a row, read by sampling alone
 
 
 class Problems:

@@ -120,6 +120,16 @@ def test_rows_of_a_batch_draft_from_the_outputs_of_their_prompt():
     assert assert_decodes_as_plain(pair("llama")[0], None, alone, **own).num_batch_rounds > second.num_batch_rounds
 
 
+def test_long_keys_count_and_too_long_ones_are_refused():
+    store = SuffixStore(MIN_BYTES, key=lambda ids: (tuple(ids), "end"))
+    for number in range(20):
+        store.add_output(range(1000 * number, 1000 * number + 3000), range(50))
+        assert store.num_bytes <= MIN_BYTES
+    assert 50 < store.num_tokens < 20 * 50  # some were dropped, not all
+    with pytest.raises(ConfigError, match="return a digest"):
+        store.of_prompt(range(5000))
+
+
 @pytest.mark.parametrize("key", [lambda ids: ids, lambda ids: 1 / 0])
 def test_a_key_that_fails_ends_the_call_before_it_decodes(key):
     store, stats = SuffixStore(key=key), hf_speculate.SpeculationStats()
