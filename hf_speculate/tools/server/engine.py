@@ -27,6 +27,7 @@ from hf_speculate.tools.server.logprobs import TokenLogprob, prompt_logprobs
 from hf_speculate.tools.server.merged import merged
 from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
+from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.text_stream import TextStream
 from hf_speculate.tools.server.token_bytes import TokenBytes
 
@@ -59,6 +60,7 @@ class Engine:
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # characters of a prompt
         self.token_bytes = TokenBytes(self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
+        self.response_template = ResponseTemplate.of(self.tokenizer)
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
         if self.num_rows > 1:
@@ -133,7 +135,9 @@ class Engine:
     ) -> AsyncGenerator[Piece | DecodeResult, None]:
         arguments, echoed, num_sent = answer.prompt.arguments, answer.request.echoed, 0
         text = TextStream(
-            self.tokenizer, [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops]
+            self.tokenizer,
+            [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops],
+            answer.request.shows_special,
         )
         has_begun = not answer.request.continues
         while not await is_gone():
