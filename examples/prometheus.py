@@ -1,9 +1,9 @@
-"""Counters for Prometheus: what was drafted, kept and emitted, and how long each stage took.
+"""Metrics for Prometheus of your own calls of `generate()`: tokens, and how long each stage took.
 
     python examples/prometheus.py
 
-Decodes prompts on the bundled pair, serves the counters on 127.0.0.1, and prints what a scrape of them gives. Needs
-`pip install ".[metrics]"`.
+Decodes prompts on the bundled pair, serves the metrics on 127.0.0.1, and prints what a scrape of them gives. Needs
+`pip install ".[metrics]"`. `hf-speculate serve` has metrics of its own at `/metrics`.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
+from hf_speculate.tools.server.metrics import SpeculationCounters
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -25,39 +26,28 @@ EXAMPLES = Path(__file__).parent
 HOST = "127.0.0.1"
 
 
-class SpeculationMetrics:
-    """Counters of one served model: pass `on_round` as `speculation_callback`, and each call's statistics to `add`.
+class CallMetrics:
+    """Metrics of calls: pass `on_round` as `speculation_callback`, and each call's statistics to `add`.
 
-    Rounds are counted while a call runs, seconds when it is over: they are the statistics' own, by stage.
+    Tokens are counted while a call runs, under the names that the server gives them. Seconds are counted when it is
+    over: they are the statistics' own, by stage.
     """
 
-    def __init__(self, model: str, registry: CollectorRegistry):
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"speculation_{name}", text, ["model", *labels], registry=registry)
-
-        self.model = model
-        self.rounds = counter("rounds", "Rounds of the batch.").labels(model)
-        self.drafted = counter("drafted_tokens", "Tokens that were drafted.").labels(model)
-        self.accepted = counter("accepted_tokens", "Drafted tokens that stayed.").labels(model)
-        self.emitted = counter("emitted_tokens", "Tokens that rounds added to the output.").labels(model)
-        self.seconds = counter("seconds", "Seconds by stage.", "stage")
-        self.round_seconds = Histogram(
-            "speculation_round_seconds", "Seconds of a round.", ["model"], registry=registry
-        ).labels(model)
+    def __init__(self, registry: CollectorRegistry, source: str):
+        self.tokens = SpeculationCounters(registry, source)
+        self.seconds = Counter("hf_speculate_stage_seconds", "Seconds by stage.", ["stage"], registry=registry)
+        self.round_seconds = Histogram("hf_speculate_round_seconds", "Seconds of a round.", registry=registry)
 
     def on_round(self, report: hf_speculate.RoundReport) -> None:
-        self.rounds.inc()
-        self.drafted.inc(sum(report.num_drafted))
-        self.accepted.inc(sum(report.num_accepted))
-        self.emitted.inc(sum(report.num_emitted))
+        self.tokens.add(sum(report.num_drafted), sum(report.num_accepted), sum(report.num_emitted))
         self.round_seconds.observe(report.round_s)
 
     def add(self, stats: hf_speculate.SpeculationStats) -> None:
         for stage, seconds in stats.seconds_by_stage.items():
-            self.seconds.labels(self.model, stage).inc(seconds)
+            self.seconds.labels(stage).inc(seconds)
 
 
-def decode(folder: Path, num_prompts: int, max_new_tokens: int, metrics: SpeculationMetrics) -> None:
+def decode(folder: Path, num_prompts: int, max_new_tokens: int, metrics: CallMetrics) -> None:
     """Decode bundled prompts one after the other, as a server would."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     target = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder / "target"))
@@ -84,7 +74,7 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
     args = parser.parse_args()
     registry = CollectorRegistry()  # only what is counted here; the default one has counters of the process too
-    metrics = SpeculationMetrics("bundled", registry)
+    metrics = CallMetrics(registry, "draft model")
     server, thread = start_http_server(args.port, addr=HOST, registry=registry)
     decode(args.pair, args.num_prompts, args.max_new_tokens, metrics)
     with urllib.request.urlopen(f"http://{HOST}:{server.server_port}/metrics") as scrape:

@@ -16,7 +16,7 @@ from hf_speculate.options.heads.folder import VOCABULARY_WEIGHTS, HeadFolder
 from hf_speculate.options.heads.head import HeadSpec, TargetShape
 from hf_speculate.options.heads.layers import read_layer_config
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, NetworkPlan
-from hf_speculate.options.heads.recognise import HeadKind
+from hf_speculate.options.heads.recognise import HeadKind, named_target
 from hf_speculate.options.heads.target_ids import target_ids
 
 # Names of the same weight in other trainers' files.
@@ -55,7 +55,6 @@ class ConfigSource(NamedTuple):
         config, hidden_size = self.config, int(fields["hidden_size"])
         speculators: dict[str, Any] = config.get("speculators_config") or {}
         num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
-        target = str((speculators.get("verifier") or {}).get("name_or_path") or "")
         # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
@@ -70,7 +69,7 @@ class ConfigSource(NamedTuple):
             "vocab_size": vocab_size,
             "draft_vocab_size": int(draft_vocab_size or vocab_size),
             "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
-            "target_name": target.rstrip("/").rpartition("/")[2],
+            "target_name": named_target(config).rstrip("/").rpartition("/")[2],
         }
         return HeadSpec(hidden_layers=hidden_layers, **(sizes | others))
 

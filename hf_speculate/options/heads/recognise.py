@@ -61,6 +61,13 @@ def is_head(config: dict[str, Any]) -> bool:
     return has_fields or any(name in architectures_of(config) for name in _HEAD_NAMES)
 
 
+def named_target(config: dict[str, Any]) -> str:
+    """Return the folder or Hub id of the target that a head's config names; empty if it names none."""
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    return str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
+
+
 def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
     """Whether the config is that of a target with layers for multi-token prediction in its checkpoint."""
     if target_type is None or target_type not in (config.get("model_type"), text_fields(config).get("model_type")):

@@ -9,7 +9,7 @@ from typing import Any
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.tools.cli.arguments import arguments_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, note, notes
-from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
+from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer, with_named_target
 from hf_speculate.tools.cli.options import Batch, Models, Ray
 from hf_speculate.tools.cli.store import lookup_of, open_store
 from hf_speculate.tools.dataset.decode import DatasetReport, decode_job
@@ -37,6 +37,7 @@ def run(options: Batch) -> int:
     check_settings(rows, options.sample, "add --sample")
     if output.exists() and options.prompts.exists() and output.samefile(options.prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
+    options = with_named_target(options)
     identity = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
     job = Job(rows, output, identity, seed, options.ordered, options.if_changed)
     ranks = find_ranks(is_cpu=options.device == "cpu")

@@ -9,11 +9,12 @@ from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.checks.sources import read_config
 from hf_speculate.tools.checks.target import TargetReport, check_target
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
-from hf_speculate.tools.cli.loading import names_head
+from hf_speculate.tools.cli.loading import names_head, with_named_target
 from hf_speculate.tools.cli.options import Check
 
 
 def run(options: Check) -> int:
+    options = with_named_target(options)
     target, draft = options.target, options.draft
     pair = f"{draft} as a draft for {target}" if draft is not None else f"{target} as a target"
     read: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}

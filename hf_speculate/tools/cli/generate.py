@@ -14,7 +14,7 @@ from hf_speculate.models.context import context_len
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.cli.arguments import arguments_of, read_input, read_input_line, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, error_line, note, notes, write_json
-from hf_speculate.tools.cli.loading import Pair, load_pair
+from hf_speculate.tools.cli.loading import Pair, load_pair, with_named_target
 from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.dataset.rows import Row, check_settings, encode_rows, token_ids_of
 
@@ -38,7 +38,7 @@ class _Printer(TextStreamer):
 def run(options: Generate) -> int:
     arguments, prompts, is_silent = arguments_of(options), _prompts(options), options.as_json
     check_settings(prompts, options.sample, "add --sample")
-    pair = load_pair(options)
+    pair = load_pair(with_named_target(options))
     all_ids = encode_rows(prompts, pair.tokenizer, options.chat)
     results: list[dict[str, Any]] = []
     try:
@@ -63,7 +63,7 @@ def run(options: Generate) -> int:
 
 def run_chat(options: ChatInTerminal) -> int:
     arguments = arguments_of(options)
-    pair = load_pair(options)
+    pair = load_pair(with_named_target(options))
     if pair.tokenizer.chat_template is None:
         raise ConfigError("the tokenizer must have a chat template to chat, got none; use generate for plain text")
     start = [] if options.system is None else [{"role": "system", "content": options.system}]

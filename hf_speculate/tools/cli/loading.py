@@ -1,9 +1,16 @@
 """Loads the models that a command names."""
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hf_speculate.draft.assistant_model import variant_of
@@ -11,11 +18,14 @@ from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.generation.enable import enable
 from hf_speculate.options.heads.folder import HeadFolder
 from hf_speculate.options.heads.load import load_drafter
-from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint
-from hf_speculate.tools.cli.console import first_line, notes
+from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint, named_target
+from hf_speculate.tools.cli.console import first_line, note, notes
 from hf_speculate.tools.cli.options import Models
 
 _REASON_LEN = 300  # characters; some messages of transformers list all its models before they say what to do
+
+
+AnyModels = TypeVar("AnyModels", bound=Models)
 
 
 class Pair(NamedTuple):
@@ -45,6 +55,33 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
                     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
                         arguments["assistant_tokenizer"] = draft_tokenizer
     return Pair(target, tokenizer, arguments)
+
+
+def with_named_target(models: AnyModels) -> AnyModels:
+    """Return the options of a command whose TARGET is a draft head, with the target that its config names.
+
+    The head drafts for that target. Other options are returned as they are.
+    """
+    head = models.target
+    try:
+        config = HeadFolder(head).config
+    except ConfigError:
+        return models  # loading a model then says what is wrong
+    if not is_head(config):
+        return models
+    target, remedy = named_target(config), f"pass the target as TARGET, and --draft {head}"
+    if models.draft is not None or not target:
+        why = "which needs no --draft" if target else "whose config names no target"
+        raise ConfigError(f"TARGET must be a model, got the draft head {head}, {why}; {remedy}")
+    try:
+        PreTrainedConfig.get_config_dict(target, **({"revision": models.revision} if models.revision else {}))
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the target that the draft head {head} names must be in a folder, or on the Hub, got {target!r} "
+            f"({_reason(error)}); {remedy}"
+        ) from error
+    note(f"{head} is a draft head for {target}, which is loaded")
+    return replace(models, target=target, draft=head)
 
 
 def names_head(models: Models) -> bool:

@@ -24,7 +24,7 @@ from hf_speculate.tools.bench.report.values import METHODS, MISSING, Columns, Re
 from hf_speculate.tools.bench.results import Comparison, environment
 from hf_speculate.tools.cli.arguments import Decoding, decoding_of, read_prompts
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, ProgressNotes, answer, note, notes, write_json
-from hf_speculate.tools.cli.loading import load_pair, names_head
+from hf_speculate.tools.cli.loading import load_pair, names_head, with_named_target
 from hf_speculate.tools.cli.options import Bench, Measurement, Tune
 from hf_speculate.tools.dataset.rows import encode_rows
 
@@ -34,6 +34,7 @@ _PIPED_WIDTH = 160  # columns of tables without a terminal
 
 
 def run_bench(options: Bench) -> int:
+    options = with_named_target(options)
     decoding, sample, seed = decoding_of(options, max_new_tokens=128), options.sample, options.seed or 0
     fields, lens = _shared_fields(decoding, options), parse_draft_lens(options.num_assistant_tokens)
     verifiers = [methods.default_verifier(sample), "typical"]
@@ -75,6 +76,7 @@ def run_bench(options: Bench) -> int:
 
 
 def run_tune(options: Tune) -> int:
+    options = with_named_target(options)
     write, rule, decoding = options.write, parse_rule(options.quality), decoding_of(options, max_new_tokens=128)
     fields, sample = _shared_fields(decoding, options), options.sample
     lens, thresholds = parse_draft_lens(options.num_assistant_tokens), parse_thresholds(options.thresholds)

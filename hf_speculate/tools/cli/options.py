@@ -63,7 +63,13 @@ Output = Annotated[Path | None, _output("--output", "-o", help="Also write the r
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Model to decode with: a folder, or a name on the Hugging Face Hub. A draft head whose config names "
+            "its target drafts for that."
+        ),
+    ]
     draft: Annotated[
         str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
     ] = None
@@ -301,7 +307,8 @@ class Check(Models):
 class Serve(StoredModels):
     """Answer requests in OpenAI's format over HTTP, several at once.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health. Sampling settings come with each request.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Sampling settings come with each
+    request.
     """
 
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8

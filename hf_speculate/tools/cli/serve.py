@@ -11,7 +11,7 @@ from typing import Any
 from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.tools.cli.arguments import drafting_of
 from hf_speculate.tools.cli.console import OK, note
-from hf_speculate.tools.cli.loading import load_pair
+from hf_speculate.tools.cli.loading import load_pair, with_named_target
 from hf_speculate.tools.cli.options import Serve
 from hf_speculate.tools.cli.store import lookup_of, open_store
 from hf_speculate.tools.server.engine import Engine
@@ -24,8 +24,9 @@ def run(options: Serve) -> int:
     fields = lookup_of(options) | drafting_of(options)
 
     def load() -> Engine:
-        stored = closing.enter_context(open_store(options))
-        pair, name = load_pair(options), options.name or options.target
+        models = with_named_target(options)
+        stored = closing.enter_context(open_store(models))
+        pair, name = load_pair(models), options.name or models.target
         grammars = GrammarLimits(options.grammar_seconds, options.max_schema_bytes, options.grammar_memory_bytes)
         return Engine(
             pair.target,

@@ -4,23 +4,26 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
 from hf_speculate.tools.server.logprobs import TokenLogprob, chat_format, completion_format, num_chars
 from hf_speculate.tools.server.prompts import text_requests
+from hf_speculate.tools.server.response_template import ResponseReader
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
-from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
+from hf_speculate.tools.server.text_request import DecodeResult, Piece, Pieces, TextRequest
 from hf_speculate.tools.server.token_bytes import TokenBytes
-from hf_speculate.tools.server.tool_calls import ToolCallReader
+from hf_speculate.tools.server.tool_calls import Said, ToolCallReader
 
-Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
 # Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
+_NOTHING = Said()
+_NUM_CHARS_IN_THREAD = 8_192  # characters that are split beside the event loop: 32,000 brackets take 0.6 s
 _NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
 
 
@@ -34,6 +37,7 @@ class Asked(NamedTuple):
     has_usage: bool  # whether a stream has it; a whole answer always does
     has_tools: bool
     token_bytes: TokenBytes
+    readers: Sequence[ResponseReader] = ()  # one for each text of a tokenizer with a response template
 
     def head(self, model: str) -> dict[str, Any]:
         """The fields that all parts of an answer share."""
@@ -44,20 +48,29 @@ class Asked(NamedTuple):
     def choice(
         self,
         index: int,
-        text: str = "",
+        said: Said = _NOTHING,
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
         calls: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": said.content}
+        reasoning = {"reasoning_content": said.reasoning} if said.reasoning else {}
         if self.is_chat and self.is_streamed:
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            content = {"delta": ({"content": text} if text else {}) | ({"tool_calls": numbered} if calls else {})}
+            delta = reasoning | ({"content": said.content} if said.content else {})
+            content = {"delta": delta | ({"tool_calls": numbered} if calls else {})}
         elif self.is_chat:
-            message = {"role": "assistant", "content": text}
-            content = {"message": {**message, "content": text or None, "tool_calls": calls} if calls else message}
+            message = {"role": "assistant", "content": said.content, **reasoning}
+            called = {"content": said.content or None, "tool_calls": calls} if calls else {}
+            content = {"message": message | called}
         reason = "tool_calls" if calls and reason == "stop" else reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def reader(self, index: int) -> ResponseReader | ToolCallReader | None:
+        """Return what splits a text; None for a text that is content alone. To be called once for each."""
+        if self.readers:
+            return self.readers[index]
+        return ToolCallReader() if self.has_tools else None
 
     def logprobs(self, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
         """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
@@ -82,7 +95,12 @@ def asked_of(request: ChatRequest | CompletionRequest, engine: Engine, grammar: 
     texts, options = text_requests(request, engine, grammar), request.stream_options
     has_usage = options is not None and options.include_usage
     is_chat, has_tools = isinstance(request, ChatRequest), isinstance(request, ChatRequest) and request.has_tools
-    return Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.token_bytes)
+    asked = Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.token_bytes)
+    if engine.response_template is None or not texts[0].shows_special or not isinstance(request, ChatRequest):
+        return asked
+    token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")  # of all texts of a chat
+    prompt = str(engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+    return asked._replace(readers=[engine.response_template.reader(prompt, tools) for _ in texts])
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
@@ -99,13 +117,12 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
     choices = []
     for index, parts in enumerate(texts):
         tokens = [token for part in parts for token in part.logprobs]
+        reader = asked.reader(index)
         text = "".join(part.text for part in parts)
-        calls: list[dict[str, Any]] = []
-        if asked.has_tools:
-            reader = ToolCallReader()
-            text, calls = reader.read(text, is_end=True), reader.calls
-        reason = results[index].finish_reason
-        choices.append(asked.choice(index, text, reason, await _logprobs(asked, index, tokens), calls))
+        read = partial(_read, reader, text, is_end=True)
+        said = read() if len(text) < _NUM_CHARS_IN_THREAD else await asyncio.to_thread(read)
+        reason, calls = results[index].finish_reason, reader.calls if reader else ()
+        choices.append(asked.choice(index, said, reason, await _logprobs(asked, index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
 
 
@@ -120,7 +137,7 @@ async def events(
     async with aclosing(pieces):
         newest: tuple[int, Piece | DecodeResult] | None = first
         results, offsets = [], [0] * len(asked.texts)
-        readers = [ToolCallReader() for _ in asked.texts] if asked.has_tools else None
+        readers = [asked.reader(index) for index in range(len(asked.texts))]
         try:
             for index in range(len(asked.texts) if asked.is_chat else 0):
                 yield event(asked.choice(index) | {"delta": {"role": "assistant", "content": ""}})
@@ -128,16 +145,17 @@ async def events(
                 index, piece = newest
                 if isinstance(piece, DecodeResult):
                     results.append(piece)
-                    rest = readers[index].read("", is_end=True) if readers else ""
-                    if rest:
-                        yield event(asked.choice(index, rest))
-                    calls = readers[index].calls if readers else ()
+                    reader = readers[index]
+                    for said in _deltas(_read(reader, "", is_end=True)):
+                        yield event(asked.choice(index, said))
+                    calls = reader.calls if reader else ()
                     yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
                 else:
                     logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
-                    text = readers[index].read(piece.text) if readers else piece.text
-                    if text or logprobs:
-                        yield event(asked.choice(index, text, logprobs=logprobs))
+                    deltas = _deltas(_read(readers[index], piece.text))
+                    for said in deltas or ([_NOTHING] if logprobs else []):
+                        yield event(asked.choice(index, said, logprobs=logprobs))
+                        logprobs = None
                     offsets[index] += asked.num_chars(index, piece.logprobs, offsets[index])
                 newest = await anext(pieces, None)
             if len(results) < len(asked.texts):
@@ -148,6 +166,15 @@ async def events(
             told = error if isinstance(error, RequestError) else request_error(error)
             yield f"data: {json.dumps(error_body(told))}\n\n"
         yield "data: [DONE]\n\n"
+
+
+def _read(reader: ResponseReader | ToolCallReader | None, text: str, is_end: bool = False) -> Said:
+    return Said(text) if reader is None else reader.read(text, is_end)
+
+
+def _deltas(said: Said) -> list[Said]:
+    """Split what is said into reasoning and content, which many clients expect in events of their own."""
+    return [part for part in (Said(reasoning=said.reasoning), Said(said.content)) if any(part)]
 
 
 async def _logprobs(asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:

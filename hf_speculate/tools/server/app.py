@@ -9,18 +9,20 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
+from hf_speculate.errors import MissingExtraError
 from hf_speculate.tools.server.answers import Asked, events, whole_answer
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError, error_body, request_error
 from hf_speculate.tools.server.fair_reading import FairProtocol
 from hf_speculate.tools.server.hosts import HostCheck
 from hf_speculate.tools.server.intake import Intake
+from hf_speculate.tools.server.metrics import Metrics, RequestTimer
 from hf_speculate.tools.server.prompts import check_model
-from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
+from hf_speculate.tools.server.schemas import AnyRequest, ChatRequest, CompletionRequest
 
 _ANSWER_S = 5  # at a shutdown, for the error answers of the requests that were not finished
 
@@ -57,7 +59,7 @@ def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
     # FastAPI's pages of documentation load scripts from elsewhere
     app = _App(title="hf_speculate", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(HostCheck, names=host_names)
-    intake = Intake(engine)
+    intake, metrics = Intake(engine), _metrics_of(engine)
     model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "hf_speculate"}
 
     @app.get("/health")
@@ -73,13 +75,23 @@ def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
         check_model(name, engine)
         return model
 
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        if isinstance(metrics, MissingExtraError):
+            raise RequestError(str(metrics), status=501)
+        return Response(metrics.text(), media_type=metrics.media_type)
+
+    async def answer(kind: type[AnyRequest], http: Request) -> Any:
+        with RequestTimer(None if isinstance(metrics, MissingExtraError) else metrics.add_request) as timer:
+            return await _answer(engine, await intake.read(kind, http), http, timer)
+
     @app.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
     async def chat(http: Request) -> Any:
-        return await _answer(engine, await intake.read(ChatRequest, http), http)
+        return await answer(ChatRequest, http)
 
     @app.post("/v1/completions", openapi_extra=_described(CompletionRequest))
     async def completions(http: Request) -> Any:
-        return await _answer(engine, await intake.read(CompletionRequest, http), http)
+        return await answer(CompletionRequest, http)
 
     for error_type in (RequestError, HTTPException, Exception):
         app.add_exception_handler(error_type, _error_response)
@@ -99,10 +111,19 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def _answer(engine: Engine, asked: Asked | None, http: Request) -> Any:
+def _metrics_of(engine: Engine) -> Metrics | MissingExtraError:
+    try:
+        return Metrics(engine)
+    except MissingExtraError as error:
+        return error
+
+
+async def _answer(engine: Engine, asked: Asked | None, http: Request, timer: RequestTimer) -> Any:
     if asked is None:
+        timer.end("cancelled")
         return None  # the client has left
-    pieces, head = engine.stream(asked.texts, http.is_disconnected), asked.head(engine.name)
+    pieces = timer.follow(engine.stream(asked.texts, http.is_disconnected), len(asked.texts))
+    head = asked.head(engine.name)
     if not asked.is_streamed:
         return await whole_answer(asked, pieces, head)
     first = await anext(pieces, None)  # an error of generate() is then an error response, not a broken stream

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_speculate.draft.source import DraftSource, make_source, source_key
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.recurrent_layers import recurrent_cache
@@ -26,6 +27,7 @@ from hf_speculate.tools.server.errors import RequestError, busy_error, closing_e
 from hf_speculate.tools.server.logprobs import TokenLogprob, prompt_logprobs
 from hf_speculate.tools.server.merged import merged
 from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
+from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
 from hf_speculate.tools.server.token_bytes import TokenBytes
@@ -58,6 +60,7 @@ class Engine:
         self.max_length = min(limits, default=None)  # tokens of prompt and answer
         self.max_chars = _CHARS_PER_TOKEN * (self.max_length or _USUAL_LENGTH)  # characters of a prompt
         self.token_bytes = TokenBytes(self.tokenizer)
+        self.response_template = ResponseTemplate.of(self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.grammar_limits)
         self._decoder = self._make_decoder()
         self.obstacle = ""  # why requests are decoded one by one; empty if they are not, or if that is asked for
@@ -75,6 +78,8 @@ class Engine:
         # Answers that will have a row once the log probabilities of their prompts are known; the decoder's thread reads
         # the first one, chunk by chunk.
         self._echoing: deque[tuple[Answer, Iterator[list[TokenLogprob]]]] = deque()
+        self._observers: list[Callable[[RowResult], object]] = []
+        self._num_other_forwards = 0  # of decoders that were replaced, and of rows that were decoded one by one
         self._has_overtaken = False  # whether a prompt has begun since the latest of these chunks
         self._is_decoding = self._is_closed = False
 
@@ -85,6 +90,24 @@ class Engine:
     @property
     def num_running(self) -> int:
         return len(self._open) - len(self._waiting)
+
+    @property
+    def num_target_forwards(self) -> int:
+        """Forwards of the target after prompts, so far."""
+        return self._num_other_forwards + self._decoder.stats.num_target_forwards
+
+    @property
+    def draft_source(self) -> str:
+        """What drafts for all requests; "none" if nothing does."""
+        saved = {"prompt_lookup_num_tokens": self.target.generation_config.prompt_lookup_num_tokens}
+        values = self.options if source_key(self.options) else {**self.options, **saved}
+        key = source_key(values)
+        source: DraftSource | None = make_source(key, self.target, values) if key else None
+        return "none" if source is None else source.description
+
+    def observe_rows(self, observer: Callable[[RowResult], object]) -> None:
+        """Let a function be called with each finished row, in the decoder's thread; it must raise no error."""
+        self._observers.append(observer)
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +156,9 @@ class Engine:
     ) -> AsyncGenerator[Piece | DecodeResult, None]:
         arguments, echoed, num_sent = answer.prompt.arguments, answer.request.echoed, 0
         text = TextStream(
-            self.tokenizer, [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops]
+            self.tokenizer,
+            [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops],
+            answer.request.shows_special,
         )
         has_begun = not answer.request.continues
         while not await is_gone():
@@ -261,6 +286,8 @@ class Engine:
             for results in decoded:
                 for result in results:
                     self._begun.discard(result.prompt.key)
+                    for observer in self._observers:
+                        observer(result)
                     result.prompt.key.put(self._checked(result))
             with self._lock:
                 if not (self._waiting or self._echoing):
@@ -290,6 +317,7 @@ class Engine:
                 pass
             except _ROW_ERRORS as raised:
                 error = raised
+            self._num_other_forwards += stats.num_target_forwards
             if error is None and prompt.on_logits is not None:
                 error = self._score(prompt, streamer.ids)
             yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
@@ -310,6 +338,7 @@ class Engine:
         error = done.exception()
         if error is not None:
             with self._lock:
+                self._num_other_forwards = self.num_target_forwards
                 self._decoder, self._is_decoding = self._make_decoder(), False
                 self._begun.clear()
                 self._echoing.clear()

@@ -181,6 +181,7 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -196,7 +197,7 @@ class Message(BaseModel):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        more = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
         return message | {name: value for name, value in more.items() if value is not None}
 
 

@@ -1,7 +1,7 @@
 """A text that a request asks for, and what the decoder's thread hands to the event loop for it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,7 @@ class TextRequest(NamedTuple):
     echoed: str = ""  # what the text begins with: the prompt if that is asked for
     num_top: int | None = None  # most likely tokens of every position; None without log probabilities
     continues: bool = False  # whether the text goes on with its prompt's, as completions do
+    shows_special: bool = False  # whether pieces have the special tokens, which a response template reads
 
 
 class Piece(NamedTuple):
@@ -33,6 +34,9 @@ class DecodeResult(NamedTuple):
 
     finish_reason: Literal["stop", "length"]
     row: RowResult
+
+
+Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
 
 
 class Answer:

@@ -7,18 +7,19 @@ from transformers import PreTrainedTokenizerBase
 _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
 _MAX_HELD = 3  # tokens that a later one may still complete: a character has four bytes at most
 # Special tokens that clients need as text: they mark tool calls and reasoning, and most tokenizers list them as text.
-_TAGS = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"}
+TAGS = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"}
 
 
 class TextStream:
     """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
 
     Stop strings are searched for in the text with its special tokens, as `StopStringCriteria` does. Special tokens are
-    left out of the pieces, but for tags of tool calls and of reasoning.
+    left out of the pieces, but for tags of tool calls and of reasoning, or with `shows_special`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], shows_special: bool = False):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self._shows_special = shows_special
         self.is_cut = False  # whether the text ended before a stop string
         self._num_read = 0  # tokens of the row
         self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
@@ -37,7 +38,7 @@ class TextStream:
         for token_id in token_ids[self._num_read :]:
             if special_text := self._special_text(token_id):
                 self._decode_characters()
-                if special_text not in _TAGS:
+                if special_text not in TAGS and not self._shows_special:
                     self._hidden.append((len(self._pending), len(self._pending) + len(special_text)))
                 self._pending += special_text
             else:

@@ -2,11 +2,18 @@
 
 import json
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _LONGEST_WORD = 10  # characters of JSON that are an error until the next one comes, such as -Infinity and \u00e9
 _DECODER = json.JSONDecoder()
+
+
+class Said(NamedTuple):
+    """Parts of an answer that are final."""
+
+    content: str = ""
+    reasoning: str = ""
 
 
 class ToolCallReader:
@@ -22,7 +29,7 @@ class ToolCallReader:
         self._num_searched = 0  # characters of it before which no last tag begins
         self._spaces, self._has_said = "", False  # before or after a call
 
-    def read(self, text: str, is_end: bool = False) -> str:
+    def read(self, text: str, is_end: bool = False) -> Said:
         """What is known to be said; at the end all of the rest."""
         self._pending += text
         said = ""
@@ -30,7 +37,7 @@ class ToolCallReader:
             said += self._say(at)
             num = self._num_of_call(is_end)
             if num is None:
-                return said
+                return Said(said)
             self._num_searched = 0
             if num:
                 self._pending, self._spaces, self._has_said = self._pending[num:], "", False
@@ -41,7 +48,7 @@ class ToolCallReader:
             nums = range(min(len(_BEGIN) - 1, len(self._pending)), 0, -1)
             num_held = next((num for num in nums if self._pending.endswith(_BEGIN[:num])), 0)
         said += self._say(len(self._pending) - num_held)
-        return said if self.calls or not is_end else said + self._spaces
+        return Said(said if self.calls or not is_end else said + self._spaces)
 
     def _say(self, num: int) -> str:
         """Cut so many characters from the pending text; returns them unless spaces are all that follows a call."""
@@ -74,14 +81,14 @@ class ToolCallReader:
             if not is_end:
                 return None
             rest = ""  # no tag, or a part of one
-        call = _call_of(value)
+        call = call_of(value)
         if call is None:
             return 0
         self.calls.append(call)
         return len(text) - len(rest.removeprefix(_END))
 
 
-def _call_of(value: Any) -> dict[str, Any] | None:
+def call_of(value: Any) -> dict[str, Any] | None:
     """A call in OpenAI's form; None if the value is not a name with arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None

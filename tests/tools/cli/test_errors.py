@@ -1,6 +1,7 @@
 """What goes wrong on the command line is one line and exit status 2, whatever it is."""
 
 import functools
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -27,6 +28,10 @@ def folder(folder, tmp_path_factory) -> Path:
     weights.write_bytes(weights.read_bytes()[:-100])
     (folder / "latin.txt").write_bytes("def main():\ncafé\n".encode("latin-1"))
     (folder / "prompts.txt").write_text("def main():\n")
+    for name, target in (("head", None), ("lost-head", "no/such")):
+        (folder / name).mkdir()
+        config = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": target}}}
+        (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "prompts.jsonl").write_text('"def main():"\n')
     (folder / "bad.jsonl").write_text('"good"\n{"id": 1}\n')
     return folder
@@ -65,6 +70,17 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         (["serve", "nosuch", "-k", "129"], "num_assistant_tokens"),
         (["serve", "nosuch", "--port", "0"], "a causal language model must be in a folder"),
         (["serve", "nosuch", "--host", "203.0.113.1"], "--host and --port must be free on this machine"),
+        # a draft head as the target
+        (["serve", "{folder}/head", "--port", "0"], "TARGET must be a model, got the draft head "),
+        (
+            ["generate", "{folder}/head", "x"],
+            "/head, whose config names no target; pass the target as TARGET, and --draft",
+        ),
+        (
+            ["bench", "{folder}/lost-head", "{folder}/prompts.txt"],
+            "/lost-head names must be in a folder, or on the Hub",
+        ),
+        ([*GENERATE[:1], "{folder}/lost-head", *GENERATE[2:]], "/lost-head, which needs no --draft; pass"),
         # of options
         ([*GENERATE, "--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave it out"),
         ([*BENCH, "--top-k", "5"], "--top-k must come with --sample"),

@@ -110,12 +110,24 @@ def test_help_and_version_load_neither_torch_nor_transformers():
 HEAD = str(PAIR.parent / "heads" / "eagle3")
 
 
-def test_a_head_is_timed_without_transformers_own_methods(tmp_path):
+def test_named_target_of_a_head_is_loaded(plain_texts, monkeypatch, capsys):
+    monkeypatch.chdir(PAIR.parents[1])  # its config names a folder there
+    assert main(["generate", HEAD, PROMPTS[0], "-k", "3", *COMMON]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == plain_texts[0].strip()
+    assert "accepted" in err and f"{HEAD} is a draft head for examples/pair/target, which is loaded" in err
+    assert main(["check", HEAD]) == 0
+    assert "warning: eagle3 as a draft head for examples/pair/target" in capsys.readouterr().out
+
+
+def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch):
+    monkeypatch.chdir(PAIR.parents[1])  # the head's config names a folder there, its target
     prompts, result = tmp_path / "prompts.txt", tmp_path / "out.json"
     prompts.write_text(PROMPTS[0])
-    words = ["bench", TARGET, str(prompts), "-d", HEAD, "-k", "2", "-v", "greedy", "--thresholds", "", *COMMON]
+    words = ["bench", HEAD, str(prompts), "-k", "2", "-v", "greedy", "--thresholds", "", *COMMON]
     assert main([*words, "--output", str(result)]) == 0
     results = json.loads(result.read_text())
+    assert [results["environment"][name] for name in ("target", "draft")] == ["examples/pair/target", HEAD]
     assert [method["name"] for method in results["methods"]] == ["plain, greedy", "greedy, K = 2"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1}))
     assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))  # MTP layers of the target itself

@@ -1,0 +1,167 @@
+"""Reasoning, content and tool calls of an answer, which transformers reads by a tokenizer's `response_template`."""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_speculate.tools.server.errors import LOGGER
+from hf_speculate.tools.server.text_stream import TAGS
+from hf_speculate.tools.server.tool_calls import Said, call_of
+
+_CONTENT, _CALLS = "content", "tool_calls"
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates give to it
+# Most delimiters begin with one of these. Text is fed up to the next one, because the parser loses
+# the events of a feed that fails.
+_MARK = re.compile(r"(?=[<\[])")
+
+
+class ResponseTemplate:
+    """Makes readers of answers from a tokenizer's `response_template`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]):
+        others = {name: field for name, field in template["fields"].items() if name != _CALLS}
+        self._tokenizer: Any = tokenizer
+        self._by_tools = {True: template, False: {**template, "fields": others}}
+        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)}
+        self._special = re.compile("|".join(map(re.escape, sorted(special - TAGS, key=len, reverse=True))) or "(?!)")
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ResponseTemplate | None":
+        """Return a tokenizer's template; None if it has none, or none that transformers can read."""
+        template = getattr(tokenizer, "response_template", None)
+        if template is None:
+            return None
+        try:
+            made = cls(tokenizer, template)
+            made.reader("", [])
+            made.reader("", None)
+        except Exception as error:  # noqa: BLE001  # whatever is wrong with a file of others
+            LOGGER.warning("the tokenizer's response_template is not used, as it cannot be read: %s", error)
+            return None
+        return made
+
+    def reader(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> "ResponseReader":
+        """Return the reader of one answer.
+
+        Args:
+            prompt: text before the answer, with its special tokens; it may have begun a field.
+            tools: functions that the model may call; with None, calls are content.
+        """
+        template = copy.deepcopy(self._by_tools[tools is not None])  # transformers 5.17 adds to its defaults
+        make_parser = partial(self._tokenizer.get_response_parser, template)
+        try:
+            parser = make_parser(prefix=prompt, tools=tools)
+        except Exception:  # noqa: BLE001  # earlier messages, or descriptions of tools, in another form
+            parser = make_parser(prefix="")
+        return ResponseReader(parser, partial(make_parser, prefix="", tools=tools), template["fields"], self._special)
+
+
+class ResponseReader:
+    """Splits an answer that comes in pieces into reasoning, content and calls.
+
+    A field that the template cannot read, such as a call of malformed JSON, is content, and so is an
+    answer in which it finds nothing. Fields of other names are left out.
+    """
+
+    def __init__(
+        self, parser: Any, make_parser: Callable[[], Any], fields: Mapping[str, Any], special: re.Pattern[str]
+    ):
+        self.calls: list[dict[str, Any]] = []  # in OpenAI's form
+        self._parser, self._make_parser = parser, make_parser
+        self._special = special  # texts of special tokens, which no answer shows
+        self._joins = {name: field.get("join") for name, field in fields.items()}
+        is_stripped = {name: field.get("content_args", {}).get("strip", True) for name, field in fields.items()}
+        reasoning = next((name for name in _REASONING if name in fields), "")
+        self._content, self._reasoning = (_FieldText(is_stripped.get(name, True)) for name in (_CONTENT, reasoning))
+        self._texts = {_CONTENT: self._content, reasoning: self._reasoning}
+        self._raw = ""  # text since the newest part of a field that is given away
+
+    def read(self, text: str, is_end: bool = False) -> Said:
+        """Return what is final; at the end all of the rest."""
+        for part in filter(None, _MARK.split(text)):
+            self._raw += part
+            self._take(partial(self._parser.feed, part))
+        if is_end:
+            self._take(lambda: self._parser.finalize()[1])
+            if not (self.calls or self._content.is_begun or self._reasoning.is_begun):
+                self._give_raw()
+        return Said(self._content.take(), self._reasoning.take())
+
+    def _take(self, step: Callable[[], list[dict[str, Any]]]) -> None:
+        """Take the events of a step of the parser; after an error go on with a new parser."""
+        try:
+            events = step()
+            closed = [event for event in events if event["type"] == "region_close"]
+            calls = [call for event in closed if event["field"] == _CALLS for call in _calls_of(event["value"])]
+        except Exception:  # noqa: BLE001  # of templates, and of the text that they read
+            self._give_raw()
+            self._parser = self._make_parser()
+            return
+        self.calls += calls
+        for event in events:
+            if event["field"] != _CALLS:
+                self._take_event(event["type"], event["field"], event)
+        if closed and events[-1] is closed[-1]:
+            self._raw = ""
+
+    def _take_event(self, kind: str, field: str, event: Mapping[str, Any]) -> None:
+        if kind == "region_chunk":
+            _, found, tail = self._raw.rpartition(event["text"])
+            self._raw = tail if found else self._raw
+            if field in self._texts:
+                self._texts[field].add(self._shown(event["text"]))
+        elif kind == "region_open" and field in self._texts and self._joins[field] is not None:
+            self._texts[field].join(self._joins[field])
+
+    def _give_raw(self) -> None:
+        """Give text as content that no field has."""
+        self._content.add(self._shown(self._raw))
+        self._raw = ""
+
+    def _shown(self, text: str) -> str:
+        return self._special.sub("", text)
+
+
+def _calls_of(value: Any) -> list[dict[str, Any]]:
+    """Return calls in OpenAI's form; an error for a value without a name."""
+    calls = []
+    for each in value if isinstance(value, list) else [value]:
+        call = call_of(each.get("function", each))
+        if call is None:
+            raise ValueError("a call must have a name and arguments that JSON can hold")
+        calls.append(call)
+    return calls
+
+
+class _FieldText:
+    """Text of a field, without the spaces around it if `is_stripped`."""
+
+    def __init__(self, is_stripped: bool):
+        self.is_begun = False  # whether it has more than spaces
+        self._is_stripped = is_stripped
+        self._new = self._spaces = ""  # text that is not taken; spaces that are not known to be inside
+        self._begin: str | None = ""  # for the next text, whose first spaces are left out; None inside
+
+    def add(self, text: str) -> None:
+        text = self._spaces + text
+        if self._begin is not None and self._is_stripped:
+            text = text.lstrip()
+        end = len(text.rstrip()) if self._is_stripped else len(text)
+        self._spaces = text[end:]
+        if end:
+            self._new += (self._begin or "") + text[:end]
+            self.is_begun, self._begin = True, None
+
+    def join(self, text: str) -> None:
+        """Let a further region of the field begin, after a text that joins it to the one before."""
+        if self._begin is None:
+            self._begin, self._spaces = text, ""
+
+    def take(self) -> str:
+        taken, self._new = self._new, ""
+        return taken

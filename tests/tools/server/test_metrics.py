@@ -1,0 +1,98 @@
+"""Metrics of a server, as a scrape of Prometheus reads them."""
+
+import asyncio
+import importlib
+import json
+import sys
+
+import httpx
+import pytest
+
+from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.metrics import RequestTimer
+from hf_speculate.tools.server.text_request import DecodeResult, Piece
+from tests.tools.server.serving import NUM_NEW, PATH, body, wait_until
+
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+NAME = "hf_speculate_"
+
+
+def scraped(client):
+    """Values by name and labels."""
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    families = parser.text_string_to_metric_families(response.text)
+    samples = [sample for family in families for sample in family.samples]
+    return {(each.name.removeprefix(NAME), *each.labels.values()): each.value for each in samples}
+
+
+def test_scrape_counts_requests_tokens_and_times(client, engine):
+    before = scraped(client)
+    usages = [client.post(PATH, json=body(user="somebody")).json()["usage"]]
+    with client.stream("POST", PATH, json=body(stream=True, stream_options={"include_usage": True})) as response:
+        usages += [json.loads(line[6:])["usage"] for line in response.iter_lines() if '"usage"' in line]
+    assert client.post(PATH, json=body(temperature=3)).status_code == 400
+    wait_until(lambda: engine.num_running == 0)
+    after = scraped(client)
+    more = {key: value - before.get(key, 0) for key, value in after.items()}
+    outcomes = {outcome: more["requests_total", outcome] for outcome in ("answered", "refused", "busy", "failed")}
+    assert outcomes == {"answered": 2, "refused": 1, "busy": 0, "failed": 0}
+    assert more["prompt_tokens_total",] == sum(usage["prompt_tokens"] for usage in usages)
+    assert more["generated_tokens_total",] == 2 * NUM_NEW
+    drafted, accepted = (more[f"{name}_tokens_total", "model LlamaForCausalLM"] for name in ("drafted", "accepted"))
+    num_rounds = sum(usage["speculation"]["rounds"] for usage in usages)
+    assert more["target_forwards_total",] == num_rounds == 2 * (NUM_NEW - 1) - accepted < drafted
+    assert [more[f"{name}_seconds_count",] for name in ("time_to_first_token", "request")] == [2, 2]
+    assert 0 < more["time_to_first_token_seconds_sum",] < more["request_seconds_sum",]
+    assert (after["rows_running",], after["rows_waiting",]) == (0, 0)
+    assert "somebody" not in client.get("/metrics").text
+
+
+def test_server_without_prometheus_client_names_the_extra(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    app = importlib.import_module("hf_speculate.tools.server.app").make_app(engine)
+
+    async def get(path):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path)
+
+    refused, healthy = asyncio.run(get("/metrics")), asyncio.run(get("/health"))
+    assert (refused.status_code, healthy.status_code) == (501, 200)
+    assert 'pip install "hf-speculate[metrics]"' in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "num_taken", "outcome"),
+    [
+        (None, 9, "answered"),
+        (None, 1, "cancelled"),
+        (RequestError("later", status=429), 9, "busy"),
+        (RequestError("cannot be"), 9, "refused"),
+        (RuntimeError("broken"), 9, "failed"),
+    ],
+)
+def test_request_ends_once_with_its_outcome(error, num_taken, outcome):
+    told, seconds = [], iter(range(9))
+
+    async def pieces():
+        yield 0, Piece("a", [])
+        if error is not None:
+            raise error
+        yield 0, DecodeResult("stop", None)
+
+    async def run():
+        with RequestTimer(lambda *ended: told.append(ended), lambda: next(seconds)) as timer:
+            followed = timer.follow(pieces(), 1)
+            for _ in range(num_taken):
+                if await anext(followed, None) is None:
+                    break
+            await followed.aclose()
+
+    if error is None:
+        asyncio.run(run())
+    else:
+        with pytest.raises(type(error)):
+            asyncio.run(run())
+    assert told == [(outcome, 2, 1)]
