@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_speculate.errors import SpeculateError as SpeculateError
     from hf_speculate.errors import UnsupportedGenerationError as UnsupportedGenerationError
     from hf_speculate.errors import UnsupportedModelError as UnsupportedModelError
+    from hf_speculate.generation.defaults import plain as plain
     from hf_speculate.generation.enable import disable as disable
     from hf_speculate.generation.enable import enable as enable
     from hf_speculate.generation.enable import is_enabled as is_enabled
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hf_speculate.tools.dataset.decode import DatasetReport as DatasetReport
     from hf_speculate.tools.dataset.decode import decode_dataset as decode_dataset
     from hf_speculate.tools.hub.repository import save_config as save_config
+    from hf_speculate.tools.hub.repository import save_settings as save_settings
     from hf_speculate.types import RoundReport as RoundReport
     from hf_speculate.verify.base import register_verifier as register_verifier
     from hf_speculate.verify.prefix import keep_prefix as keep_prefix
@@ -66,6 +68,7 @@ _NAMES = {
         "UnsupportedGenerationError",
         "UnsupportedModelError",
     ),
+    "generation.defaults": ("plain",),
     "generation.enable": ("disable", "enable", "is_enabled"),
     "generation.generate": ("SpeculativeGenerationMixin", "generate"),
     "processors.block": ("BlockLogitsProcessorList",),
@@ -74,7 +77,7 @@ _NAMES = {
     "tools.checks.pair": ("PairReport", "check_pair"),
     "tools.checks.parity": ("ParityReport", "check_parity"),
     "tools.dataset.decode": ("DatasetReport", "decode_dataset"),
-    "tools.hub.repository": ("save_config",),
+    "tools.hub.repository": ("save_config", "save_settings"),
     "types": ("RoundReport",),
     "verify.base": ("register_verifier",),
     "verify.prefix": ("keep_prefix",),

@@ -69,7 +69,12 @@ _CHECKS: dict[str, Check] = {
         "leave it out for a random one",
     ),
     "generator": instance("torch.Generator", torch.Generator, "pass seed= for an int"),
-    "speculation_stats": instance("SpeculationStats", SpeculationStats, "pass hf_speculate.SpeculationStats()"),
+    "speculation_stats": Check(
+        "be a SpeculationStats, or be called with one when a call has ended",
+        lambda value: isinstance(value, SpeculationStats) or callable(value),
+        "pass hf_speculate.SpeculationStats()",
+        shows_type=True,
+    ),
     "candidate_generator": Check(
         "be a CandidateGenerator or make one",
         lambda value: isinstance(value, CandidateGenerator) or callable(value),
@@ -112,7 +117,8 @@ class SpeculationConfig:
         draft_state: a `DraftState` with the draft model's KV cache of earlier calls; this call replaces its content.
         seed: an int, or one int per output row.
         generator: draws the seed if none is given.
-        speculation_stats: filled in during the call.
+        speculation_stats: filled in during the call; or a function that is called with the statistics of each call
+            when it has ended.
         speculation_callback: called with a `RoundReport` after every round.
         candidate_generator: a `CandidateGenerator` of transformers that drafts instead of a model, or a function that
             makes one from keywords; it chooses the draft length, up to `num_assistant_tokens`.
@@ -155,7 +161,7 @@ class SpeculationConfig:
     speculation_hooks: str = "check"
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
-    speculation_stats: SpeculationStats | None = None
+    speculation_stats: SpeculationStats | Callable[[SpeculationStats], object] | None = None
     speculation_callback: Callable[[RoundReport], object] | None = None
     candidate_generator: CandidateGenerator | Callable[..., CandidateGenerator] | None = None
     drafter: Callable[..., Any] | None = None

@@ -18,7 +18,7 @@ from hf_speculate.engine.plan import make_plan
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.inputs import read_call
 from hf_speculate.generation.plain_decoding import decode_plainly, plain_reason, returned_cache, self_test
-from hf_speculate.generation.request import Request
+from hf_speculate.generation.request import Request, refusals
 from hf_speculate.models.folded_attention import folded_attention_for
 
 
@@ -45,24 +45,26 @@ class SpeculativeDecoding:
     ) -> GenerateOutput | Tensor:
         self.clock.enter(Stage.PREPARE, 0)
         self.num_runs += 1
-        call = read_call(
-            self.request,
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor,
-            model_kwargs,
-            row_lists=self.row_lists,
-            num_run=self.num_runs - 1,
-        )
+        with refusals(self.request.is_default and self.num_runs == 1):
+            call = read_call(
+                self.request,
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                inputs_tensor,
+                model_kwargs,
+                row_lists=self.row_lists,
+                num_run=self.num_runs - 1,
+            )
         source, stats = self.request.source, self.request.stats
         comparison = self_test(call, source)
         reason = "" if self.on_prepared is not None else plain_reason(call, source, stats)
         if reason and call.config.verifier != "coupled":
             return self._timed(decode_plainly(call, logits_processor, stopping_criteria, stats))
-        plan = make_plan(call, stats, drafts=not reason, self_test=comparison)
+        with refusals(self.request.is_default and self.num_runs == 1):
+            plan = make_plan(call, stats, drafts=not reason, self_test=comparison)
         decoder = SpeculativeDecoder.of(plan, stats, self.clock)
         if self.on_prepared is not None:
             self.on_prepared(decoder)

@@ -1,13 +1,21 @@
 """Enables and disables speculative `generate()` for one model object."""
 
 import threading
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.compat import check_private_names, version_note
-from hf_speculate.errors import UnsupportedModelError, warn_user
+from hf_speculate.config import FIELD_NAMES
+from hf_speculate.draft.source import SOURCES, find_source
+from hf_speculate.errors import ConfigError, UnsupportedModelError, nearest_name, warn_user
+from hf_speculate.generation.config_sources import fields_of, read_config
+from hf_speculate.generation.defaults import SAVED_ASSISTANT, TOKENIZERS, Defaults, remove_defaults, set_defaults
 from hf_speculate.generation.generate import SpeculativeGenerationMixin, warn_of_lost_fields
+from hf_speculate.generation.request import check_source, source_arguments
+from hf_speculate.verify.base import check_verifier
 
 ModelT = TypeVar("ModelT")
 
@@ -15,36 +23,54 @@ _LOCK = threading.Lock()
 _ENABLED_CLASSES: dict[type, type] = {}  # by plain class, which they name as `_plain_class`
 
 
-def enable(model: ModelT) -> ModelT:
-    """Make `model.generate()` speculative when it is given a source of drafts.
+def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> ModelT:
+    """Make `model.generate()` speculative, whoever calls it.
 
-    Sources are `assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter` and
-    `candidate_generator`. Without one it decodes as before; only `verifier="coupled"` with `do_sample=True` replaces
-    the draw then too.
+    Whatever `generate()` takes for speculation may be given here: a draft source (`assistant_model`,
+    `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter`, `candidate_generator` or `use_mtp`), tokenizers, and
+    the fields of `SpeculationConfig`. These defaults count in calls that leave them out, before what is saved with the
+    model; a draft source of a call replaces theirs. A call that cannot use them decodes plainly, with one warning.
+    Without any, an enabled model keeps its defaults, and a call without a draft source decodes as before; only
+    `verifier="coupled"` with `do_sample=True` replaces the draw then too.
 
-    Only this object changes: its class becomes a subclass of its own class, of the same name. A PEFT-wrapped model is
-    enabled through the model that it wraps. Copies and pickles are enabled too, in other processes as well; what
-    `save_pretrained` writes is loaded as a plain model.
+    Only this object changes: its class becomes a subclass of its own class, of the same name, and the defaults lie
+    beside its modules: they are no part of its state dict, config or parameters. A PEFT-wrapped model is enabled
+    through the model that it wraps. Copies share the defaults. Pickles are enabled too, in other processes as well,
+    without the defaults; what `save_pretrained` writes is loaded as a plain model.
 
     With a newer transformers than the newest tested one, the first enabled model of a class brings a warning, and its
     first speculative call a self-test.
 
     Args:
         model: a transformers model that can generate, changed in place.
+        assistant_model: a draft model or head, or its folder or Hub id, which is loaded with the target's dtype and
+            device. None for the one that `save_settings` has saved with the model, if there is one.
+        **defaults: other arguments of `generate()` for speculation; None counts as left out.
 
     Returns:
         The same object.
 
     Raises:
-        UnsupportedModelError: it is not a transformers model that can generate, or this version of transformers lacks
-            what is needed.
+        ConfigError: a default is unknown or has a wrong value, or the draft does not load.
+        UnsupportedGenerationError: the defaults exclude each other.
+        UnsupportedModelError: it is not a transformers model that can generate, the draft does not fit it, or this
+            version of transformers lacks what is needed.
     """
     base = _base_model(model)
     check_private_names(base)
+    values = {"assistant_model": assistant_model, **defaults}
+    values = {name: value for name, value in values.items() if value is not None}
+    saved = getattr(base.generation_config, SAVED_ASSISTANT, None)
+    if saved is not None and not values and not Defaults.of(base).values:
+        values = {"assistant_model": saved}
+    if values:
+        _check_defaults(base, values)
     if not is_enabled(base):
         if type(base) not in _ENABLED_CLASSES and (note := version_note(type(base))):
             warn_user(note)
         base.__class__ = _enabled_class(type(base))
+    if values:
+        set_defaults(base, values)
     warn_of_lost_fields(base)
     return model
 
@@ -63,6 +89,7 @@ def disable(model: ModelT) -> ModelT:
     """
     base = _base_model(model)
     plain: Any = vars(type(base)).get("_plain_class")
+    remove_defaults(base)
     if plain is not None:
         base.__class__ = plain
     return model
@@ -76,6 +103,11 @@ def is_enabled(model: object) -> bool:
 def _base_model(model: object) -> PreTrainedModel:
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) and not isinstance(model, PreTrainedModel) else model
+    if isinstance(base, str | Path):
+        raise UnsupportedModelError(
+            f"model must be a loaded model, got {str(base)!r}; load it first, for example with "
+            f"AutoModelForCausalLM.from_pretrained({str(base)!r})"
+        )
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
         raise UnsupportedModelError(
             f"model must be a transformers model that can generate, got {type(model).__name__}; "
@@ -83,6 +115,32 @@ def _base_model(model: object) -> PreTrainedModel:
             "compile in place, with model.compile()"
         )
     return base
+
+
+def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
+    """Check what `enable` is given as the first call would, so that no later one fails."""
+    sources = getattr(model, "draft_sources", SOURCES)
+    names = {*filter(str.isidentifier, sources), *FIELD_NAMES, *TOKENIZERS}
+    for name in values.keys() - names:
+        nearest = nearest_name(name, names)
+        hint = f"did you mean {nearest}?" if nearest else f"they are {', '.join(sorted(names))}"
+        raise ConfigError(f"arguments of enable() must be about drafts, got {name}; {hint}")
+    fields = {name: value for name, value in values.items() if name in FIELD_NAMES}
+    others = {name: value for name, value in values.items() if name not in FIELD_NAMES}
+    weaker = fields_of(model.generation_config)
+    arguments = source_arguments(model, others, sources)
+    source, config = find_source(
+        model, arguments, lambda weakest: read_config([fields, weaker, fields_of(weakest)]), sources
+    )
+    check_verifier(config.resolve(do_sample=config.verifier != "greedy"))
+    if source is not None:
+        source.settings(config)
+        check_source(model, source, {name: values.get(name) for name in TOKENIZERS})
+    elif not sources.keys().isdisjoint(values):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must draft by itself in transformers' own way, which enable() cannot prepare; "
+            f"pass {', '.join(sources.keys() & values.keys())} to generate()"
+        )
 
 
 def _enabled_class(plain: type[PreTrainedModel]) -> type:

@@ -1,5 +1,6 @@
 """`generate()` of an enabled model, and the function `generate`."""
 
+import functools
 import inspect
 import logging
 import warnings
@@ -13,11 +14,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import comes_from_model_config
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.no_drafts import CONTINUOUS
 from hf_speculate.draft.source import SOURCES
 from hf_speculate.engine.call import refilled_rows
 from hf_speculate.engine.decoder import SpeculativeDecoder
@@ -26,9 +27,12 @@ from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_in, fields_of, setting
 from hf_speculate.generation.decode import SpeculativeDecoding
+from hf_speculate.generation.defaults import Defaults, decodes_plainly
 from hf_speculate.generation.mistyped import name_mistyped
 from hf_speculate.generation.request import (
+    RefusedDefaultError,
     bind,
+    decode_without_source,
     find_source_of,
     name_cache,
     read_request,
@@ -68,6 +72,12 @@ class SpeculativeGenerationMixin(GenerationMixin):
         model: Any = self  # wherever the mixin is used
         with name_mistyped(kwargs):
             return _generate(model, _plain_generate(model), args, kwargs, {})
+
+    @functools.wraps(PreTrainedModel.save_pretrained)
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self
+        Defaults.of(model).warn_left_out("what save_pretrained() writes", "hf_speculate.save_settings() writes them")
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
@@ -112,8 +122,8 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Speculativ
     decoders: list[SpeculativeDecoder] = []
     plain, clock = _plain_generate(model), _started_clock()
     call, _ = bind(plain, (), kwargs)
-    source, config, declined = find_source_of(model, plain, call, {})
-    request = speculative_request(model, plain, call, source or CONTINUOUS, config, declined, clock)
+    found = find_source_of(model, plain, call, {})._replace(is_default=False)  # refusals reach the caller
+    request = speculative_request(model, plain, call, found, clock)
     _decode(model, SpeculativeDecoding(request, clock, refilled_rows(first_row), decoders.append))
     return decoders[-1]
 
@@ -140,16 +150,43 @@ def _generate(
 ) -> GenerateOutput | Tensor:
     clock = _started_clock()
     name_cache(model, kwargs)
-    request = read_request(model, plain, args, kwargs, saved, clock)
-    if request is None:
-        return plain(*args, **kwargs)
-    output = _decode(model, SpeculativeDecoding(request, clock))
+    if decodes_plainly(model):
+        return decode_without_source(model, plain, args, kwargs)
+    decoding = None
+    try:
+        request = read_request(model, plain, args, kwargs, saved, clock)
+        if request is None:
+            return plain(*args, **kwargs)
+        decoding = SpeculativeDecoding(request, clock)
+        output = _decode(model, decoding)
+    except RefusedDefaultError as refused:
+        Defaults.of(model).warn_once(f"a call decodes plainly: {refused}")
+        streamer = kwargs.get("streamer")
+        if streamer is not None and decoding is not None:
+            kwargs["streamer"] = WithoutPrompt(streamer)
+        return decode_without_source(model, plain, args, kwargs)
     request.source.after_call(model, request.stats)
+    request.report(request.stats)
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", request.stats.summary())
     if isinstance(output, ModelOutput):
         output.speculation = request.stats
     return output
+
+
+class WithoutPrompt(BaseStreamer):
+    """Hands tokens on to a streamer that has the prompt already."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer, self._is_prompt = streamer, True
+
+    def put(self, value: Tensor) -> None:
+        if not self._is_prompt:
+            self._streamer.put(value)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 def _started_clock() -> StageClock:

@@ -3,20 +3,24 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
-from hf_speculate.draft.no_drafts import COUPLED_ALONE
+from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source
+from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
+from hf_speculate.generation.defaults import Defaults
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.models.language_model import cache_name
@@ -40,7 +44,9 @@ class Request:
     source: DraftSource  # the drafts' source
     config: SpeculationConfig
     stats: SpeculationStats
+    report: Callable[[SpeculationStats], object]  # gets the statistics when the call has ended
     is_static: bool  # whether the call asks for a new static cache
+    is_default: bool = False  # whether `enable` named the source, and not the call
 
     @cached_property
     def passed(self) -> dict[str, Any]:
@@ -53,10 +59,33 @@ class Request:
         return not self.passed.keys().isdisjoint(CACHE_NAMES)
 
     def run(self, decoding_method: Callable[..., Any]) -> Any:
-        """Call `generate`; a positional argument that was removed from the call is passed as None."""
+        """Call `generate` with a decoding method."""
         call = {**self.arguments, "custom_generate": decoding_method}
-        by_name = {name: value for name, value in call.items() if name not in self.positional_names}
-        return self.plain(*(call.get(name) for name in self.positional_names), **by_name)
+        return call_by_name(self.plain, call, self.positional_names)
+
+
+class RefusedDefaultError(Exception):
+    """A call cannot draft with what `enable` was given; transformers decodes it."""
+
+
+@contextmanager
+def refusals(is_default: bool) -> Iterator[None]:
+    """Turn a refused call into one that decodes plainly if the call itself names no draft source."""
+    try:
+        yield
+    except (UnsupportedGenerationError, UnsupportedModelError) as error:
+        if not is_default:
+            raise
+        raise RefusedDefaultError(str(error)) from error
+
+
+class Found(NamedTuple):
+    """What drafts in a call, and how."""
+
+    source: DraftSource | None  # None if transformers decodes the call
+    config: SpeculationConfig
+    declined: list[str]  # arguments that do without a source here
+    is_default: bool  # whether `enable` named the source, and not the call
 
 
 def read_request(
@@ -80,66 +109,110 @@ def read_request(
     call, positional_names = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return None  # the repository's function comes back through `generate`
-    source, config, declined = find_source_of(model, plain, call, saved)
-    if source is not None:
-        check_row_lists(model, plain, call, config)
-        return speculative_request(model, plain, call, source, config, declined, clock, positional_names)
-    check_verifier(config.resolve(do_sample=False))
-    if config.speculation_stats is not None:
-        config.speculation_stats.reset()
-        config.speculation_stats.has_draft_source = False
+    found = find_source_of(model, plain, call, saved)
+    if found.source is not None:
+        with refusals(found.is_default):
+            check_row_lists(model, plain, call, found.config)
+            return speculative_request(model, plain, call, found, clock, positional_names)
+    check_verifier(found.config.resolve(do_sample=False))
+    report_plain(found.config)
     for name in _OUR_FIELDS & kwargs.keys():
         del kwargs[name]
     return None
 
 
+def decode_without_source(
+    model: PreTrainedModel, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> GenerateOutput | Tensor:
+    """Decode a call as transformers does without a draft source, whoever named one."""
+    call, positional_names = bind(plain, args, kwargs)
+    sources = getattr(model, "draft_sources", SOURCES)
+    report_plain(read_config([{name: call.pop(name) for name in _OUR_FIELDS if name in call}]))
+    call.pop("assistant_tokenizer", None)
+    take_over_all(model, call, source_arguments(model, call, sources))
+    hide_settings(model, call, sources)
+    output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
+    return output
+
+
+def report_plain(config: SpeculationConfig) -> None:
+    """Tell the statistics of a call that nothing drafts in it."""
+    stats, report = stats_of(config)
+    stats.has_draft_source = False
+    report(stats)
+
+
+def stats_of(config: SpeculationConfig) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
+    """Return the statistics that a call fills in, empty, and what gets them when it has ended."""
+    given = config.speculation_stats
+    if given is None or isinstance(given, SpeculationStats):
+        stats = SpeculationStats() if given is None else given
+        stats.reset()
+        return stats, lambda stats: None
+    return SpeculationStats(), given
+
+
+def call_by_name(plain: Callable[..., Any], call: Mapping[str, Any], positional_names: Sequence[str]) -> Any:
+    """Call `generate`; a positional argument that was removed from the call is passed as None."""
+    by_name = {name: value for name, value in call.items() if name not in positional_names}
+    return plain(*(call.get(name) for name in positional_names), **by_name)
+
+
 def find_source_of(
     model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any], saved: Mapping[str, Any]
-) -> tuple[DraftSource | None, SpeculationConfig, list[str]]:
-    """Take out of a call what drafts, the settings, and the arguments that do without a source here.
-
-    The source is None if transformers decodes the call.
-    """
+) -> Found:
+    """Take what drafts and the settings out of a call; what `enable` was given fills in what the call leaves out."""
     sources = getattr(model, "draft_sources", SOURCES)
+    defaults = Defaults.of(model).for_call(call, sources)
+    fields = {name: defaults.pop(name) for name in FIELD_NAMES if name in defaults}
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    stronger = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
+    keywords = {name: value for name, value in keywords.items() if value is not None or name not in fields}
+    passed, own = fields_of(call.get("generation_config")), fields_of(model.generation_config)
+    stronger = [keywords, passed, fields, saved, own]
+    is_default = not sources.keys().isdisjoint({**fields, **defaults})
+    if is_default:
+        call.update(defaults)
     values = source_arguments(model, call, sources)
     source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
     if source is not None:
         take_over_all(model, call, values)
-        return source, source.settings(config), []
+        return Found(source, source.settings(config), [], is_default)
     declined = [name for name, value in values.items() if value]
     draws_coupled = config.verifier == "coupled" and samples(model, plain, call)
-    return (COUPLED_ALONE if draws_coupled else None), config, declined
+    return Found(COUPLED_ALONE if draws_coupled else None, config, declined, is_default=False)
 
 
 def speculative_request(
     model: PreTrainedModel,
     plain: Callable[..., Any],
     call: dict[str, Any],  # the arguments by name, of which our own are taken out
-    source: DraftSource,
-    config: SpeculationConfig,
-    declined: list[str],  # see `find_source_of`
+    found: Found,
     clock: StageClock,
     positional_names: Sequence[str] = (),
 ) -> Request:
     """Check a call with a source, and hide from transformers what it would do itself."""
-    check_call(model, call, config, source, declined)
+    source, config = found.source or CONTINUOUS, found.config
+    check_call(model, call, config, source, found.declined)
     check_private_names(model)
-    models = [model] if source.model is None else [model, source.model]
-    check_models(models, source)
-    check_weights(models, source)
     clock.enter(Stage.PREPARE if source.model is None else Stage.VOCABULARY)
-    source = source.resolve(model, call)
+    source = check_source(model, source, call)
     clock.enter(Stage.PREPARE)
     intercept_stop_strings(model, call)
     hide_settings(model, call, getattr(model, "draft_sources", SOURCES))
     take_cache(model, call)
     is_static = take_static_cache(model, call)
-    stats = config.speculation_stats or SpeculationStats()
-    stats.reset()
+    stats, report = stats_of(config)
     config = replace(config, speculation_stats=stats)
-    return Request(plain, call, positional_names, source, config, stats, is_static)
+    arguments = plain, call, positional_names
+    return Request(*arguments, source, config, stats, report, is_static, found.is_default)
+
+
+def check_source(model: PreTrainedModel, source: DraftSource, arguments: Mapping[str, Any]) -> DraftSource:
+    """Check the models of a call, and relate its source to the target."""
+    models = [model] if source.model is None else [model, source.model]
+    check_models(models, source)
+    check_weights(models, source)
+    return source.resolve(model, arguments)
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -200,7 +200,8 @@ class ContinuousDecoder:
                     running.join(decoder, reading.batch)
                 self._clock.enter(None)
             self._running[batch_key] = running
-        stats, read = self.stats, plan.config.speculation_stats or SpeculationStats()
+        read = plan.config.speculation_stats
+        stats, read = self.stats, read if isinstance(read, SpeculationStats) else SpeculationStats()
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         seconds = decoder.clock.lap()
         stats.add_seconds(seconds)

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.compat import CACHE_NAME
 from hf_speculate.engine.step_weights import step_weights
+from hf_speculate.generation.defaults import plain as without_drafts
 from hf_speculate.generation.generate import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
@@ -196,7 +197,9 @@ def logits_in_call(
         top_logits: Tensor = output.logits[position][row].double()
         return top_logits  # [V]
 
-    return torch.stack([logits(1), logits(block_len, **drafting)])
+    with without_drafts(model):
+        plain_logits = logits(1)
+    return torch.stack([plain_logits, logits(block_len, **drafting)])
 
 
 class _ForcedTokens(LogitsProcessor):

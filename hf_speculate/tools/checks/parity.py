@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError, counted
 from hf_speculate.generation.config_sources import setting
+from hf_speculate.generation.defaults import plain as without_drafts
 from hf_speculate.generation.generate import generate
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
@@ -173,7 +174,8 @@ def _compared(
     recorder = GapRecorder(ours)
     plain_options = {name: value for name, value in options.items() if name not in _SPECULATIVE} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
-    plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
+    with without_drafts(model):
+        plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
     prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
     num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
     passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}

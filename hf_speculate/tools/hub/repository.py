@@ -14,6 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of
+from hf_speculate.generation.defaults import SAVED_ASSISTANT, TOKENIZERS, Defaults
+from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.verify.base import is_lossless
 
 # A line of every card written here: it tells a card that may be replaced from one that a user wrote.
@@ -104,11 +106,7 @@ def save_config(
     folder = Path(folder)
     name = repo_id or folder.resolve().name
     (folder / _FUNCTION).parent.mkdir(parents=True, exist_ok=True)
-    # A new config, because one derived from a model config loses unknown fields when it is loaded.
-    settings = {} if model is None else model.generation_config.to_diff_dict()
-    left_out = ("_from_model_config", "transformers_version")
-    kept = {name: value for name, value in settings.items() if name not in left_out}
-    GenerationConfig(**(kept | saved)).save_pretrained(folder)
+    _write_settings(model, saved, folder)
     written = {_FUNCTION: function_source(saved), "custom_generate/requirements.txt": REQUIREMENTS}
     card = folder / _CARD
     if not card.exists() or CARD_MARK.encode() in card.read_bytes().splitlines():
@@ -121,6 +119,58 @@ def save_config(
         files = ["generation_config.json", *written]
         api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=files, commit_message=title)
     return folder
+
+
+def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
+    """Write what `enable` was given into the folder of a saved model, for an `enable(model)` of what is loaded there.
+
+    `generation_config.json` then holds the model's generation settings, the fields, and the id of the draft; an
+    existing file is replaced. A draft that is a model is named as it was loaded.
+
+    Args:
+        model: an enabled model, or the PEFT model around one; it is not changed.
+        folder: created if it does not exist.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: `enable` was given nothing, or something that a file cannot hold; then nothing is written.
+        UnsupportedModelError: it is not a transformers model.
+    """
+    base, folder = unwrapped(model), Path(folder)
+    given = dict(Defaults.of(base).values)
+    if not given:
+        raise ConfigError("model must be enabled with a draft or fields to save, got none; pass them to enable()")
+    for name in ("speculation_stats", *TOKENIZERS):  # what one process uses
+        given.pop(name, None)
+    assistant = given.pop("assistant_model", None)
+    saved = fields_of(base.generation_config) | given
+    _check(saved)
+    if assistant is not None:
+        saved[SAVED_ASSISTANT] = _name_of(assistant)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_settings(base, saved, folder)
+    return folder
+
+
+def _name_of(assistant: Any) -> str:
+    """Return the absolute folder or the Hub id that a draft was loaded from."""
+    name = assistant if isinstance(assistant, str | Path) else getattr(assistant, "name_or_path", "")
+    if not name:
+        raise ConfigError(
+            f"assistant_model must have a name_or_path to be saved, got {type(assistant).__name__} without; "
+            "save it, and pass its folder or Hub id to enable()"
+        )
+    return str(Path(name).resolve()) if Path(name).exists() else str(name)
+
+
+def _write_settings(model: PreTrainedModel | None, saved: Mapping[str, Any], folder: Path) -> None:
+    """Write a new generation config, because one derived from a model config loses unknown fields when it is loaded."""
+    settings = {} if model is None else model.generation_config.to_diff_dict()
+    left_out = ("_from_model_config", "transformers_version")
+    kept = {name: value for name, value in settings.items() if name not in left_out}
+    GenerationConfig(**{**kept, **saved}).save_pretrained(folder)
 
 
 def _check(fields: dict[str, Any]) -> None:

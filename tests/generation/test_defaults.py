@@ -1,0 +1,276 @@
+"""`enable(model, ...)`: what it is given counts in every call, whoever makes it, and stays out of the model."""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer, pipeline
+
+import hf_speculate
+from hf_speculate import ConfigError, SpeculationStats, UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import assert_equal_ids
+from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_tokenizers import letters_tokenizer
+
+N = {"max_new_tokens": 9}
+K = {"num_assistant_tokens": 3}  # constant: a draft as large as its target gains nothing
+
+
+@pytest.fixture
+def models():
+    target = make_model("llama")
+    return target, noisy_copy(target, 0.05, seed=1)
+
+
+def drafted(model, inputs=None, **options):
+    """Number of drafted tokens of a call, and its ids."""
+    stats = SpeculationStats()
+    output = model.generate(**(inputs or ragged_prompts(2)), **N, speculation_stats=stats, **options)
+    return stats.num_drafted, output
+
+
+def test_a_library_that_calls_generate_drafts(models):
+    target, draft = models
+    plain = target.generate(**ragged_prompts(2), **N)
+    calls = []
+    hf_speculate.enable(target, draft, **K, speculation_stats=calls.append)
+    for options in ({}, {"assistant_model": None, "num_assistant_tokens": None}):
+        assert_equal_ids(plain, target.generate(**ragged_prompts(2), **N, **options))
+        assert set(calls[-1].rounds_by_draft_len) <= {0, 1, 2, 3}
+        assert calls[-1].num_accepted > 0
+    assert len(calls) == 2
+    assert calls[0] is not calls[1]
+
+
+def test_an_object_for_statistics_holds_the_newest_call(models):
+    stats = SpeculationStats()
+    target = hf_speculate.enable(models[0], prompt_lookup_num_tokens=4, speculation_stats=stats)
+    target.generate(**ragged_prompts(2), **N)
+    assert stats.num_rounds > 0
+    target.generate(**ragged_prompts(2), **N, speculation_stats=SpeculationStats())
+    first = stats.num_rounds
+    with hf_speculate.plain(target):
+        target.generate(**ragged_prompts(2), **N)
+    assert stats.num_rounds == first
+
+
+def described(model):
+    return (
+        sorted(model.state_dict()),
+        [name for name, _ in model.named_parameters()],
+        [name for name, _ in model.named_modules()],
+        [name for name, _ in model.named_buffers()],
+        repr(model),
+        model.config.to_dict(),
+        model.generation_config.to_dict(),
+    )
+
+
+def test_the_model_holds_no_draft(models, tmp_path):
+    target, draft = models
+    target.save_pretrained(tmp_path / "plain")
+    before = described(target)
+    hf_speculate.enable(target, assistant_model=draft, **K)
+    assert described(target) == before
+    with pytest.warns(UserWarning, match="leaves out assistant_model, num_assistant_tokens, which enable"):
+        target.save_pretrained(tmp_path / "enabled")
+    for path in (tmp_path / "plain").iterdir():
+        assert path.read_bytes() == (tmp_path / "enabled" / path.name).read_bytes()
+    assert drafted(target)[0] > 0
+    hf_speculate.disable(target)
+    assert described(target) == before
+    assert not any("speculate" in name for name in vars(target))
+
+
+def test_keywords_and_passed_configs_outrank_defaults_which_outrank_saved_fields(models):
+    target, draft = models
+    target.generation_config.num_assistant_tokens = 2
+    target.generation_config.verifier = "typical"
+    hf_speculate.enable(target, assistant_model=draft, num_assistant_tokens=4)
+    passed = GenerationConfig(num_assistant_tokens=6, pad_token_id=0)
+    for options, most in (
+        ({}, 4),
+        ({"generation_config": passed}, 6),
+        ({"generation_config": passed, "num_assistant_tokens": 1}, 1),
+    ):
+        stats = SpeculationStats()
+        target.generate(**ragged_prompts(2), max_new_tokens=30, speculation_stats=stats, **options)
+        assert max(stats.rounds_by_draft_len) == most
+        assert stats.verifier == "typical"
+
+
+def test_a_source_of_the_call_replaces_those_of_enable(models):
+    target, draft = models
+    hf_speculate.enable(target, prompt_lookup_num_tokens=4, **K)
+    for options in ({"assistant_model": draft}, {"generation_config": GenerationConfig(assistant_early_exit=1)}):
+        stats = SpeculationStats()
+        target.generate(**ragged_prompts(2), **N, speculation_stats=stats, pad_token_id=0, **options)
+        assert "lookup" not in stats.plan
+        assert stats.num_drafted > 0
+
+
+def test_plain_decodes_without_any_source(models):
+    target, draft = models
+    target.generation_config.prompt_lookup_num_tokens = 4
+    hf_speculate.enable(target, assistant_model=draft, **K)
+    expected = drafted(target)[1]
+    with hf_speculate.plain(target):
+        config = GenerationConfig(prompt_lookup_num_tokens=3, pad_token_id=0)
+        for options in ({}, {"assistant_model": draft, "verifier": "typical"}, {"generation_config": config}):
+            num, ids = drafted(target, **options)
+            assert num == 0
+            assert_equal_ids(expected, ids)
+        other = hf_speculate.enable(noisy_copy(target, 0.0, seed=1), draft, **K)
+        assert drafted(other)[0] > 0
+        in_thread = []
+        thread = threading.Thread(target=lambda: in_thread.append(drafted(target)[0]))
+        thread.start()
+        thread.join()
+        assert in_thread[0] > 0
+    assert drafted(target)[0] > 0
+
+
+class Pieces(TextStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.pieces = []
+
+    def put(self, value):
+        self.pieces.append(value.tolist())
+
+    def end(self):
+        self.pieces.append("end")
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}, {"is_late": True}])
+def test_a_call_that_cannot_be_assisted_decodes_plainly_with_one_warning(models, options, monkeypatch):
+    target, draft = models
+    inputs = ragged_prompts(1)
+    if options.pop("is_late", None):  # refused after transformers has given the streamer its prompt
+        monkeypatch.setattr("hf_speculate.generation.inputs.check_prepared", refuse)
+    streamers = {} if "num_beams" in options else {"streamer": Pieces()}
+    with hf_speculate.plain(target):
+        plain = target.generate(**inputs, **N, **options, **streamers)
+    hf_speculate.enable(target, assistant_model=draft, **K)
+    again = {} if not streamers else {"streamer": Pieces()}
+    with pytest.warns(UserWarning, match="a call decodes plainly: ") as caught:
+        for _ in range(2):
+            assert_equal_ids(plain, target.generate(**inputs, **N, **options, **again))
+    assert len([each for each in caught if "decodes plainly" in str(each.message)]) == 1
+    if streamers:
+        assert again["streamer"].pieces == 2 * streamers["streamer"].pieces
+    with pytest.raises(UnsupportedGenerationError):
+        target.generate(**inputs, **N, **options, assistant_model=draft)
+
+
+def refuse(*args, **kwargs):
+    raise UnsupportedGenerationError("it must not be so, got it; leave it out")
+
+
+def test_copies_share_the_draft_and_pickles_leave_it_out(models):
+    target, draft = models
+    hf_speculate.enable(target, assistant_model=draft, **K)
+    for copier in (copy.copy, copy.deepcopy):
+        twin = copier(target)
+        assert drafted(twin)[0] > 0
+        assert list(twin.named_modules())[1][0] == list(target.named_modules())[1][0]
+    with pytest.warns(UserWarning, match="a pickle of the model leaves out assistant_model"):
+        twin = pickle.loads(pickle.dumps(target))
+    assert hf_speculate.is_enabled(twin)
+    assert drafted(twin)[0] == 0
+    assert drafted(hf_speculate.enable(target))[0] > 0  # a second call without arguments keeps them
+    hf_speculate.disable(target)
+    assert drafted(hf_speculate.enable(target))[0] == 0
+
+
+def test_a_peft_model_drafts_with_what_its_base_was_given(models):
+    target, draft = models
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(target, config).eval().to(torch.float64)
+    calls = []
+    hf_speculate.enable(wrapped, draft, **K, speculation_stats=calls.append)
+    ids = wrapped.generate(**ragged_prompts(2), **N)
+    assert calls[0].num_drafted > 0
+    with hf_speculate.plain(wrapped):
+        assert_equal_ids(wrapped.generate(**ragged_prompts(2), **N), ids)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        ({"prompt_lookup_num_token": 3}, ConfigError, "did you mean prompt_lookup_num_tokens"),
+        ({"prompt_lookup_num_tokens": 0}, ConfigError, "prompt_lookup_num_tokens must be in 1"),
+        ({"verifier": "tipical"}, ConfigError, "tipical"),
+        ({"drafter": dict, "assistant_early_exit": 1}, UnsupportedGenerationError, "pass one draft source"),
+        ({"max_new_tokens": 3}, ConfigError, "arguments of enable"),
+        ({"assistant_model": "no/such folder"}, ConfigError, "which does not load"),
+    ],
+)
+def test_wrong_defaults_are_refused_at_once(models, values, error, words):
+    target, _ = models
+    with pytest.raises(error, match=words):
+        hf_speculate.enable(target, **values)
+    assert not hf_speculate.is_enabled(target)
+
+
+def test_a_draft_of_another_vocabulary_is_refused_at_once(models):
+    target, _ = models
+    other = make_model("llama", vocab_size=5000)
+    with pytest.raises(UnsupportedModelError, match="must have the target's vocabulary"):
+        hf_speculate.enable(target, other)
+
+
+def test_a_path_in_place_of_a_target_is_refused(models, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"load it first.*from_pretrained\('some/model'\)"):
+        hf_speculate.enable("some/model", prompt_lookup_num_tokens=3)
+
+
+def test_settings_are_saved_beside_the_model(models, tmp_path):
+    target, draft = models
+    draft.save_pretrained(tmp_path / "draft")
+    hf_speculate.enable(target, tmp_path / "draft", verifier="typical", **K, speculation_stats=SpeculationStats())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        target.save_pretrained(tmp_path / "target")
+    before = target.generation_config.to_dict()
+    hf_speculate.save_settings(target, tmp_path / "target")
+    assert target.generation_config.to_dict() == before
+    loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64))
+    stats = SpeculationStats()
+    loaded.generate(**ragged_prompts(2), **N, speculation_stats=stats)
+    assert (stats.verifier, stats.num_drafted > 0) == ("typical", True)
+    with pytest.raises(ConfigError, match="draft or fields to save, got none"):
+        hf_speculate.save_settings(hf_speculate.disable(target), tmp_path / "nothing")
+    hf_speculate.enable(target, drafter=lambda setup: None)
+    with pytest.raises(ConfigError, match="drafter must be a string, a number or a list"):
+        hf_speculate.save_settings(target, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_one_folder_is_loaded_once_for_all_calls(models, tmp_path, monkeypatch):
+    target, draft = models
+    draft.save_pretrained(tmp_path)
+    loads = []
+    original = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: loads.append(args) or original(*args, **kwargs)
+    )
+    hf_speculate.enable(target, str(tmp_path), **K)
+    for _ in range(2):
+        assert drafted(target)[0] > 0
+    assert len(loads) == 1
+
+
+def test_a_text_pipeline_drafts(models):
+    target, _ = models
+    calls = []
+    hf_speculate.enable(target, prompt_lookup_num_tokens=5, speculation_stats=calls.append)
+    tokenizer = letters_tokenizer([*"abcdefgh", "</s>"], eos_token="</s>", pad_token="</s>")
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    write("abcabc", max_new_tokens=6)
+    assert calls[0].num_rounds > 0
