@@ -37,12 +37,12 @@ class Run(NamedTuple):
 
 
 def load_offloaded(folder: Any, offload_folder: str) -> PreTrainedModel:
-    """Load a model whose layers stay on disk between forwards."""
+    """Load a model whose layers stay on disk between forwards; its embeddings are in memory."""
+    in_memory = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     return AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
-        device_map="auto",
-        max_memory={"cpu": "1KB"},
+        device_map={"model.layers": "disk", **dict.fromkeys(in_memory, "cpu")},
         offload_folder=offload_folder,
         local_files_only=True,
     )
