@@ -49,15 +49,16 @@ def load_offloaded(folder: Any, offload_folder: str) -> PreTrainedModel:
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Run:
-    """Decode once, and count the target's forwards."""
-    counted = []
-    hook = model.register_forward_pre_hook(lambda *_: counted.append(1))
+    """Decode once, and count the target's forwards, which the statistics of a speculative call do."""
+    stats, forwards = options.get("speculation_stats"), []
+    hook = None if stats else model.register_forward_pre_hook(lambda *_: forwards.append(1))
     begin = time.perf_counter()
-    try:
-        output = model.generate(**inputs, do_sample=False, **options)
-    finally:
+    output = model.generate(**inputs, do_sample=False, **options)
+    seconds = time.perf_counter() - begin
+    if hook is not None:
         hook.remove()
-    return Run(output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - begin, len(counted))
+    num_forwards = stats.num_target_forwards if stats else len(forwards)
+    return Run(output[0, inputs["input_ids"].shape[1] :], seconds, num_forwards)
 
 
 def main() -> None:
@@ -76,7 +77,8 @@ def main() -> None:
         options = {"max_new_tokens": args.max_new_tokens, "pad_token_id": models.tokenizer.pad_token_id}
         runs = {"plain": decode(target, inputs, **options)}
         runs["transformers, prompt lookup"] = decode(target, inputs, **options, **lookup)
-        hf_speculate.enable(target, **lookup, speculation_hooks="trusted")  # the hook above counts and changes nothing
+        hf_speculate.enable(target, **lookup)
+        options["speculation_stats"] = hf_speculate.SpeculationStats()
         runs["hf_speculate, prompt lookup"] = decode(target, inputs, **options)
         if models.is_tiny:
             runs["hf_speculate, draft model"] = decode(target, inputs, **options, **models.options)
