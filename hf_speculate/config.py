@@ -18,6 +18,8 @@ from hf_speculate.types import RoundReport
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # default of all schedules but "adaptive"
 DEFAULT_MAX_ASSISTANT_TOKENS = 10  # default of "adaptive"
+# the same for one row of a target whose weights are loaded for every forward: more tokens take no longer
+OFFLOADED_MAX_ASSISTANT_TOKENS = 32
 
 _RUN_FACTOR = 0x3C6EF372FE94F82B  # odd and irregular: seeds of later runs differ from those of other rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # sampling verifiers that are greedy at temperature 0
@@ -100,9 +102,9 @@ class SpeculationConfig:
             applies inside of them only, a lossless one elsewhere. `None` applies the verifier everywhere.
         draft_sampling: "sample" or "argmax", how the draft chooses tokens with `do_sample=True`.
         num_assistant_tokens: tokens to draft per round, 0..128; with "adaptive" the maximum. `None` is 10 with
-            "adaptive", else 5. With 0 nothing is drafted, by prompt lookup neither. A list of one number per output
-            row, 0..128, limits the drafts of each row, those of prompt lookup too, in every round; a row with 0 decodes
-            plainly.
+            "adaptive" (32 for a draft model and one row of an offloaded target), else 5. With 0 nothing is drafted, by
+            prompt lookup neither. A list of one number per output row, 0..128, limits the drafts of each row, those of
+            prompt lookup too, in every round; a row with 0 decodes plainly.
         num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is "constant" if
             `num_assistant_tokens` is set, else "adaptive".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].

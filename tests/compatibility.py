@@ -69,7 +69,7 @@ their cache and modules follow the same protocols; `check_pair` says it from con
 - *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification reads tokens one by one over
   projections of all of them, which gives the states of plain decoding after each token.
 
-Models with recurrent layers are not supported if they are compiled, offloaded, spread over devices or split by tensor
+Models with recurrent layers are not supported if they are compiled, spread over devices or split by tensor
 parallelism. Neither are layers that choose by an index what they attend to (`indexed_attention`, in Qwen4-Exp and
 GLM-5-Next). Inkling 2 is compared with plain decoding in float32, because its router stays in float32.
 """

@@ -13,7 +13,7 @@ from transformers import CompileConfig, MaxLengthCriteria, MaxTimeCriteria, PreT
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.compat import attention_name
-from hf_speculate.config import SpeculationConfig
+from hf_speculate.config import OFFLOADED_MAX_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.draft.base import DraftCompilation, DrafterSetup
 from hf_speculate.draft.no_drafts import NoDrafts
 from hf_speculate.draft.source import DraftSource
@@ -24,7 +24,13 @@ from hf_speculate.engine.step_weights import draft_prior
 from hf_speculate.errors import warn_user
 from hf_speculate.kernels.backends import check_backend, runs_kernels
 from hf_speculate.models.context import max_columns
-from hf_speculate.models.language_model import counts_columns, device_of, takes_positions, vocab_size_of
+from hf_speculate.models.language_model import (
+    counts_columns,
+    device_of,
+    is_offloaded,
+    takes_positions,
+    vocab_size_of,
+)
 from hf_speculate.models.module_walk import is_compiled
 from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.models.wrapper_probe import HandedOn
@@ -140,6 +146,7 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     config = _with_working_kernels(config, [call.target, *([] if source.model is None else [source.model])], stats)
     request = runner_request(call, source)
     source, config = _without_useless_draft(call.target, source, config, fallbacks)
+    config = _for_offloaded(call, source, config)
     setup = _drafter_setup(call, source, config, request.settings.get("target"), stats.add_eager_part)
     source = source.begin(setup)
     goes_on = call.criteria.eos_token_ids is None and call.batch_size > 1 and not call.row_lists.rows_leave
@@ -176,6 +183,15 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
         self_test=self_test,
         fallbacks=tuple(fallbacks),
     )
+
+
+def _for_offloaded(call: Call, source: DraftSource, config: SpeculationConfig) -> SpeculationConfig:
+    """Return the settings with a larger K_max if loading weights outweighs what a forward computes."""
+    is_open = config.schedule == "adaptive" and config.num_assistant_tokens is None
+    if source.model is None or not is_open or call.batch_size > 1 or not is_offloaded(call.target):
+        return config
+    num = OFFLOADED_MAX_ASSISTANT_TOKENS
+    return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule="adaptive")
 
 
 def counts_by_column(model: PreTrainedModel) -> bool:

@@ -215,6 +215,12 @@ def module_device(module: nn.Module, default: torch.device) -> torch.device:
     return next((torch.device(name) for name in named if name is not None), default)
 
 
+def is_offloaded(model: PreTrainedModel) -> bool:
+    """Return whether weights of a model are loaded for every forward, from another device or from disk."""
+    is_placed = getattr(model, "hf_device_map", None) is not None
+    return is_placed and any(weight.is_meta for weight in model.parameters())
+
+
 def _loading_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks of accelerate on a module, which loads what is offloaded."""
     hook = getattr(module, "_hf_hook", None)

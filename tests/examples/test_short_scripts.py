@@ -85,6 +85,10 @@ SLOW = [
     (["grammar.py", *FEW], ["lock step ", "rollback "]),
     (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
     (["trl_rollouts.py", "--without-trainer"], ROLLOUTS),
+    (
+        ["offloaded.py", "--tiny", "--max-new-tokens", "16"],
+        ["hf_speculate, draft model: ", "16 forwards loaded 0.4 GB"],
+    ),
 ]
 INTEGRATIONS = [
     (["lm_eval_harness.py", "--num-prompts", "4"], ["answers equal plain decoding's: True", "mean acceptance length"]),

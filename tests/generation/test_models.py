@@ -108,6 +108,12 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)
     assert_equal_ids(target.generate(**options), ours)
     assert not hf_speculate.is_enabled(models["target"])
+    small, stats = make_model("llama", num_hidden_layers=1), hf_speculate.SpeculationStats()
+    for num_rows in (1, 2):  # loading weights outweighs what a forward of one row computes
+        options = {**ragged_prompts(num_rows, seed=3), "max_new_tokens": 4, "speculation_stats": stats}
+        hf_speculate.generate(models["target"], **options, assistant_model=small)
+        most = 32 if part == "target" and num_rows == 1 else 10
+        assert f"adaptive, at most {most};" in stats.plan
 
 
 class Nameless(LlamaForCausalLM):

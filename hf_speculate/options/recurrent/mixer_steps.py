@@ -3,7 +3,8 @@
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +62,26 @@ def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) ->
     stand_ins = {name: StandIn(children[name], function) for name, function in functions.items()}
     vars(twin)["_modules"] = {**vars(twin)["_modules"], **stand_ins}
     return twin
+
+
+@contextmanager
+def loaded_weights(module: nn.Module) -> Iterator[None]:
+    """Load the weights of a module that accelerate keeps on another device or on disk, those of its parts too."""
+    hooks = [(part, part._hf_hook) for part in module.modules() if _is_offloaded(part)]
+    for part, hook in hooks:
+        hook.pre_forward(part)  # type: ignore[operator, union-attr]
+    try:
+        yield
+    finally:
+        for part, hook in hooks:
+            hook.post_forward(part, None)  # type: ignore[operator, union-attr]
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether a hook loads the weights of a module, which are not here now."""
+    return "_hf_hook" in vars(module) and any(
+        weight is not None and weight.is_meta for weight in module._parameters.values()
+    )
 
 
 class _StopForward(Exception):  # not an error
@@ -250,14 +271,16 @@ class SteppedMixer:
         self._load(forward.layer, before)
         self._token_outputs.update({name: by_token[number] for name, by_token in forward.outputs.items()})
         arguments = {self.mixer.hidden_name: forward.tokens[number], **forward.arguments}
-        output = type(self.mixer.module).forward(self._copy, **arguments)
+        with loaded_weights(self.mixer.module):
+            output = type(self.mixer.module).forward(self._copy, **arguments)
         return output, self._after(forward, number, before)
 
     def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
         """The input of the first input projection for all tokens."""
         self._token_outputs.clear()
         try:
-            type(self.mixer.module).forward(self._copy, **arguments)
+            with loaded_weights(self.mixer.module):
+                type(self.mixer.module).forward(self._copy, **arguments)
         except _StopForward as reached:
             return reached.args[0]  # type: ignore[no-any-return]
         return None

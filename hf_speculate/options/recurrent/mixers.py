@@ -16,13 +16,21 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from hf_speculate.model_state import model_state
-from hf_speculate.models.language_model import cache_name
-from hf_speculate.options.recurrent.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol, copy_with
+from hf_speculate.models.language_model import cache_name, module_device
+from hf_speculate.options.recurrent.mixer_steps import (
+    Mixer,
+    StepLayer,
+    SteppedMixer,
+    StepProtocol,
+    copy_with,
+    loaded_weights,
+)
 from hf_speculate.options.recurrent.states import RecurrentStates, States, states_of
 
 # Layer types for which older versions of transformers make a recurrent cache layer that stays empty.
 _WITHOUT_STATES = ("mlp", "moe")
 
+_HOOKS = "accelerate.hooks"  # where hooks that load weights are defined
 _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
 # Relative to the largest number. A projection of several tokens rounds differently from one of a single token, and some
 # state functions compute in float32 for every dtype. Wrong states differ by a tenth or more.
@@ -57,6 +65,7 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     pairs: list[tuple[Mixer, StepProtocol]] = []
     protocols: dict[Any, StepProtocol | str] = {}
+    devices: set[Any] = set()
     mixers = _mixers_by_layer(model)
     for index, layer in enumerate(cache.layers):
         is_empty = index < len(types) and types[index] in _WITHOUT_STATES
@@ -64,8 +73,8 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
             continue
         num_before = len(pairs)
         for mixer in mixers[index]:
-            if "forward" in vars(mixer.module):
-                return _unserved(mixer, "has a replaced forward (accelerate moves its weights, or a kernel runs it)")
+            if reason := _replaced_forward(mixer.module, devices):
+                return _unserved(mixer, reason)
             mixer_type = type(mixer.module), _numbers_of(mixer.module)
             protocol = protocols.get(mixer_type) or _probed(mixer, layer.number_of_states)
             protocols[mixer_type] = protocol
@@ -116,6 +125,25 @@ def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def _unserved(mixer: Mixer, why: str) -> SteppedModel:
     return SteppedModel([], f"whose {type(mixer.module).__name__} {why}")
+
+
+def _replaced_forward(module: nn.Module, devices: set[Any]) -> str:
+    """Return why a forward of a module's own cannot be stepped; empty if there is none but that of accelerate.
+
+    accelerate's loads the weights of an offloaded module and then runs the class's.
+
+    Args:
+        module: a mixer.
+        devices: where accelerate runs the earlier mixers; that of this one is added.
+    """
+    own, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
+    if own is None:
+        return ""
+    wrapped = getattr(vars(module).get("_old_forward"), "__func__", None)
+    if type(hook).__module__ != _HOOKS or wrapped is not type(module).forward:
+        return "has a replaced forward"
+    devices.add(getattr(hook, "execution_device", None))
+    return "" if len(devices) == 1 else "runs on another device than others of its kind"
 
 
 class _Steps(NamedTuple):
@@ -183,13 +211,14 @@ def _synthetic_states(module: nn.Module) -> Tensor:
     conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
     width = getattr(module, "hidden_size", conv.in_channels)
     numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64, device="cpu").sin()
-    return numbers.view(_NUM_ROWS, -1, width).to(conv.weight.device, conv.weight.dtype)
+    return numbers.view(_NUM_ROWS, -1, width).to(module_device(module, conv.weight.device), conv.weight.dtype)
 
 
 def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttentionLayer) -> Any:
     cache = Cache(layers=[layer] * (mixer.layer_index + 1))
     arguments = {mixer.hidden_name: hidden, mixer.cache_name: cache, **dict.fromkeys(mixer.mask_names)}
-    return type(mixer.module).forward(module, **arguments)
+    with loaded_weights(mixer.module):
+        return type(mixer.module).forward(module, **arguments)
 
 
 def _loaded(states: States) -> StepLayer:

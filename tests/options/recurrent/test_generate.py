@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
@@ -163,13 +163,34 @@ def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
         target_of("qwen3_5").generate(**inputs, **options, assistant_early_exit=1)
 
 
+@pytest.mark.fallback("of the memory")
+@each_value(family=["mamba2", "lfm2", "falcon_h1", "bamba"], part=["target", "draft"], keeps=[True, False])
+def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
+    if not keeps:  # states are computed again, from weights that are loaded again
+        monkeypatch.setattr("hf_speculate.options.recurrent.kind.MAX_STATE_SHARE", -1.0)
+    whole = make_model(family).float()
+    models = {"target": whole, "draft": noisy_copy(whole, 0.05, seed=1)}
+    models[part].save_pretrained(tmp_path / "model")
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in whole.parameters())
+    placement = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
+    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **placement)
+    assert any(weight.is_meta for weight in models[part].parameters())
+    target, stats = hf_speculate.enable(models["target"]), hf_speculate.SpeculationStats()
+    options = {**ragged_prompts(3, seed=3), "max_new_tokens": 16}
+    plain = target.generate(**options)
+    drafts = {"assistant_model": models["draft"], "num_assistant_tokens": 3, "speculation_stats": stats}
+    assert_equal_ids(plain, target.generate(**options, **drafts))
+    assert 0 < stats.num_accepted < stats.num_drafted
+    assert any(weight.is_meta for weight in models[part].parameters())
+
+
 def test_what_cannot_be_rolled_back_is_refused_by_name():
     inputs, drafts = ragged_prompts(1, seed=1), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 3}
     with pytest.raises(UnsupportedModelError, match="got 'preallocated': it has recurrent layers"):
         target_of("lfm2").generate(**inputs, **drafts, speculation_cache="preallocated")
     model = hf_speculate.enable(make_model("qwen3_5"))
     mixer = next(module for module in model.modules() if hasattr(module, "conv1d"))
-    mixer.forward = mixer.forward  # as accelerate does where it moves weights
+    mixer.forward = mixer.forward
     with pytest.raises(UnsupportedModelError, match="whose Qwen3_5GatedDeltaNet has a replaced forward"):
         model.generate(**inputs, **drafts)
     del mixer.forward
