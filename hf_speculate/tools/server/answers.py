@@ -132,12 +132,15 @@ async def events(
                     if rest:
                         yield event(asked.choice(index, rest))
                     calls = readers[index].calls if readers else ()
-                    yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
+                    more = {} if piece.totals is None else {"speculation": piece.totals.as_dict()}
+                    yield event(asked.choice(index, reason=piece.finish_reason, calls=calls), **more)
                 else:
                     logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
                     text = readers[index].read(piece.text) if readers else piece.text
-                    if text or logprobs:
-                        yield event(asked.choice(index, text, logprobs=logprobs))
+                    tokens = [token._asdict() for token in piece.tokens]
+                    if text or logprobs or tokens:
+                        more = {"speculation": {"tokens": tokens}} if tokens else {}
+                        yield event(asked.choice(index, text, logprobs=logprobs), **more)
                     offsets[index] += asked.num_chars(index, piece.logprobs, offsets[index])
                 newest = await anext(pieces, None)
             if len(results) < len(asked.texts):

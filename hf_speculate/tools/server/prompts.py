@@ -41,13 +41,15 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, gram
         )
     prompts = [_token_ids(content, request, engine) for content in contents]
     shared, num_top, texts = _shared_options(request, engine), request.num_top, []
+    is_completion = isinstance(request, CompletionRequest)
+    has_origins = isinstance(request, ChatRequest) and request.speculation
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
         for choice in range(request.n):
             processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"), grammar)
             own = options | ({"logits_processor": processors} if processors else {})
             row = RowPrompt(token_ids, _seed(request, engine, choice), own)
-            texts.append(TextRequest(row, echoed, num_top, isinstance(request, CompletionRequest)))
+            texts.append(TextRequest(row, echoed, num_top, is_completion, has_origins))
     return texts
 
 
