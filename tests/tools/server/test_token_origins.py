@@ -1,6 +1,7 @@
 """Streams that name the origin of each token: the target, or the draft source that proposed it."""
 
 import asyncio
+import importlib
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -8,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import hf_speculate
-from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
 from hf_speculate.tools.server.engine import Engine
-from hf_speculate.tools.server.text_request import TextRequest
+from hf_speculate.tools.server.text_request import DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
-from hf_speculate.tools.server.token_origins import TARGET, TokenTexts
+from hf_speculate.tools.server.token_origins import TARGET, SpeculationTotals, TokenPiece, TokenTexts
 from tests.support.tiny import make_model, noisy_copy
 from tests.support.tiny_tokenizers import byte_level_tokenizer, letters_tokenizer
 from tests.tools.server.serving import NUM_NEW, PATH, body
@@ -125,6 +126,31 @@ def test_requests_that_are_decoded_one_by_one_have_origins():
     assert sum(token.origin == TARGET for token in tokens) == result.totals.num_rounds + 1
     assert result.totals.seconds > 0 and result.totals.speedup > 0
     engine.close()
+
+
+def test_tokens_of_tool_calls_are_shown():
+    answers, row = importlib.import_module("hf_speculate.tools.server.answers"), RowPrompt([1])
+    asked = answers.Asked([TextRequest(row, has_origins=True)], 1, True, True, False, True, None)
+    text, totals = 'so <tool_call>{"name": "f"}</tool_call>', SpeculationTotals(5, 4, 3, 0.5, None)
+    result = RowResult(row, [1], 3, 5, 4)
+
+    async def pieces():
+        for character in text:
+            yield 0, Piece(character, [], [TokenPiece(character, TARGET)])
+        yield 0, DecodeResult("stop", result, totals)
+
+    async def run():
+        source = pieces()
+        lines = [line async for line in answers.events(asked, source, await anext(source), {})]
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+    events = asyncio.run(run())
+    tokens = [token for event in events for token in event.get("speculation", {"tokens": []})["tokens"]]
+    assert "".join(token["text"] for token in tokens) == text
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "so "
+    counts = {"drafted": 5, "accepted": 4, "rounds": 3, "seconds": 0.5, "speedup": None}
+    assert events[-1]["speculation"] == {"tokens": [], **counts}
+    assert events[-1]["choices"][0]["delta"]["tool_calls"]
 
 
 WHOLE = "naïve s sto 日本 stip <|end|> stop, and more"
