@@ -5,9 +5,9 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-`hf-speculate serve TARGET --draft DRAFT` serves models of your own. Eight requests share one running decoder, which
-drafts by prompt lookup; with --rows 1 the model's draft head drafts, for one request at a time. A client that leaves
-frees its row.
+A browser finds a chat page at http://127.0.0.1:8000/. `hf-speculate serve TARGET --draft DRAFT` serves
+models of your own. Eight requests share one running decoder, which drafts by prompt lookup; with --rows 1
+the model's draft head drafts, for one request at a time. A client that leaves frees its row.
 """
 
 import argparse

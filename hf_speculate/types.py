@@ -39,6 +39,13 @@ class DraftOut(NamedTuple):
     cached: CachedDraft | None = None  # None if the draft cache holds all but the last drafted token of every row
 
 
+class DraftNames(NamedTuple):
+    """Names of a draft source's tokens, by what proposed them."""
+
+    model: str  # tokens of a model or head
+    free: str  # tokens proposed at no cost, as by prompt lookup
+
+
 class Kept(NamedTuple):
     """The tokens emitted since the drafter's last call, as feedback to the drafter.
 
@@ -134,11 +141,20 @@ class RoundRecord(NamedTuple):
     seconds: StageSeconds  # since the last record
     total_s: float  # since the run began
     call_s: float = 0.0  # since the call of `generate()` began
+    names: DraftNames = DraftNames("", "")
 
     @property
     def live_rows(self) -> list[int]:
         """The rows that were not finished before the round."""
         return [row for row, was_live in enumerate(self.was_live) if was_live]
+
+    def drafted_by(self, row: int) -> str:
+        """Return the name of a row's drafted tokens; empty if none counted."""
+        if not self.verified.num_drafted[row]:
+            return ""
+        cached = self.draft.cached
+        is_free = not self.num_model_tokens or (cached is not None and not cached.is_own[row])
+        return self.names.free if is_free else self.names.model
 
 
 class RoundReport(NamedTuple):
@@ -157,6 +173,7 @@ class RoundReport(NamedTuple):
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, rolling back and recording
     total_s: float = 0.0  # since the run began, prefill included
+    drafted_by: tuple[str, ...] = ()  # [N] draft source as in `stats.plan`; "" without drafts
 
     @property
     def round_s(self) -> float:

@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel: Path) -> Non
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {f"hf_speculate/{name}" for name in python_files("hf_speculate")}
-    templates = {"bench/report/page.html", "hub/card.md.jinja", "hub/generate.py.jinja"}
+    templates = {"bench/report/page.html", "hub/card.md.jinja", "hub/generate.py.jinja", "server/page.html"}
     assert names == expected | {"hf_speculate/py.typed", *(f"hf_speculate/tools/{name}" for name in templates)}
     assert os.readlink(ROOT / "triton_kernels") == os.path.join("hf_speculate", "kernels")
 

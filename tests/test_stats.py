@@ -17,7 +17,7 @@ from hf_speculate import RoundReport
 from hf_speculate.draft.acceptance_tallies import AcceptanceBound, AcceptanceTallies, DraftCounts
 from hf_speculate.engine.observers import PlainSteps, StatsObserver
 from hf_speculate.stats import ENOUGH_PLAIN_STEPS, MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
-from hf_speculate.types import DraftOut, RoundRecord, Scored, StageSeconds, Trimmed, Verified
+from hf_speculate.types import CachedDraft, DraftNames, DraftOut, RoundRecord, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, new_pair, pair
 from tests.support.tiny import make_model, ragged_prompts
 
@@ -278,6 +278,15 @@ def round_record(draft_len, score_s):
         seconds=StageSeconds(draft=0.5, score=score_s),
         total_s=score_s,
     )
+
+
+def test_record_names_what_drafted_each_row():
+    record = round_record(2, 0.1)._replace(names=DraftNames("model", "lookup"))
+    own, free = (record.draft._replace(cached=CachedDraft(1, [is_own])) for is_own in (True, False))
+    plain = record.verified._replace(num_drafted=[0])
+    changes = ({}, {"draft": own}, {"draft": free}, {"num_model_tokens": 0}, {"verified": plain})
+    names = [record._replace(**change).drafted_by(0) for change in changes]
+    assert names == ["model", "model", "lookup", "lookup", ""]
 
 
 def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():

@@ -13,6 +13,7 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import DraftNames
 
 if TYPE_CHECKING:
     from hf_speculate.engine.runners import Runners
@@ -54,7 +55,7 @@ class DraftSource:
 
     argument = ""  # argument of `generate()` that chooses it; errors name it
     hint = ""  # how to decode without it, the next step in errors
-    description = "none"  # for `stats.plan`
+    description = "none"  # for `stats.plan`, and the name of its drafted tokens
     model: PreTrainedModel | None = None  # the model that drafts
     generation_config: GenerationConfig | None = None  # sets fields that the call leaves open
     vocabulary: VocabMapping | None = None  # maps the target's ids to the model's; None if they are the same
@@ -71,6 +72,11 @@ class DraftSource:
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
     is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`
     reads_outputs = ""  # why the states come from the output of an eager forward; empty if they are captured
+
+    @property
+    def names(self) -> DraftNames:
+        """Names of the tokens that it drafts with a model and at no cost."""
+        return DraftNames(self.description, self.description)
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
         """Return the settings of a call that drafts with it; an error if they cannot be combined with it."""

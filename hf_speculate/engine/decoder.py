@@ -196,6 +196,7 @@ class SpeculativeDecoder:
             seconds=self.clock.lap(),
             total_s=self.clock.total_s,
             call_s=self.clock.call_s,
+            names=self.plan.source.names,
         )
         for observer in self.observers:
             self.clock.enter(observer.stage)

@@ -284,6 +284,7 @@ class CallbackObserver(Observer):
                 score_s=seconds.score,
                 other_s=seconds.verify + seconds.bookkeeping,
                 total_s=record.total_s,
+                drafted_by=tuple(map(record.drafted_by, live)),
             )
         )
 
@@ -293,8 +294,8 @@ def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> l
     call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
     observers.append(StatsObserver.of(plan, stats))
+    if plan.config.speculation_callback is not None:  # before its tokens are streamed
+        observers.append(CallbackObserver(plan.config.speculation_callback))
     if call.streamer is not None:
         observers.append(StreamObserver(call.streamer))
-    if plan.config.speculation_callback is not None:
-        observers.append(CallbackObserver(plan.config.speculation_callback))
     return observers

@@ -35,6 +35,7 @@ def test_the_page_names_every_example_and_each_says_how_to_run_it():
 
 
 SERVE = ["serve.py", "--port", "0"]
+PROGRAM = ["-m", "hf_speculate.tools.cli.main"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_
     ("words", "stop"),
     [
         (["examples/serve.py", "--tiny"], signal.SIGINT),
-        (["-m", "hf_speculate.tools.cli.main", "serve", "examples/pair/target", "--store", "STORE"], signal.SIGTERM),
+        ([*PROGRAM, "serve", "examples/pair/target", "--store", "STORE", "--no-page"], signal.SIGTERM),
     ],
 )
 def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path):
@@ -156,8 +157,10 @@ def test_the_server_that_the_page_starts_answers_and_stops(words, stop, tmp_path
         body = {"prompt": "def stack", "max_tokens": 16, "temperature": 0}
         request = {"json": body, "headers": headers, "timeout": 120, "trust_env": False}
         answer = httpx.post(f"{address}/completions", **request).json()
+        page = httpx.get(address.removesuffix("v1"), headers=headers, trust_env=False)
         process.send_signal(stop)
         rest = process.communicate(timeout=30)[1]
+    assert page.status_code == (404 if "--no-page" in words else 200)
     assert answer["choices"][0]["text"]
     assert answer["usage"]["speculation"]["rounds"] > 0
     assert process.returncode == 0

@@ -18,7 +18,7 @@ from hf_speculate.models.folded_attention import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.models.text_decoder import unwrapped
-from hf_speculate.options.refill.reading import LogitsObserver, Reading
+from hf_speculate.options.refill.reading import Reading, RowsObserver
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowSource, alike, left_padded
 from hf_speculate.options.refill.running_batch import FinishedRow, RunningBatch, join_obstacle
 from hf_speculate.stats import SpeculationStats
@@ -56,7 +56,7 @@ class ContinuousDecoder:
         self._may_overtake = False  # whether the oldest reading had its chunk since others overtook it
         self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
         self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
-        self._on_logits = LogitsObserver(self._prompts)
+        self._observer = RowsObserver(self._prompts)
         self._num_begun = 0
         self._sources: dict[int, DraftSource] = {}  # source of each row, by row id
 
@@ -137,7 +137,7 @@ class ContinuousDecoder:
                 raise
             return self._isolate(error)
         self._sources |= dict.fromkeys(decoder.plan.call.row_ids, decoder.plan.source)
-        self._readings.append(Reading(decoder, self._on_logits))
+        self._readings.append(Reading(decoder, self._observer))
         return []
 
     def _read(self) -> list[RowResult]:
@@ -195,7 +195,7 @@ class ContinuousDecoder:
             with torch.no_grad(), self._clock:
                 self._clock.enter(Stage.DRAFT)
                 if running is None:
-                    running = RunningBatch(decoder, reading.batch, self.stats, self._clock, self._on_logits)
+                    running = RunningBatch(decoder, reading.batch, self.stats, self._clock, self._observer)
                 else:
                     running.join(decoder, reading.batch)
                 self._clock.enter(None)

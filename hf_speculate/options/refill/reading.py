@@ -12,7 +12,7 @@ from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.target_session import PromptChunk
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
-from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowRound
 from hf_speculate.options.refill.running_batch import FinishedRow
 from hf_speculate.types import RoundRecord
 
@@ -80,15 +80,19 @@ class Reading:
 
 
 @dataclass
-class LogitsObserver(Observer):
-    """Hands the target's logits of new tokens to the rows that ask for them."""
+class RowsObserver(Observer):
+    """Hands each round, and the target's logits of new tokens, to the rows that ask for them."""
 
     stage = Stage.REPORT
     prompts: Mapping[int, RowPrompt]  # by row
 
     def on_round(self, record: RoundRecord) -> None:
         for row in record.live_rows:
-            on_logits, num = self.prompts[record.row_ids[row]].on_logits, record.trimmed.num_emitted[row]
-            if on_logits is not None and num:
+            prompt, num = self.prompts[record.row_ids[row]], record.trimmed.num_emitted[row]
+            num_before = record.trimmed.num_new[row] - num
+            if prompt.on_logits is not None and num:
                 token_ids = record.verified.new_ids[row][:num]
-                on_logits(record.trimmed.num_new[row] - num, token_ids, record.scored.logits[row, :num])
+                prompt.on_logits(num_before, token_ids, record.scored.logits[row, :num])
+            if prompt.on_round is not None:
+                num_accepted = min(record.verified.num_accepted[row], num)
+                prompt.on_round(RowRound(num_before, num, num_accepted, record.drafted_by(row)))

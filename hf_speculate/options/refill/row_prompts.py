@@ -11,6 +11,15 @@ from torch.nn.utils.rnn import pad_sequence
 _MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
 
 
+class RowRound(NamedTuple):
+    """The tokens that a round added to one row: accepted drafts, then tokens of the target."""
+
+    num_before: int  # new tokens of the row before it
+    num_emitted: int
+    num_accepted: int
+    drafted_by: str  # draft source as in `stats.plan`; "" without drafted tokens
+
+
 @dataclass(frozen=True)
 class RowPrompt:
     """One prompt [T] of a source, without padding."""
@@ -23,6 +32,8 @@ class RowPrompt:
     # called in each round with the number of new tokens before it, its N tokens and their logits [N, V], which are the
     # target's before processors and only valid during the call
     on_logits: Callable[[int, Sequence[int], Tensor], object] | None = None
+    # called in each round, and for the token that follows the prompt
+    on_round: Callable[[RowRound], object] | None = None
 
 
 # The next prompt; None if there is none now. It is asked again after each round in which a row is free.

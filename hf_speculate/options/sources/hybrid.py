@@ -20,7 +20,7 @@ from hf_speculate.draft.suffix import RowText, SuffixDrafter, SuffixSettings, no
 from hf_speculate.engine.runners import Runners
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import send, upload
-from hf_speculate.types import CachedDraft, DraftOut, Kept
+from hf_speculate.types import CachedDraft, DraftNames, DraftOut, Kept
 
 _HOST = torch.device("cpu")
 
@@ -183,6 +183,10 @@ class HybridSource(DraftSource):
     @property
     def description(self) -> str:  # type: ignore[override]
         return f"{self.with_model.description} and {self.lookup.description}"
+
+    @property
+    def names(self) -> DraftNames:
+        return DraftNames(self.with_model.description, self.lookup.description)
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
         settings: SpeculationConfig = self.with_model.settings(config)

@@ -307,8 +307,8 @@ class Check(Models):
 class Serve(StoredModels):
     """Answer requests in OpenAI's format over HTTP, several at once.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Sampling settings come with each
-    request.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Browsers find a chat page
+    at /. Sampling settings come with each request.
     """
 
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8
@@ -347,6 +347,7 @@ class Serve(StoredModels):
     name: Annotated[
         str | None, typer.Option("--served-model-name", help="Name in requests.", show_default="TARGET")
     ] = None
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Serve a chat page at /.")] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,10 +40,16 @@ def run(options: Serve) -> int:
         )
 
     with ExitStack() as closing:
-        return serve(load, options.host, options.port, options.allowed_hosts or ())
+        return serve(load, options.host, options.port, options.allowed_hosts or (), options.page)
 
 
-def serve(load: Callable[[], Engine], host: str, port: int, allowed_hosts: Collection[str] = ()) -> int:
+def serve(
+    load: Callable[[], Engine],
+    host: str,
+    port: int,
+    allowed_hosts: Collection[str] = (),
+    has_page: bool = True,
+) -> int:
     """Load an engine and serve it, after checking that packages and port are there."""
     for package in ("fastapi", "uvicorn"):
         import_extra(package, "serve")
@@ -53,12 +59,14 @@ def serve(load: Callable[[], Engine], host: str, port: int, allowed_hosts: Colle
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         rows = f"{engine.num_rows} requests at once" if engine.num_rows > 1 else "one request at a time"
         reason = f" ({engine.obstacle})" if engine.obstacle else ""
-        note(f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops", style="")
+        page = f"; chat page on {address}/" if has_page else ""
+        note(f"serving {engine.name} on {address}/v1, {rows}{reason}{page}; Ctrl-C stops", style="")
         try:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again once it has shut down
             with suppress(KeyboardInterrupt):
-                app.GracefulServer(engine, _GRACE_S, (host, *allowed_hosts)).run(sockets=[listener])
+                server = app.GracefulServer(engine, _GRACE_S, (host, *allowed_hosts), has_page)
+                server.run(sockets=[listener])
             note("stopped", style="")
         finally:
             engine.close()

@@ -149,13 +149,16 @@ async def events(
                     for said in _deltas(_read(reader, "", is_end=True)):
                         yield event(asked.choice(index, said))
                     calls = reader.calls if reader else ()
-                    yield event(asked.choice(index, reason=piece.finish_reason, calls=calls))
+                    more = {} if piece.totals is None else {"speculation": piece.totals.as_dict()}
+                    yield event(asked.choice(index, reason=piece.finish_reason, calls=calls), **more)
                 else:
                     logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
+                    tokens = [token._asdict() for token in piece.tokens]
+                    more = {"speculation": {"tokens": tokens}} if tokens else {}
                     deltas = _deltas(_read(readers[index], piece.text))
-                    for said in deltas or ([_NOTHING] if logprobs else []):
-                        yield event(asked.choice(index, said, logprobs=logprobs))
-                        logprobs = None
+                    for said in deltas or ([_NOTHING] if logprobs or tokens else []):
+                        yield event(asked.choice(index, said, logprobs=logprobs), **more)
+                        logprobs, more = None, {}
                     offsets[index] += asked.num_chars(index, piece.logprobs, offsets[index])
                 newest = await anext(pieces, None)
             if len(results) < len(asked.texts):

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
@@ -21,6 +21,7 @@ from hf_speculate.tools.server.fair_reading import FairProtocol
 from hf_speculate.tools.server.hosts import HostCheck
 from hf_speculate.tools.server.intake import Intake
 from hf_speculate.tools.server.metrics import Metrics, RequestTimer
+from hf_speculate.tools.server.page import chat_page, page_headers
 from hf_speculate.tools.server.prompts import check_model
 from hf_speculate.tools.server.schemas import AnyRequest, ChatRequest, CompletionRequest
 
@@ -43,12 +44,13 @@ def _described(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
+def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = True) -> FastAPI:
     """Routes and error handlers over an engine, which is closed with the application.
 
     Args:
         engine: decodes the requests.
         host_names: names that requests may give to this machine besides localhost and IP addresses; "*" for all.
+        has_page: whether `/` is a page to chat with the model.
     """
 
     @asynccontextmanager
@@ -93,6 +95,13 @@ def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
     async def completions(http: Request) -> Any:
         return await answer(CompletionRequest, http)
 
+    if has_page:
+        html = chat_page(engine.name)
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> HTMLResponse:
+            return HTMLResponse(html, headers=page_headers(html))
+
     for error_type in (RequestError, HTTPException, Exception):
         app.add_exception_handler(error_type, _error_response)
     return app
@@ -101,8 +110,8 @@ def make_app(engine: Engine, host_names: Collection[str] = ()) -> FastAPI:
 class GracefulServer(uvicorn.Server):
     """Serves an engine; after `grace_s` seconds of a shutdown, requests in flight end with an error."""
 
-    def __init__(self, engine: Engine, grace_s: float, host_names: Collection[str] = ()):
-        timeout, app = int(grace_s) + _ANSWER_S, make_app(engine, host_names)
+    def __init__(self, engine: Engine, grace_s: float, host_names: Collection[str] = (), has_page: bool = True):
+        timeout, app = int(grace_s) + _ANSWER_S, make_app(engine, host_names, has_page)
         super().__init__(uvicorn.Config(app, http=FairProtocol, log_level="warning", timeout_graceful_shutdown=timeout))
         self._engine, self._grace_s = engine, grace_s
 

@@ -21,7 +21,7 @@ from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.continuous import PREFILL_CHUNK_TOKENS, ContinuousDecoder
-from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowRound
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.server.errors import RequestError, busy_error, closing_error, request_error
 from hf_speculate.tools.server.logprobs import TokenLogprob, prompt_logprobs
@@ -31,6 +31,8 @@ from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
 from hf_speculate.tools.server.text_stream import TextStream
 from hf_speculate.tools.server.token_bytes import TokenBytes
+from hf_speculate.tools.server.token_origins import TokenPiece, TokenTexts
+from hf_speculate.types import RoundReport
 
 _CHARS_PER_TOKEN = 16  # characters of the longest prompt; texts have about 4
 _USUAL_LENGTH = 131_072  # tokens, for the longest prompt of a target whose context has no end
@@ -160,6 +162,7 @@ class Engine:
             [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops],
             answer.request.shows_special,
         )
+        texts, num_given = TokenTexts(text) if answer.request.has_origins else None, 0
         has_begun = not answer.request.continues
         while not await is_gone():
             try:
@@ -175,17 +178,23 @@ class Engine:
                 echoed = ""
             is_end = isinstance(new, RowResult)
             token_ids = new.token_ids if isinstance(new, RowResult) else new
-            piece, logprobs = text.read(token_ids, is_end), answer.logprobs[num_sent : len(token_ids)]
+            logprobs, tokens = answer.logprobs[num_sent : len(token_ids)], list[TokenPiece]()
+            if texts is None:
+                piece = text.read(token_ids, is_end)
+            else:
+                tokens = answer.pieces(texts.read(token_ids, is_end), num_given)
+                piece, num_given = "".join(token.text for token in tokens), num_given + len(tokens)
             if piece and not has_begun:
                 piece, has_begun = self._lost_space(token_ids) + piece, True
-            if piece or (is_end and logprobs):
-                yield Piece(piece, logprobs)
+            if piece or tokens or (is_end and logprobs):
+                yield Piece(piece, logprobs, tokens)
                 num_sent += len(logprobs)
             if isinstance(new, RowResult):
                 has_ended = text.is_cut or token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)
                 with self._lock:
                     self._leave(answer)  # other texts of the request may go on
-                yield DecodeResult("stop" if has_ended else "length", new)
+                totals = None if texts is None else answer.totals(new)
+                yield DecodeResult("stop" if has_ended else "length", new, totals)
                 return
 
     def _lost_space(self, token_ids: Sequence[int]) -> str:
@@ -282,7 +291,7 @@ class Engine:
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""
         while True:
-            decoded = self._decode_one_by_one() if self.num_rows == 1 else self._decoder.decode(self._next)
+            decoded = self._decode_one_by_one() if self.num_rows == 1 else self._decode_together()
             for results in decoded:
                 for result in results:
                     self._begun.discard(result.prompt.key)
@@ -301,6 +310,14 @@ class Engine:
                 result = result._replace(error=processor.error_of(result.token_ids, self.tokenizer))
         return result
 
+    def _decode_together(self) -> Iterator[list[RowResult]]:
+        """As `ContinuousDecoder.decode`; the speed-up of a row is that of all rows so far."""
+        for results in self._decoder.decode(self._next):
+            for prompt in [result.prompt for result in results]:
+                if prompt.on_round is not None:
+                    prompt.key.speedup = self._decoder.stats.speedup
+            yield results
+
     def _decode_one_by_one(self) -> Iterator[list[RowResult]]:
         """As `ContinuousDecoder.decode`, for models and drafters whose rows cannot be refilled."""
         decode: Any = self.target.generate
@@ -310,6 +327,8 @@ class Engine:
             arguments = {**self.options, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
             if prompt.seed is not None:
                 arguments["seed"] = prompt.seed
+            if prompt.on_round is not None:
+                arguments["speculation_callback"] = streamer.on_round
             error: Exception | None = None
             try:
                 decode(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
@@ -320,6 +339,7 @@ class Engine:
             self._num_other_forwards += stats.num_target_forwards
             if error is None and prompt.on_logits is not None:
                 error = self._score(prompt, streamer.ids)
+            prompt.key.speedup = stats.speedup
             yield [RowResult(prompt, streamer.ids, stats.num_rounds, stats.num_drafted, stats.num_accepted, error)]
 
     def _score(self, prompt: RowPrompt, token_ids: list[int]) -> Exception | None:
@@ -375,6 +395,13 @@ class _Streamer(BaseStreamer):
         self._is_prompt = False
         if not _add_tokens(self._prompt, self.ids):
             raise _CancelledError
+
+    def on_round(self, report: RoundReport) -> None:
+        """Hand on the origins of a round's tokens, as `speculation_callback`; the tokens follow."""
+        on_round, num_emitted = self._prompt.on_round, report.num_emitted[0]
+        if on_round is not None:
+            num_accepted = min(report.num_accepted[0], num_emitted)
+            on_round(RowRound(len(self.ids), num_emitted, num_accepted, report.drafted_by[0]))
 
     def end(self) -> None:
         """Does nothing: the result has all tokens."""

@@ -44,13 +44,14 @@ def text_requests(request: ChatRequest | CompletionRequest, engine: Engine, gram
     is_chat = isinstance(request, ChatRequest)
     # a grammar allows no tags, and the quotes of its JSON may hold their text
     is_parsed = is_chat and not request.has_grammar and engine.response_template is not None
+    has_origins = isinstance(request, ChatRequest) and request.speculation
     for token_ids, echoed in zip(prompts, _echoed(request, prompts, engine), strict=True):
         options = shared | _own_options(request, len(token_ids), engine)
         for choice in range(request.n):
             processors = _processors(request, len(token_ids), engine, options.get("eos_token_id"), grammar)
             own = options | ({"logits_processor": processors} if processors else {})
             row = RowPrompt(token_ids, _seed(request, engine, choice), own)
-            texts.append(TextRequest(row, echoed, num_top, not is_chat, is_parsed))
+            texts.append(TextRequest(row, echoed, num_top, not is_chat, is_parsed, has_origins))
     return texts
 
 

@@ -221,6 +221,7 @@ class ChatRequest(Request):
     reasoning_effort: str | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    speculation: bool = False
 
     @property
     def num_top(self) -> int | None:
@@ -256,6 +257,12 @@ class ChatRequest(Request):
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"logprobs must be true with top_logprobs, got {self.top_logprobs}", "logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_speculation(self) -> Self:
+        if self.speculation and not self.stream:
+            raise RequestError("stream must be true with speculation, got false", "stream")
         return self
 
     @field_validator("messages", mode="before")

@@ -1,15 +1,17 @@
 """A text that a request asks for, and what the decoder's thread hands to the event loop for it."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult
+from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowRound
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.logprobs import TokenLogprob, token_logprobs
+from hf_speculate.tools.server.token_origins import TARGET, SpeculationTotals, TokenPiece
 
 
 class TextRequest(NamedTuple):
@@ -20,6 +22,7 @@ class TextRequest(NamedTuple):
     num_top: int | None = None  # most likely tokens of every position; None without log probabilities
     continues: bool = False  # whether the text goes on with its prompt's, as completions do
     shows_special: bool = False  # whether pieces have the special tokens, which a response template reads
+    has_origins: bool = False  # whether the origins of its tokens are asked for
 
 
 class Piece(NamedTuple):
@@ -27,6 +30,7 @@ class Piece(NamedTuple):
 
     text: str
     logprobs: list[TokenLogprob]
+    tokens: Sequence[TokenPiece] = ()  # the text's, if origins are asked for
 
 
 class DecodeResult(NamedTuple):
@@ -34,6 +38,7 @@ class DecodeResult(NamedTuple):
 
     finish_reason: Literal["stop", "length"]
     row: RowResult
+    totals: SpeculationTotals | None = None  # None unless origins are asked for
 
 
 Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
@@ -47,10 +52,14 @@ class Answer:
 
     def __init__(self, request: TextRequest):
         on_logits = None if request.num_top is None else self._add_logprobs
-        self.request, self.prompt = request, replace(request.prompt, key=self, on_logits=on_logits)
+        on_round, self.request = self._add_origins if request.has_origins else None, request
+        self.prompt = replace(request.prompt, key=self, on_logits=on_logits, on_round=on_round)
         self.is_wanted = True
         self.prompt_logprobs: list[TokenLogprob] = []
         self.logprobs: list[TokenLogprob] = []  # those of all tokens so far; stays if the row is decoded again
+        self.origins: list[str] = []  # of all tokens so far; changes if the row is decoded again
+        self.speedup: float | None = None  # estimated once the text has ended
+        self._times_s: list[float] = []  # of the first and the latest token
         self._loop = asyncio.get_running_loop()
         self._newest: Sequence[int] | RowResult | RequestError = ()
         self._is_new = asyncio.Event()
@@ -60,6 +69,16 @@ class Answer:
         """Tokens that the row may get, prompt included."""
         return len(self.prompt.token_ids) + int(self.prompt.arguments["max_new_tokens"])
 
+    def pieces(self, texts: Sequence[str], num_before: int) -> list[TokenPiece]:
+        """Tokens with their origins, after `num_before` others; those of no round are the target's."""
+        origins = self.origins[num_before : num_before + len(texts)]
+        return [*map(TokenPiece, texts, origins + [TARGET] * (len(texts) - len(origins)))]
+
+    def totals(self, row: RowResult) -> SpeculationTotals:
+        """The totals of the finished row."""
+        seconds, counts = self._times_s[-1] - self._times_s[0], (row.num_drafted, row.num_accepted)
+        return SpeculationTotals(*counts, row.num_rounds, seconds, self.speedup)
+
     async def get(self) -> Sequence[int] | RowResult | RequestError:
         """Wait for something new."""
         await self._is_new.wait()
@@ -68,6 +87,8 @@ class Answer:
 
     def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
         """Put an item, unless nobody waits for it."""
+        if item:
+            self._times_s[1:] = [time.perf_counter()]
         if self.is_wanted:
             self._loop.call_soon_threadsafe(self._set, item)
 
@@ -76,6 +97,13 @@ class Answer:
         if not isinstance(self._newest, RowResult | RequestError):
             self._newest = item
         self._is_new.set()
+
+    def _add_origins(self, new: RowRound) -> None:
+        accepted = [new.drafted_by] * new.num_accepted
+        origins = accepted + [TARGET] * (new.num_emitted - new.num_accepted)
+        self.origins += [TARGET] * (new.num_before - len(self.origins))
+        self.origins[new.num_before : new.num_before + new.num_emitted] = origins
+        self._times_s[1:] = [time.perf_counter()]  # the first token has no `put` of its own
 
     def _add_logprobs(self, num_before: int, token_ids: Sequence[int], logits: Tensor) -> None:
         new = token_logprobs(token_ids, logits, self.request.num_top or 0)

@@ -53,6 +53,16 @@ class TextStream:
         self.is_cut = bool(ends)
         return self._take(min(ends) if ends else len(self._pending) - (0 if is_end else self._num_held()))
 
+    @property
+    def num_pending(self) -> int:
+        """Number of characters that were read and not given, hidden ones left out."""
+        return len(self._pending) - sum(end - begin for begin, end in self._hidden)
+
+    @property
+    def num_undecoded(self) -> int:
+        """Number of last tokens that are no whole character yet."""
+        return len(self._ids) - self._num_given
+
     def _decode_characters(self, is_end: bool = False) -> None:
         """Add the text of the tokens so far to the pending text, up to the last whole character unless `is_end`."""
         num = len(self._ids)

@@ -133,9 +133,14 @@ def test_short_row_beside_a_long_one_keeps_its_text(monkeypatch):
     draft = noisy_copy(make_model("llama", num_hidden_layers=1))
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 9, 11, 12]])
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    reports = []
     options = {"max_new_tokens": 60, "pad_token_id": 0, "num_assistant_tokens": None}
+    options["speculation_callback"] = reports.append
     stats = assert_decodes_as_plain(target, draft, inputs, **options, **lookup)
     assert stats.num_drafted > 0
+    proposed = {name for report in reports if report.num_round % 9 for name in report.drafted_by}
+    drafted = {name for report in reports if report.num_round % 9 == 0 for name in report.drafted_by}
+    assert proposed <= {"", "prompt lookup"} and "model LlamaForCausalLM" in drafted
 
 
 def choose_by_turns(schedule, rows, num_rows, max_tokens, num_unread=0):
