@@ -1,4 +1,4 @@
-"""Prefix verdicts: the verdict of a rule that decides every position independently."""
+"""Prefix verdicts: verdicts of rules with an independent decision for every position."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from hf_speculate.types import DraftOut, Status, Verdict
 
 @torch.no_grad()
 def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_token_ids: Tensor) -> Verdict:
-    """Keep each row's drafted tokens up to the first one that is not accepted, and append one token.
+    """Keep each row's drafted tokens before the first rejected one, and append one token.
 
     A drafted token is rejected whatever `accepted` says if it lies past `draft.lens`, its id is outside [0, V), its
     target probability is 0, or the logits at its position define no distribution.
@@ -17,7 +17,7 @@ def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_t
         target_logits: [B, K+1, V], any float dtype, processed.
         draft: the proposal.
         accepted: [B, K] bool, the decision at each position.
-        next_token_ids: [B, K+1] int64, the token that follows if i drafted tokens are accepted.
+        next_token_ids: [B, K+1] int64. Entry i is appended after i accepted tokens.
 
     Returns:
         The verdict: [B, K+1] ids padded with -1, and the status of the logits at the last token.
@@ -26,7 +26,7 @@ def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_t
     last_id = vocab_size - 1
     safe_ids = draft.token_ids.clamp(0, last_id)  # [B, K]
     is_id = safe_ids == draft.token_ids
-    tops = target_logits.amax(-1)  # [B, K+1], NaN where a logit is
+    tops = target_logits.amax(-1)  # [B, K+1], NaN if any logit is NaN
     chosen = target_logits[:, :-1].gather(-1, safe_ids[..., None])[..., 0]  # [B, K]
     columns = torch.arange(num_drafted + 1, device=target_logits.device)
     counts = columns[:-1] < draft.lens[:, None]
