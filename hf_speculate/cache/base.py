@@ -21,7 +21,7 @@ class LayerView(NamedTuple):
 
     keys: Tensor  # [B, H, T, D]
     values: Tensor  # [B, H, T, D]
-    # [B or 1, 1, T] bool: columns without a token of the row, or before its window; None without any
+    # [B or 1, 1, T] bool: columns without a token of the row, or before its window; None if none
     hidden: Tensor | None
 
 

@@ -239,10 +239,10 @@ class DynamicKVCache(KVCache):
     def _select_rows(self, index: Tensor) -> None:
         self.cache.batch_select_indices(index)
 
-    def _drop_last(self, num: int) -> None:
+    def _drop_last(self, num_tokens: int) -> None:
         for layer in self._text_layers:  # a mixed layer's `crop` crops recurrent states too
             layer_class = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
-            layer_class.crop(layer, -num)
+            layer_class.crop(layer, -num_tokens)
 
     def _drop_common_padding(self) -> None:
         """Cut the padding on the left gained by all rows since the prompt."""

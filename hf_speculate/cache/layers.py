@@ -117,16 +117,16 @@ def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
         layers: layers of a cache. Later additions are removed.
         only_grows: whether states are only appended. Layers without a window are then cropped back.
     """
-    saved = []
+    saved_layers = []
     for layer in attention_layers(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)
         states = None if is_cropped_back else (layer.keys, layer.values)
-        saved.append((layer, states, layer.get_seq_length()))
+        saved_layers.append((layer, states, layer.get_seq_length()))
 
     def restore() -> None:
-        for later in attention_layers(layers)[len(saved) :]:  # layers added since
-            layers.remove(later)
-        for layer, states, num_columns in saved:
+        for added_layer in attention_layers(layers)[len(saved_layers) :]:  # layers added since
+            layers.remove(added_layer)
+        for layer, states, num_columns in saved_layers:
             if not num_columns:
                 layer.keys = layer.values = None
                 layer.is_initialized = False

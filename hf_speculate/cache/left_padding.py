@@ -47,14 +47,14 @@ def _groups(layers: Sequence[Any]) -> list[list[tuple[Any, str]]]:
     A group has one shape, dtype and device and at most `_GROUP_BYTES`. On a CPU each is alone.
     """
     groups: list[list[tuple[Any, str]]] = []
-    last: dict[Any, list[tuple[Any, str]]] = {}
+    open_groups: dict[Any, list[tuple[Any, str]]] = {}
     for layer in layers:
         for name in ("keys", "values"):
             states: Tensor = getattr(layer, name)
             key, num_bytes = (states.shape, states.dtype, states.device), states.numel() * states.element_size()
-            group = last.get(key)
+            group = open_groups.get(key)
             if group is None or states.device.type == "cpu" or (len(group) + 1) * num_bytes > _GROUP_BYTES:
-                group = last[key] = []
+                group = open_groups[key] = []
                 groups.append(group)
             group.append((layer, name))
     return groups
@@ -88,9 +88,9 @@ class LeftPadding:
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
         self.pads = list(pads)
-        self.own = list(pads)  # padding of the prompts
+        self.prompt_pads = list(pads)  # padding of the prompts
         self._lens = RowLens([0] * len(self.pads), ArangeCache(device))  # columns without gained padding
-        self._own_there: Tensor | None = None  # [B, 1] int64 on the device
+        self._prompt_pads_on_device: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
         # [B or 1, N] int64, negative in padding: for the next columns, and for all earlier ones if
@@ -150,7 +150,8 @@ class LeftPadding:
 
     def surplus(self) -> int:
         """Forget the columns of padding gained by all rows; return their number."""
-        surplus = min((now - own for now, own in zip(self.pads, self.own, strict=True)), default=0)
+        gained_pads = [pad - prompt_pad for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)]
+        surplus = min(gained_pads, default=0)
         self.pads = [pad - surplus for pad in self.pads]
         return surplus
 
@@ -158,7 +159,8 @@ class LeftPadding:
         """Forget the columns of padding before all rows of an empty cache; return their number."""
         common = min(self.pads, default=0)
         self.pads = [pad - common for pad in self.pads]
-        self.own, self._own_there = [min(pair) for pair in zip(self.own, self.pads, strict=True)], None
+        self.prompt_pads = [min(pair) for pair in zip(self.prompt_pads, self.pads, strict=True)]
+        self._prompt_pads_on_device = None
         self.expect(0)
         return common
 
@@ -169,9 +171,9 @@ class LeftPadding:
         """
         self._lens_at(num_columns)
         self.pads = [self.pads[row] for row in indices]
-        own = [self.own[row] for row in indices]
-        common = min(own, default=0)
-        self.own, self._own_there = [pad - common for pad in own], None
+        prompt_pads = [self.prompt_pads[row] for row in indices]
+        common = min(prompt_pads, default=0)
+        self.prompt_pads, self._prompt_pads_on_device = [pad - common for pad in prompt_pads], None
         self._lens.rows(indices)
         self._lens.add(-common)
         self.expect(0)
@@ -185,13 +187,13 @@ class LeftPadding:
         longest = max(num_columns, num_joining_columns)
         self.pads = [pad + longest - num_columns for pad in self.pads]
         self.pads += [pad + longest - num_joining_columns for pad in other.pads]
-        self.own, self._own_there = [0] * len(self.pads), None
+        self.prompt_pads, self._prompt_pads_on_device = [0] * len(self.pads), None
         self._lens = RowLens([longest - pad for pad in self.pads], self._lens.aranges)
         self.expect(0)
 
     def _lens_at(self, num_columns: int) -> RowLens:
         """Update the lengths for states of `num_columns` columns, and return them."""
-        lens = [num_columns - pad + own for pad, own in zip(self.pads, self.own, strict=True)]
+        lens = [num_columns - pad + prompt_pad for pad, prompt_pad in zip(self.pads, self.prompt_pads, strict=True)]
         gained = lens[0] - self._lens.on_host[0] if lens else 0
         if [length + gained for length in self._lens.on_host] == lens:
             self._lens.add(gained)
@@ -201,6 +203,6 @@ class LeftPadding:
 
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
         """Make the positions [B or 1, num] int64 from `first_column` on."""
-        if any(self.own) and self._own_there is None:
-            self._own_there = upload(self.own, self._lens.aranges.device)[:, None]
-        return self._lens_at(num_columns).positions(num, first_column - num_columns, self._own_there)
+        if any(self.prompt_pads) and self._prompt_pads_on_device is None:
+            self._prompt_pads_on_device = upload(self.prompt_pads, self._lens.aranges.device)[:, None]
+        return self._lens_at(num_columns).positions(num, first_column - num_columns, self._prompt_pads_on_device)

@@ -74,10 +74,10 @@ class PreallocatedKVCache(KVCache):
         self._pool = pool
         self._shape = BufferShape(batch_size, capacity, mask_spec.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
-        taken = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
-        if taken is not None:
-            self.graphs = taken.graphs
-            for layer, buffers in zip(self._layers, taken.layers, strict=True):
+        pooled = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
+        if pooled is not None:
+            self.graphs = pooled.graphs
+            for layer, buffers in zip(self._layers, pooled.layers, strict=True):
                 layer.take(buffers)
         if kept_cache is not None:
             self._load(kept_cache)
@@ -184,9 +184,9 @@ class PreallocatedKVCache(KVCache):
         self._holds_rejected = False
 
     def rows(self, indices: Sequence[int]) -> None:
-        kept = RowIndices.of(indices)
-        self.layout.rows(kept)
-        surplus, index = self.layout.drop_padding(), kept.on(self.device)
+        row_indices = RowIndices.of(indices)
+        self.layout.rows(row_indices)
+        surplus, index = self.layout.drop_padding(), row_indices.on(self.device)
         self._lookahead.restart()
         for layer in self._layers:
             layer.select(indices, index, surplus)
@@ -201,8 +201,8 @@ class PreallocatedKVCache(KVCache):
 
         Its buffers may have grown, and it must not be used afterwards.
         """
-        for layer, its in zip(self._layers, other._layers, strict=True):
-            layer.join(its)
+        for layer, other_layer in zip(self._layers, other._layers, strict=True):
+            layer.join(other_layer)
         self.layout.join(other.layout)
         self._lookahead.restart()
         self._holds_rejected |= other.holds_rejected
@@ -219,15 +219,15 @@ class PreallocatedKVCache(KVCache):
         """
         if self._kept_cache is None or not self.num_columns:
             return
-        for layer, kept in zip(self._layers, holding(self._kept_cache.layers), strict=True):
+        for layer, user_layer in zip(self._layers, holding(self._kept_cache.layers), strict=True):
             state = self._states(layer)
-            if not kept.is_initialized:  # initialised by shape; the next line sets the states
-                kept.lazy_initialization(state.keys, state.values)
-            kept.keys, kept.values = state
+            if not user_layer.is_initialized:  # initialised by shape; the next line sets the states
+                user_layer.lazy_initialization(state.keys, state.values)
+            user_layer.keys, user_layer.values = state
             if self._pool is None:
                 layer.release()
-            if isinstance(kept, DynamicSlidingWindowLayer):
-                kept.cumulative_length = self.num_columns
+            if isinstance(user_layer, DynamicSlidingWindowLayer):
+                user_layer.cumulative_length = self.num_columns
         self._kept_cache = None
 
     def release(self) -> None:
@@ -242,8 +242,8 @@ class PreallocatedKVCache(KVCache):
         num_kept = int(kept_cache.get_seq_length())
         if not num_kept:
             return
-        for layer, kept_layer in zip(self._layers, holding(kept_cache.layers), strict=True):
-            layer.load(kept_layer.keys, kept_layer.values, num_kept - kept_layer.keys.shape[2])
+        for layer, user_layer in zip(self._layers, holding(kept_cache.layers), strict=True):
+            layer.load(user_layer.keys, user_layer.values, num_kept - user_layer.keys.shape[2])
         self._cut([num_kept] * self.batch_size)
 
     def _cut(self, lens: Sequence[int], like: RowLens | None = None) -> None:

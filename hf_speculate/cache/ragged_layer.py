@@ -81,8 +81,8 @@ class RaggedLayer(CacheLayerMixin):
         keys, values = self.buffers
         self._write(keys, key_states)
         self._write(values, value_states)
-        seen = slice(first - self.base, end - self.base)
-        return keys[:, :, seen], values[:, :, seen]
+        visible = slice(first - self.base, end - self.base)
+        return keys[:, :, visible], values[:, :, visible]
 
     def load(self, keys: Tensor, values: Tensor, base: int) -> None:
         """Copy states [B, H, N, D] to the columns from `base` on, with room for more."""
@@ -108,8 +108,10 @@ class RaggedLayer(CacheLayerMixin):
         if num_dropped or not is_ascending or 2 * len(indices) < buffers[0].shape[0]:
             surplus = max(num_dropped - self.base, 0)
             self.base = max(self.base - num_dropped, 0)
-            there = index.to(self.device)
-            self.keys, self.values = (buffer[:, :, surplus:].index_select(0, there) for buffer in self.buffers)
+            index_on_device = index.to(self.device)
+            self.keys, self.values = (
+                buffer[:, :, surplus:].index_select(0, index_on_device) for buffer in self.buffers
+            )
             self._with_free = None
             return
         with torch.inference_mode(buffers[0].is_inference()):
@@ -196,12 +198,12 @@ class RaggedLayer(CacheLayerMixin):
     def _grow(self, keep_from: int, end: int, num_columns: int) -> None:
         """Move the columns `keep_from` .. `num_columns` to buffers with room beyond `end`."""
         capacity = self._roomy(end - keep_from, keep_from)
-        kept = slice(keep_from - self.base, max(num_columns, keep_from) - self.base)
+        kept_columns = slice(keep_from - self.base, max(num_columns, keep_from) - self.base)
         keys, values = self.buffers
         self._with_free = None
-        self.keys = _moved(keys, kept, capacity)
+        self.keys = _moved(keys, kept_columns, capacity)
         del keys  # frees them before the values are copied
-        self.values = _moved(values, kept, capacity)
+        self.values = _moved(values, kept_columns, capacity)
         self.base = keep_from
 
 

@@ -17,15 +17,15 @@ class CacheView:
 
     def __init__(self, kv_cache: KVCache, row_indices: Sequence[int] | None = None):  # None for all rows
         self._kv_cache = kv_cache
-        self._kept = None if row_indices is None else RowIndices(row_indices)
+        self._row_indices = None if row_indices is None else RowIndices(row_indices)
 
     def layer(self, index: int, window: int | None = None) -> LayerView:
         """Return the states of a layer, see `KVCache.view`."""
         keys, values, hidden = self._kv_cache.view(index, window)
-        if self._kept is None:
+        if self._row_indices is None:
             return LayerView(keys, values, hidden)
         hidden = hidden if hidden is None else self._of_rows(hidden)
-        return LayerView(self._kept.select(keys), self._kept.select(values), hidden)
+        return LayerView(self._row_indices.select(keys), self._row_indices.select(values), hidden)
 
     def last_positions(self) -> Tensor:
         """Return the position id of each row's last token, [B or 1, 1] int64."""
@@ -33,4 +33,4 @@ class CacheView:
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
         """Select the rows of a tensor [B, ...]; a tensor [1, ...] stands for all rows."""
-        return tensor if self._kept is None or tensor.shape[0] == 1 else self._kept.select(tensor)
+        return tensor if self._row_indices is None or tensor.shape[0] == 1 else self._row_indices.select(tensor)

@@ -165,8 +165,8 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
         Processors with state drop the other rows in place.
         """
-        kept = RowIndices.of(indices.tolist() if isinstance(indices, Tensor) else indices)
-        return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
+        row_indices = RowIndices.of(indices.tolist() if isinstance(indices, Tensor) else indices)
+        return BlockLogitsProcessorList(_for_rows(processor, row_indices) for processor in self)
 
     def join(self, other: Any) -> None:
         """Do nothing: `other` has the same processors."""
@@ -284,19 +284,19 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
     return None
 
 
-def _for_rows(processor: Any, kept: RowIndices) -> Any:
+def _for_rows(processor: Any, row_indices: RowIndices) -> Any:
     if _has_state(processor):
         note_lost_rows(processor)
-        processor.rows(list(kept))
+        processor.rows(list(row_indices))
         return processor
     if find_reads(processor) is Reads.ROW:  # other lists hold this object too
-        own = copy.copy(processor)
-        own.rows(kept)
-        return own
+        processor_copy = copy.copy(processor)
+        processor_copy.rows(row_indices)
+        return processor_copy
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=kept.select(ignored_lens))
+    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=row_indices.select(ignored_lens))
 
 
 def _has_state(processor: Any) -> bool:

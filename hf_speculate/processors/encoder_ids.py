@@ -37,15 +37,15 @@ class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
         tails = input_ids[:, input_ids.shape[1] - num_ids :].tolist()
         num_positions = len(scores) // len(self._followers)
         banned = [
-            (number, token_id)
-            for number, tail in enumerate(tails)
-            for token_id in self._followers[number // num_positions].get(tuple(tail), ())
+            (score_index, token_id)
+            for score_index, tail in enumerate(tails)
+            for token_id in self._followers[score_index // num_positions].get(tuple(tail), ())
             if token_id < vocab_size  # a draft model may have fewer ids
         ]
         scores = scores.clone()
         if banned:
-            numbers, token_ids = upload(banned, scores.device).unbind(dim=1)
-            scores[numbers, token_ids] = -torch.inf
+            score_indices, token_ids = upload(banned, scores.device).unbind(dim=1)
+            scores[score_indices, token_ids] = -torch.inf
         return scores
 
 
@@ -68,9 +68,9 @@ class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
         vocab_size = scores.shape[1]
         if self._num_ids > vocab_size:  # a draft model may have fewer ids
             scores = pad(scores, (0, self._num_ids - vocab_size))
-        chosen = scores.gather(1, encoder_ids)
-        chosen = torch.where(chosen < 0, chosen * self._penalty, chosen / self._penalty)
-        return scores.scatter(1, encoder_ids, chosen)[:, :vocab_size]
+        prompt_scores = scores.gather(1, encoder_ids)
+        prompt_scores = torch.where(prompt_scores < 0, prompt_scores * self._penalty, prompt_scores / self._penalty)
+        return scores.scatter(1, encoder_ids, prompt_scores)[:, :vocab_size]
 
 
 @cache

@@ -35,13 +35,13 @@ class BlockStoppingCriteria(PerRow):
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
-        self._criteria = listed = list(criteria)
-        self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
-        self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
-        self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]
-        self._registered = [c for c in listed if is_registered(c)]
-        self._foreign = [c for c in listed if not is_registered(c) and type(c) not in _KNOWN_TYPES]
-        eos_ids = [c.eos_token_id.flatten().tolist() for c in listed if type(c) is EosTokenCriteria]
+        self._criteria = criteria_list = list(criteria)
+        self._max_length_criteria = [c for c in criteria_list if type(c) is MaxLengthCriteria]
+        self._max_time_criteria = [c for c in criteria_list if type(c) is MaxTimeCriteria]
+        self._stop_string_criteria = [c for c in criteria_list if type(c) is StopStringCriteria]
+        self._registered = [c for c in criteria_list if is_registered(c)]
+        self._foreign = [c for c in criteria_list if not is_registered(c) and type(c) not in _KNOWN_TYPES]
+        eos_ids = [c.eos_token_id.flatten().tolist() for c in criteria_list if type(c) is EosTokenCriteria]
         self._eos_token_ids = frozenset(chain.from_iterable(eos_ids))
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,8 +85,8 @@ class BlockStoppingCriteria(PerRow):
 
         def cut(ends: Iterable[tuple[int, int]]) -> None:
             """End rows after these numbers of new tokens, unless they ended earlier."""
-            for row, at in ends:
-                num_emitted[row], is_done[row] = min(num_emitted[row], at), True
+            for row, length in ends:
+                num_emitted[row], is_done[row] = min(num_emitted[row], length), True
 
         if self._max_time_criteria and bool(_ask(self._max_time_criteria, any_ids(1, 1, _HOST)).any()):
             cut((row, len(ids)) for row, ids in enumerate(new_ids) if ids)
@@ -119,20 +119,20 @@ class BlockStoppingCriteria(PerRow):
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
             if not self._eos_token_ids.isdisjoint(ids):
-                yield row, next(at for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
+                yield row, next(length for length, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
 
     def _find_stop_strings(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         """Call a criterion on all prefixes of a block at once: it reads their last few tokens."""
         for criterion in self._stop_string_criteria:
             width = max(1, criterion.maximum_token_len)
             windows = _tails(tokens, new_ids, width).unfold(1, width, 1)  # [B, N, width]
-            is_hit = _ask([criterion], windows.flatten(0, 1)).view(windows.shape[:2])  # [B, N]
-            for row, hits in enumerate(is_hit.tolist()):
-                if True in hits:
-                    yield row, hits.index(True) + 1
+            is_stopped = _ask([criterion], windows.flatten(0, 1)).view(windows.shape[:2])  # [B, N]
+            for row, stops_by_len in enumerate(is_stopped.tolist()):
+                if True in stops_by_len:
+                    yield row, stops_by_len.index(True) + 1
 
     def _find_registered(
-        self, tokens: TokenRows, new_ids: Sequence[list[int]], num_kept: Sequence[int]
+        self, tokens: TokenRows, new_ids: Sequence[list[int]], num_emitted: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Call the criteria on unfinished prefixes, grouped by length."""
         if not self._registered:
@@ -140,15 +140,15 @@ class BlockStoppingCriteria(PerRow):
         width = max(map(len, new_ids))
         token_ids = pad(tokens.token_ids[:, : max(tokens.lens)], (0, width))
         rows_by_len: dict[int, list[int]] = {}
-        for row, (prefix_len, ids, num) in enumerate(zip(tokens.lens, new_ids, num_kept, strict=True)):
+        for row, (prefix_len, ids, num_row_tokens) in enumerate(zip(tokens.lens, new_ids, num_emitted, strict=True)):
             token_ids[row, prefix_len : prefix_len + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-            for at in range(1, num + 1):
-                rows_by_len.setdefault(prefix_len + at, []).append(row)
+            for num_tokens in range(1, num_row_tokens + 1):
+                rows_by_len.setdefault(prefix_len + num_tokens, []).append(row)
         # A list: a generator would turn a StopIteration of the user's code into a RuntimeError.
         answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
-        hits = zip(pairs, torch.cat(answers).tolist(), strict=True)
-        return [(row, length - tokens.lens[row]) for (length, row), hit in hits if hit]
+        stops = zip(pairs, torch.cat(answers).tolist(), strict=True)
+        return [(row, length - tokens.lens[row]) for (length, row), is_stopped in stops if is_stopped]
 
 
 def _ask(criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
@@ -175,7 +175,7 @@ def _tails(tokens: TokenRows, new_ids: Sequence[list[int]], width: int) -> Tenso
     """
     num_new = max(map(len, new_ids))
     rows = []
-    for ids, length, new in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
+    for ids, length, after in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
         before = ids[max(length - width + 1, 0) : length].tolist()
-        rows.append([_NO_TOKEN] * (width - 1 - len(before)) + before + new + [_NO_TOKEN] * (num_new - len(new)))
+        rows.append([_NO_TOKEN] * (width - 1 - len(before)) + before + after + [_NO_TOKEN] * (num_new - len(after)))
     return torch.tensor(rows, device="cpu")
