@@ -15,7 +15,8 @@ NEWEST := .newest
 NEWEST_TORCH ?= torch
 PLAIN := .plain
 RELEASE := .release
-# Of a tag that must name the version, as v0.1.0 does.
+RELEASE_PYTHONS ?= python3.11 python3.12 python3.13
+# A tag, if given, must name the version, as v0.1.0 does.
 TAG ?=
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
@@ -36,7 +37,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench first-light gpu-check release-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench first-light gpu-check distributions release-pythons wheel-check release-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -60,7 +61,9 @@ help:
 	@echo "make first-light the checks and measurements on a CUDA device that decide most, in six minutes; into build/first-light"
 	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
-	@echo "make release-check results-check and mutants; build the distributions, and run the README's example with the wheel"
+	@echo "make distributions the wheel and the source distribution in dist, as a package index accepts them"
+	@echo "make wheel-check the wheel of dist in a fresh environment of each interpreter in RELEASE_PYTHONS"
+	@echo "make release-check results-check, mutants, distributions and wheel-check"
 	@echo "make install     create $(VENV) with what users need; make test and the other targets add what they need"
 	@echo "make clean       remove $(VENV), caches and build output"
 	@echo
@@ -74,6 +77,7 @@ help:
 	@echo '  GPU_PARTS="2 5"                                the parts of make gpu-check'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
 	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
+	@echo '  RELEASE_PYTHONS="python3.11 python3.13"        interpreters that make wheel-check tries'
 
 install: $(STAMP)
 
@@ -207,21 +211,45 @@ docs: $(DEV_STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -W --keep-going -n -q -E -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
 
-# The environments are empty but for twine, and for torch and the wheel. Names of the Hub stand for the bundled models.
-release-check: $(DEV_STAMP) results-check mutants
+# Every interpreter is tried before minutes of other checks.
+release-pythons:
+	@for python in $(RELEASE_PYTHONS); do \
+	  "$$python" -c "import ensurepip, venv" || { \
+	    echo "$$python, of RELEASE_PYTHONS, does not run or makes no environments: install it, or name others, as in"; \
+	    echo '  make release-check RELEASE_PYTHONS="python3.11 /path/to/python3.12"'; exit 1; }; \
+	done
+
+# twine has an environment of its own. setup.py reads REPOSITORY_URL.
+distributions: $(DEV_STAMP)
 	@version=$$($(BIN)/python -c "import hf_speculate; print(hf_speculate.__version__)"); \
 	  test -z "$(TAG)" -o "$(TAG)" = "v$$version" || { echo "the tag $(TAG) must be v$$version, the version"; exit 1; }
-	rm -rf dist build/lib $(RELEASE)
+	rm -rf dist build/lib $(RELEASE)/tools
 	$(BIN)/python -m build --no-isolation --outdir dist
 	"$(PYTHON)" -m venv $(RELEASE)/tools
 	$(RELEASE)/tools/bin/python -m pip install --quiet "twine>=6,<7"
 	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
-	"$(PYTHON)" -m venv $(RELEASE)/env
-	$(RELEASE)/env/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS)
-	$(RELEASE)/env/bin/python -m pip install --quiet -c $(VENV)/constraints.txt dist/*.whl
-	mkdir $(RELEASE)/clone && ln -s ../../examples ../../tests $(RELEASE)/clone/
-	cd $(RELEASE)/clone && HF_HUB_OFFLINE=1 ../env/bin/python -m tests.page_code README.md
-	$(RELEASE)/env/bin/hf-speculate check examples/pair/target --draft examples/pair/draft
+
+# Each interpreter gets torch and the wheel in an environment that goes before the next is made: torch with CUDA takes
+# 6 GB. In the README's example, names of the Hub stand for the bundled models.
+wheel-check: release-pythons
+	@ls dist/*.whl > /dev/null 2>&1 || { echo "there is no wheel in dist; run make distributions first"; exit 1; }
+	rm -rf $(RELEASE)/clone
+	mkdir -p $(RELEASE)/clone && ln -s ../../examples ../../tests $(RELEASE)/clone/
+	@grep -v '^torch==' constraints.txt > $(RELEASE)/constraints.txt
+	@set -e; for python in $(RELEASE_PYTHONS); do \
+	  rm -rf $(RELEASE)/env; \
+	  "$$python" -m venv $(RELEASE)/env; \
+	  echo "== the wheel with $$($(RELEASE)/env/bin/python --version)"; \
+	  $(RELEASE)/env/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS); \
+	  $(RELEASE)/env/bin/python -m pip install --quiet -c $(RELEASE)/constraints.txt dist/*.whl; \
+	  $(RELEASE)/env/bin/python -I tests/installed_wheel.py; \
+	  (cd $(RELEASE)/clone && HF_HUB_OFFLINE=1 ../env/bin/python -m tests.page_code README.md); \
+	  $(RELEASE)/env/bin/hf-speculate check examples/pair/target --draft examples/pair/draft; \
+	done
+	rm -rf $(RELEASE)/env
+
+release-check: release-pythons results-check mutants distributions
+	$(MAKE) wheel-check
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(INTEGRATIONS) $(PLAIN) $(RELEASE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,9 +2,11 @@
 
 import ast
 import configparser
+import json
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -15,10 +17,13 @@ from typing import Any
 import pytest
 
 import hf_speculate
+from hf_speculate.tools.cli.options import Serve
+from tests.support.shown_commands import problems_in
 from tests.test_floors import imported_modules, library_files
 from tests.tools.dataset.common import save_pair
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY_URL = "https://example.org/owner/hf_speculate"
 
 
 def setup_cfg() -> configparser.ConfigParser:
@@ -48,15 +53,15 @@ def run_python(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a source distribution, away from the repository."""
+    """Build from a source distribution, away from the repository, as for a package index."""
     folder = tmp_path_factory.mktemp("sdist")
-    arguments = ["egg_info", "--egg-base", str(folder), "sdist", "--formats=gztar", "--dist-dir", str(folder)]
-    run_python("-c", f"import sys; sys.argv[1:] = {arguments!r}; import setuptools; setuptools.setup()")
+    run_python("setup.py", "-q", "egg_info", "-e", folder, "sdist", "--formats=gztar", "--dist-dir", folder)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / archive.name.removesuffix(".tar.gz")
-    run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source)
+    words = ["-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source]
+    run(sys.executable, *words, env=os.environ | {"REPOSITORY_URL": REPOSITORY_URL})
     (wheel,) = folder.glob(f"hf_speculate-{hf_speculate.__version__}-*.whl")
     return wheel
 
@@ -70,34 +75,51 @@ def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel: Path) -> Non
     assert os.readlink(ROOT / "triton_kernels") == os.path.join("hf_speculate", "kernels")
 
 
+def test_description_on_an_index_has_absolute_links(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = archive.read(name).decode()
+    links = re.findall(r"""\]\(([^)]+)\)|\bsrc(?:set)?="([^"]+)""", metadata)
+    assert [link for pair in links if not re.match(r"https://|#", link := "".join(pair))] == []
+    assert f"]({REPOSITORY_URL}/blob/v{hf_speculate.__version__}/docs/quickstart.md)" in metadata
+    assert f"Project-URL: Source, {REPOSITORY_URL}\n" in metadata
+
+
+def test_source_distribution_holds_no_part_of_the_tests(wheel: Path) -> None:
+    (folder,) = wheel.parent.glob("hf_speculate-*/")
+    assert (folder / "setup.py").is_file()
+    assert not (folder / "tests").exists()
+
+
+def test_container_build_finds_its_files_and_options() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = re.findall(r"^([A-Z]+) (.*)$", text, re.M)
+    (entry,) = [json.loads(words) for step, words in steps if step == "ENTRYPOINT"]
+    assert problems_in(shlex.join([*entry, "TARGET", "--draft", "DRAFT"])) == []
+    (port,) = {*re.findall(r"(?:^EXPOSE |127\.0\.0\.1:)(\d+)", text, re.M)}
+    assert int(port) == Serve(target="TARGET").port
+    copied = [words.split()[:-1] for step, words in steps if step == "COPY" and "--from=" not in words]
+    context = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {name for names in copied for name in names} == context
+    assert [name for name in context if not (ROOT / name).exists()] == []
+
+
 def python_files(folder: str) -> set[str]:
     return {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.py")}
 
 
-IN_A_FRESH_ENVIRONMENT = """
+BESIDE_A_FOREIGN_PACKAGE = """
 import sys
 from pathlib import Path
 
-import torch
 import triton_kernels
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_speculate.kernels
 
-environment = Path(sys.prefix).resolve()
-assert all(environment in Path(one.__file__).resolve().parents for one in (hf_speculate, triton_kernels))
+assert Path(sys.prefix).resolve() in Path(triton_kernels.__file__).resolve().parents
 assert triton_kernels.matmul() == "foreign"
 assert hf_speculate.kernels is not triton_kernels
 assert sys.modules["triton"] is None
-
-sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-torch.manual_seed(0)
-model, draft = (LlamaForCausalLM(LlamaConfig(**sizes)).double().eval() for _ in range(2))
-call = dict(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
-plain = model.generate(**call)
-stats = hf_speculate.SpeculationStats()
-assert torch.equal(plain, hf_speculate.enable(model).generate(**call, assistant_model=draft, speculation_stats=stats))
-assert stats.verifier == "greedy"
 """
 
 # What a plain installation does not bring, by the names of the modules.
@@ -120,7 +142,8 @@ def test_the_wheel_works_beside_a_foreign_triton_kernels_and_without_extras(whee
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     target, draft = save_pair(tmp_path)
     away = {"cwd": tmp_path, "env": alone}
-    run(python, "-c", IN_A_FRESH_ENVIRONMENT, **away)
+    run(python, "-c", BESIDE_A_FOREIGN_PACKAGE, **away)
+    run(python, "-I", ROOT / "tests" / "installed_wheel.py", **away)
     words = [python.with_name("hf-speculate"), "generate", target, "def", "-n", "8", "--device", "cpu"]
     text = run(*words, **away)
     assert text.strip()
@@ -160,6 +183,7 @@ def test_the_version_is_said_once_and_everything_that_setup_cfg_names_is_pinned(
     oldest = pins("constraints-oldest.txt")["transformers"].removesuffix(".0")
     assert line == f"transformers>={oldest},<6"
     assert f"\nTORCH ?= torch=={pins()['torch']}\n" in (ROOT / "Makefile").read_text()
+    assert f"\nARG TORCH=torch=={pins()['torch']}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_importing_changes_nothing_and_needs_no_triton() -> None:

@@ -1,1 +1,1 @@
-"""Caches that roll back row by row."""
+"""KV caches with rollback by row."""

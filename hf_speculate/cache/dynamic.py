@@ -1,4 +1,4 @@
-"""The dynamic KV cache: transformers' own cache, with rollback by row."""
+"""Dynamic KV cache: transformers' own cache, with rollback by row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,23 +24,24 @@ from hf_speculate.types import KVState
 
 
 class DynamicKVCache(KVCache):
-    """`KVCache` over a `DynamicCache`: rows stay right-aligned, so a 2D attention mask is enough.
+    """`KVCache` over a `DynamicCache`, with right-aligned rows.
 
-    A row that drops more than its neighbours first moves right by the difference, under its padding; then the columns
-    that every row drops go. Padding that all rows have gained goes too, as plain `generate` would have none.
+    A 2D attention mask is enough. In a rollback, a row with more dropped tokens than its neighbours
+    first moves right by the difference and gains padding. Then the last columns, dropped by every
+    row, are cut. Padding gained by all rows is cut too: plain `generate` would have none.
     """
 
     kind = "dynamic"
     layer_types: tuple[type, ...] = ATTENTION_LAYERS
-    """Classes of layers that can be rolled back."""
+    """Classes of layers with rollback."""
 
     def __init__(
         self,
-        cache: Cache,  # the transformers cache, which may hold states already
+        cache: Cache,  # cache of transformers, with or without states
         batch_size: int,
-        attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
+        attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt
         device: torch.device | str = "cpu",  # device of masks and position ids
-        fixed_layers: frozenset[int] = frozenset(),  # layers of pictures' states, never rolled back
+        fixed_layers: frozenset[int] = frozenset(),  # layers of pictures, never rolled back
     ):
         self._fixed_layers = fixed_layers
         self._text_cache: Any = text_cache(cache)
@@ -50,7 +51,7 @@ class DynamicKVCache(KVCache):
         self.device = torch.device(device)
         self._prompt_end = 0 if attention_mask is None else attention_mask.shape[1]  # in columns
         self._steps_back = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
-        self._mask: Tensor | None = None  # [B, T] int64, with holes after a row's first token; grows with the states
+        self._mask: Tensor | None = None  # [B, T] int64, if a row has holes; grows with the states
         pads = [0] * batch_size
         if attention_mask is not None:
             pads = attention_mask.argmax(dim=1).tolist()
@@ -65,13 +66,13 @@ class DynamicKVCache(KVCache):
 
     @property
     def _text_layers(self) -> list[Any]:
-        """The layers with states of the text: a config may name more layers than a decoder has."""
+        """Layers with states of the text. A config may name more layers than a decoder has."""
         layers = [layer for index, layer in enumerate(self._text_cache.layers) if index not in self._fixed_layers]
         return [layer for layer in attention_layers(layers) if layer.is_initialized]
 
     @property
     def _encoder_layers(self) -> list[Any]:
-        """Cache layers that hold the encoder's states; empty without an encoder."""
+        """Cache layers with the encoder's states; empty without an encoder."""
         return self.cache.cross_attention_cache.layers if isinstance(self.cache, EncoderDecoderCache) else []
 
     @property
@@ -86,7 +87,10 @@ class DynamicKVCache(KVCache):
         return [max(num_columns - pad, 0) for pad in self._padding.pads]
 
     def get_kv_states(self) -> list[KVState]:
-        """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
+        """Return one `KVState` [B, H, T, D] per layer.
+
+        A window layer has its window. An empty cache has no layer.
+        """
         return [KVState(layer.keys, layer.values) for layer in self._text_layers] if self.num_columns else []
 
     def view(self, layer: int, window: int | None = None) -> LayerView:
@@ -125,7 +129,7 @@ class DynamicKVCache(KVCache):
         self._record(False)
 
     def _record(self, is_recording: bool) -> None:
-        """Let window layers hold all that may be rolled back, or their window only."""
+        """Let window layers keep more states for rollbacks, or their window only."""
         for layer in self._text_cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = is_recording
@@ -151,7 +155,10 @@ class DynamicKVCache(KVCache):
         self._drop_common_padding()
 
     def mask(self, num_query: int) -> Tensor | None:
-        """[B, T + num_query] int64 mask for a forward of `num_query` tokens; None where nothing is padded."""
+        """Return the [B, T + num_query] int64 mask for a forward of `num_query` tokens.
+
+        The result is None without padding.
+        """
         if self._mask is None:
             return self._padding.mask(self.num_columns, num_query)
         num_columns = self.num_columns + num_query
@@ -177,7 +184,7 @@ class DynamicKVCache(KVCache):
         if not self._is_recording:
             self.begin_recording()
         shift = self._padding.drop(drops, self.num_columns, like)
-        if shift is not None:  # before the crop: a window layer still needs the states that the crop takes
+        if shift is not None:  # before the crop: moved window layers need the states cut by it
             if self._mask is not None:
                 self._mask = self._moved(self._mask, shift.sources(self.num_columns))
             shift_rows(self._text_layers, shift)
@@ -190,7 +197,7 @@ class DynamicKVCache(KVCache):
     def rows(self, indices: Sequence[int]) -> None:
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
         devices = {layer.keys.device for layer in (*self._text_layers, *self._encoder_layers) if layer.is_initialized}
-        # a mask on several devices has no index that all of them share
+        # Layers on several devices share no index on a device.
         index = RowIndices.of(indices).on(devices.pop() if len(devices) == 1 else torch.device("cpu"))
         self._select_rows(index)
         self.batch_size = len(indices)
@@ -207,7 +214,10 @@ class DynamicKVCache(KVCache):
         return num_columns
 
     def snapshot(self) -> Callable[[], None]:
-        """Full layers of a single row are cropped back, so only their length is kept."""
+        """Save the states, see `KVCache.snapshot`.
+
+        Full layers of a single row are cropped back, so their length is enough.
+        """
         restore_text = layers_snapshot(self._text_cache.layers, only_grows=self.batch_size == 1)
         restore_encoder = layers_snapshot(self._encoder_layers, only_grows=False)
 
@@ -223,19 +233,19 @@ class DynamicKVCache(KVCache):
         return restore
 
     def _moved(self, mask: Tensor, source: Tensor) -> Tensor:
-        """A mask whose columns come from `source` [B, T] int64; those from negative ones are padding."""
+        """Gather columns `source` [B, T] int64 of a mask; negative sources become padding."""
         return torch.where(source < 0, 0, mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
 
     def _select_rows(self, index: Tensor) -> None:
         self.cache.batch_select_indices(index)
 
-    def _drop_last(self, num: int) -> None:
-        for layer in self._text_layers:  # a mixed layer's own `crop` would crop recurrent states too
+    def _drop_last(self, num_tokens: int) -> None:
+        for layer in self._text_layers:  # a mixed layer's `crop` crops recurrent states too
             layer_class = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
-            layer_class.crop(layer, -num)
+            layer_class.crop(layer, -num_tokens)
 
     def _drop_common_padding(self) -> None:
-        """Cut from the left the padding that all rows have gained since the prompt."""
+        """Cut the padding on the left gained by all rows since the prompt."""
         surplus = self._padding.surplus() if self.num_columns else 0
         if surplus <= 0:
             return
@@ -252,5 +262,8 @@ class DynamicKVCache(KVCache):
 
 
 def _joined(states: Tensor, joining: Tensor, num_columns: int) -> Tensor:
-    """[B + B', H, T, D]: states [B, H, N, D] and [B', H, N', D], each with zeros on the left up to T columns."""
+    """Join states [B, H, N, D] and [B', H, N', D], zero-padded on the left to T columns.
+
+    The result is [B + B', H, T, D].
+    """
     return torch.cat([pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in (states, joining)])

@@ -10,29 +10,30 @@ from hf_speculate.cache.masks import hidden
 from hf_speculate.cache.row_layout import RowLayout
 from hf_speculate.rows.row_lens import RowLens
 
-# Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
+# Alignment of the rows of a mask and of its first column, in entries: attention on a GPU loads 16
+# bytes at once.
 MASK_UNIT = 8
-MAX_ROW_OFFSETS = 16  # tensors of row offsets that are kept, one for each shape of buffers
-_PLAIN_STEPS = 16  # plain steps whose masks, positions and slots are computed together
+MAX_ROW_OFFSETS = 16  # number of cached row offsets, one tensor per shape of buffers
+_PLAIN_STEPS = 16  # plain steps with jointly computed masks, positions and slots
 
 
 @dataclass
 class Mask:
-    """Additive mask of some of the next tokens over a range of columns."""
+    """Additive mask of next tokens over some columns."""
 
     values: Tensor  # [B or 1, 1, N, W] additive
-    first_token: int  # the index of its first query among the next tokens
+    first_token: int  # index of the first query among the next tokens
     first_column: int
 
 
 @dataclass
 class NextTokens:
-    """Masks, positions and slots of the next tokens of each row, until a rollback."""
+    """Masks, positions and slots until a rollback."""
 
     lens: RowLens  # before the first of these tokens
     num_tokens: int  # N, of each row
-    num_done: int = 0  # tokens that forwards have read
-    positions: Tensor | None = None  # [B or 1, N] int64, real tokens before each of them
+    num_done: int = 0  # tokens read by forwards
+    positions: Tensor | None = None  # [B or 1, N] int64, number of real tokens before each
     masks: dict[int | None, Mask] = field(default_factory=dict)  # by the layers' window
     slot_mappings: dict[Hashable, Tensor] = field(default_factory=dict)  # [N, B, H] int64, by the shape of the buffers
 
@@ -42,17 +43,18 @@ class NextTokens:
 
 
 class Lookahead:
-    """Masks, positions and slot mapping of forwards over preallocated buffers.
+    """Masks, positions and slots over preallocated buffers.
 
-    `expect` announces several forwards, served at once. Changes of the layout but `advance` need `restart` after them.
+    `expect` announces several forwards and lets them share one computation. Changes of the layout
+    other than `advance` need a `restart`.
     """
 
     def __init__(self, layout: RowLayout, mask_dtype: torch.dtype = torch.float32):
         self.layout = layout
         self.num_query = 0  # tokens of each row in the current forward
-        self.num_columns = 0  # columns that some row used before the current forward
-        self.is_even = True  # whether all rows had the same length before the current forward
-        self.is_masked = False  # whether the current forward is handed an additive mask
+        self.num_columns = 0  # columns of the longest row before the current forward
+        self.is_even = True  # whether rows had equal lengths before the current forward
+        self.is_masked = False  # whether the current forward gets an additive mask
         self._num_expected = 0
         self._next = NextTokens(layout.row_lens.copy(), 0)
         self._slot_mappings: dict[Hashable, Tensor] = {}  # slot mappings of the current forward
@@ -62,16 +64,16 @@ class Lookahead:
 
     @property
     def end(self) -> int:
-        """Columns that some row uses once the tokens of the current forward are written."""
+        """Columns of the longest row after the current forward."""
         return self.num_columns + self.num_query
 
     def expect(self, num_tokens: int) -> None:
-        """Prepare the next forwards together, which read `num_tokens` tokens of each row before a rollback."""
+        """Prepare forwards over `num_tokens` tokens per row, up to the next rollback, at once."""
         self._num_expected = num_tokens
         self._next = NextTokens(self.layout.row_lens.copy(), 0)
 
     def restart(self) -> None:
-        """Forget what was made for the next tokens, as the layout has changed."""
+        """Forget masks, positions and slots after a change of the layout."""
         self.expect(0)
 
     def begin(self, num_query: int) -> None:
@@ -86,12 +88,12 @@ class Lookahead:
             self._num_expected = 0
 
     def advance(self, num_query: int) -> None:
-        """Lengthen all rows by the tokens that a forward has read."""
+        """Lengthen all rows by the `num_query` tokens of a forward."""
         self.layout.row_lens.add(num_query)
         self._next.num_done += num_query
 
     def first_seen(self, window: int | None) -> int:
-        """The first column that layers of this window hand to attention in the current forward."""
+        """Return the first column for attention of the current forward in layers of this window."""
         layout = self.layout
         if window is None or layout.capacity is not None:
             return 0
@@ -102,7 +104,7 @@ class Lookahead:
         return first
 
     def slot_mapping(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
-        """[B * H * Q] int64: slots of the current forward's tokens in a flat buffer.
+        """Return the slots of the current forward's tokens in a flat buffer, [B * H * Q] int64.
 
         The buffer is [B * H * capacity, D], and begins with column `base`.
         """
@@ -116,14 +118,14 @@ class Lookahead:
         else:
             if key not in tokens.slot_mappings:
                 columns = tokens.lens.columns(tokens.num_tokens).to(device)  # [B or 1, N]
-                # [N, B, H], in which the slots of one token are contiguous
+                # The slots of one token are contiguous in [N, B, H].
                 tokens.slot_mappings[key] = row_offset + columns.T[:, :, None]
             slots = tokens.slot_mappings[key][tokens.num_done : tokens.num_done + self.num_query].permute(1, 2, 0)
         self._slot_mappings[key] = slots.flatten()
         return self._slot_mappings[key]
 
     def _row_offset(self, num_rows: int, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
-        """[B, H] int64: the slot of column 0 in the flat buffer, by row and head."""
+        """Return the slot of column 0 in the flat buffer, by row and head, [B, H] int64."""
         key = (num_rows, num_heads, capacity, base, device)
         if key not in self._row_offsets:
             if len(self._row_offsets) == MAX_ROW_OFFSETS:
@@ -133,18 +135,25 @@ class Lookahead:
         return self._row_offsets[key]
 
     def padding_mask(self) -> Tensor | None:
-        """[B, T + Q] int64: 1 for real tokens, those of the current forward included; None if nothing is padded."""
+        """Return the mask [B, T + Q] int64 of the current forward, 1 for real tokens.
+
+        The result is None without padding.
+        """
         return self.layout.padding_mask(self.end)
 
     def positions(self, num_query: int) -> Tensor:
-        """[B or 1, Q] int64: real tokens before each of the next ones; negative in padding."""
+        """Count the real tokens before each next token, [B or 1, Q] int64; negative in padding."""
         tokens = self._next
         if tokens.positions is None:
             tokens.positions = tokens.lens.positions(tokens.num_tokens, pads=self.layout.pads_on_device())
         return tokens.positions[:, tokens.num_done : tokens.num_done + num_query]
 
     def mask(self, window: int | None) -> Tensor:
-        """[B or 1, 1, Q, T] additive: 0 where a query sees a column, -inf elsewhere; without a window it sees all."""
+        """Return the additive mask [B or 1, 1, Q, T]: 0 for visible columns, -inf for others.
+
+        Args:
+            window: tokens visible to a query, itself included; None for all.
+        """
         tokens = self._next
         mask = tokens.masks.get(window)
         row = tokens.num_done - (0 if mask is None else mask.first_token)

@@ -1,16 +1,22 @@
-"""Attention masks: which columns a query does not see, and additive masks of that."""
+"""Attention masks: the hidden columns of each query, as bool and additive masks."""
 
 import torch
 from torch import Tensor
 
 
 def hidden(key_positions: Tensor, query_positions: Tensor, window: int | None) -> Tensor:
-    """[B or 1, Q, T] bool: which keys at [T] or [B or 1, 1, T] queries at [B or 1, Q, 1] do not see."""
+    """Mark the keys hidden from each query, [B or 1, Q, T] bool.
+
+    Args:
+        key_positions: [T] or [B or 1, 1, T] int64.
+        query_positions: [B or 1, Q, 1] int64.
+        window: tokens visible to a query, itself included; None for all.
+    """
     is_later = key_positions > query_positions
     return is_later if window is None else is_later | (key_positions <= query_positions - window)
 
 
 def additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, N, T]: -inf where [B, N, T] bool is set, 0 elsewhere."""
+    """Convert [B, N, T] bool to an additive mask [B, 1, N, T]: -inf if set, 0 otherwise."""
     mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
     return mask.masked_fill_(is_hidden, -torch.inf)[:, None]

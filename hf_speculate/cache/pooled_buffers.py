@@ -1,4 +1,4 @@
-"""Pooled buffers: preallocated KV buffers that outlive a call, and what a cache asks of the pool that keeps them."""
+"""Pooled buffers: preallocated KV buffers shared by calls, and the protocol of their pool."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
@@ -10,10 +10,10 @@ from hf_speculate.types import KVState
 
 
 class PooledBuffers(NamedTuple):
-    """The buffers of all layers, with what goes with them."""
+    """Buffers of all layers, with their graphs."""
 
     layers: list[KVState]  # each [B, H, capacity, D]
-    graphs: dict[Hashable, Any]  # captured over these buffers, and useless without them
+    graphs: dict[Hashable, Any]  # captured over these buffers only
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -25,7 +25,7 @@ class PooledBuffers(NamedTuple):
 
 
 class BufferShape(NamedTuple):
-    """The shape that interchangeable buffers of a model share."""
+    """Shape shared by interchangeable buffers of a model."""
 
     batch_size: int  # B
     capacity: int | None  # columns of each buffer
@@ -34,10 +34,13 @@ class BufferShape(NamedTuple):
 
 
 class Pool(Protocol):
-    """Keeps the buffers of one model between calls."""
+    """Buffers of one model between calls."""
 
     def take(self, shape: BufferShape, num_layers: int) -> PooledBuffers | None:
-        """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
+        """Take zeroed buffers of all layers.
+
+        The result is None if there are none, and the caller makes new ones.
+        """
 
     def give_back(self, shape: BufferShape, buffers: PooledBuffers) -> None:
         """Keep buffers for a later call."""

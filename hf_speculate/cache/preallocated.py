@@ -1,4 +1,4 @@
-"""The preallocated KV cache: each row ends in a column of its own, and a rollback copies nothing."""
+"""Preallocated KV cache: every row has its end column, and a rollback copies nothing."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -18,31 +18,35 @@ from hf_speculate.rows.per_row import RowIndices
 from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.types import KVState
 
-# Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.
+# Longer queries are prompts with rows of equal length: transformers builds their masks, or none.
 MAX_MASKED_QUERY = 160
 
 
 class MaskSpec(NamedTuple):
-    """The attention masks that a model takes: windows by layer and by mask, dtype, and whether rows share one."""
+    """Attention masks of a model."""
 
     windows: tuple[int | None, ...]  # by layer; None if it attends to all tokens
     mask_windows: dict[
         str, int | None
     ]  # by the mask's name in the model; with one entry, the model takes a single mask
-    mask_dtype: torch.dtype  # dtype of additive masks, which is that of the queries
-    is_mask_per_row: bool = False  # whether each row needs a mask of its own, even if all masks are equal
+    mask_dtype: torch.dtype  # dtype of additive masks, as that of the queries
+    is_mask_per_row: bool = False  # whether each row needs a mask, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """The model's attention mask, made by `make` from its window; masks by name if it takes several."""
+        """Make the model's attention mask by `make` from its window.
+
+        A model with several masks gets a dict by name.
+        """
         masks = {name: make(window) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
 class PreallocatedKVCache(KVCache):
-    """`KVCache` over preallocated buffers, left-aligned: a row's next token is written where that row ends.
+    """`KVCache` over preallocated buffers, with left-aligned rows.
 
-    Rolling a row back lowers its length. Explicit masks, [B, 1, Q, T] additive, hide the columns after its end; later
-    tokens overwrite them. Attention reads views of the columns in use.
+    A row's next token is written at the row's end. Rolling a row back lowers its length. Additive
+    masks [B, 1, Q, T] hide the columns after its end, and later tokens overwrite them. Attention
+    reads views of the columns in use.
     """
 
     kind = "preallocated"
@@ -51,12 +55,12 @@ class PreallocatedKVCache(KVCache):
         self,
         mask_spec: MaskSpec,
         batch_size: int,
-        attention_mask: Tensor | None = None,  # [B, T] int64 over the states in `kept_cache` and the prompt to come
+        attention_mask: Tensor | None = None,  # [B, T] int64 over `kept_cache` and the prompt
         device: torch.device | str = "cpu",  # device of masks and position ids
-        max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
-        kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
-        capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
-        pool: Pool | None = None,  # where such buffers come from, and go to with `release`
+        max_columns: int | None = None,  # bound of a row's length with padding; None if unknown
+        kept_cache: Cache | None = None,  # user's cache with first states; updated by `hand_back`
+        capacity: int | None = None,  # columns of fixed buffers; None if buffers grow
+        pool: Pool | None = None,  # source of such buffers; `release` returns them
     ):
         pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
         self.layout = RowLayout(pads, max_columns, capacity, device)
@@ -70,10 +74,10 @@ class PreallocatedKVCache(KVCache):
         self._pool = pool
         self._shape = BufferShape(batch_size, capacity, mask_spec.mask_dtype, self.device)
         self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
-        taken = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
-        if taken is not None:
-            self.graphs = taken.graphs
-            for layer, buffers in zip(self._layers, taken.layers, strict=True):
+        pooled = None if pool is None else pool.take(self._shape, len(mask_spec.windows))
+        if pooled is not None:
+            self.graphs = pooled.graphs
+            for layer, buffers in zip(self._layers, pooled.layers, strict=True):
                 layer.take(buffers)
         if kept_cache is not None:
             self._load(kept_cache)
@@ -91,7 +95,10 @@ class PreallocatedKVCache(KVCache):
         return [max(length - pad, 0) for length, pad in zip(self.layout.lens, self.layout.pads, strict=True)]
 
     def get_kv_states(self) -> list[KVState]:
-        """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
+        """Copy one `KVState` [B, H, T, D] per layer, right-aligned.
+
+        Of window layers, their window.
+        """
         return [self._states(layer) for layer in self._layers] if self.num_columns else []
 
     def view(self, layer: int, window: int | None = None) -> LayerView:
@@ -108,7 +115,10 @@ class PreallocatedKVCache(KVCache):
         return self.layout.row_lens.positions(1, -1, self.layout.pads_on_device())
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        """None once a window layer has dropped some."""
+        """Copy first states, see `KVCache.first_tokens`.
+
+        The result is None once a window layer has dropped some.
+        """
         if not self.num_columns or any(layer.base for layer in self._layers):
             return None
         return [leading(layer.buffers, self.layout.pads, max(counts)) for layer in self._layers]
@@ -121,13 +131,16 @@ class PreallocatedKVCache(KVCache):
         self.advance(num_query)
 
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
-        """The mask of a forward; None where every query sees all before it and itself.
+        """Start a forward of `num_query` tokens and return its attention mask.
 
-        [B, T + Q] int64 for prompts; otherwise [B or 1, 1, Q, T] additive, or one such mask per type of layer.
+        Returns:
+            [B, T + Q] int64 for prompts. Otherwise [B or 1, 1, Q, T] additive, or one such mask per
+            type of layer; None if every query sees itself and all earlier columns.
         """
         layout, lookahead = self.layout, self._lookahead
         lookahead.begin(num_query)
-        # transformers' masks decide what a query of padding sees, and so what it leaves in the cache
+        # A query of padding needs transformers' mask, so that it leaves the same states in the
+        # cache.
         reads_padding = not layout.num_columns or layout.num_columns < max(layout.pads)
         if layout.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
             return lookahead.padding_mask()
@@ -171,9 +184,9 @@ class PreallocatedKVCache(KVCache):
         self._holds_rejected = False
 
     def rows(self, indices: Sequence[int]) -> None:
-        kept = RowIndices.of(indices)
-        self.layout.rows(kept)
-        surplus, index = self.layout.drop_padding(), kept.on(self.device)
+        row_indices = RowIndices.of(indices)
+        self.layout.rows(row_indices)
+        surplus, index = self.layout.drop_padding(), row_indices.on(self.device)
         self._lookahead.restart()
         for layer in self._layers:
             layer.select(indices, index, surplus)
@@ -184,35 +197,41 @@ class PreallocatedKVCache(KVCache):
         return surplus
 
     def join(self, other: "PreallocatedKVCache") -> None:
-        """Add the rows of `other` behind these; its buffers grow too, and nobody keeps its states."""
-        for layer, its in zip(self._layers, other._layers, strict=True):
-            layer.join(its)
+        """Append the rows of `other`.
+
+        Its buffers may have grown, and it must not be used afterwards.
+        """
+        for layer, other_layer in zip(self._layers, other._layers, strict=True):
+            layer.join(other_layer)
         self.layout.join(other.layout)
         self._lookahead.restart()
         self._holds_rejected |= other.holds_rejected
 
     def snapshot(self) -> Callable[[], None]:
-        """Snapshot of `kept_cache`, which does not change until `hand_back`."""
+        """Save the states of `kept_cache`. They do not change until `hand_back`."""
         layers = [] if self._kept_cache is None else self._kept_cache.layers
         return layers_snapshot(layers, only_grows=self.batch_size == 1)
 
     def hand_back(self) -> None:
-        """Bring `kept_cache` to what plain `generate` would leave in it, freeing unpooled buffers layer by layer."""
+        """Bring `kept_cache` to its state after plain `generate`.
+
+        Unpooled buffers are freed layer by layer.
+        """
         if self._kept_cache is None or not self.num_columns:
             return
-        for layer, kept in zip(self._layers, holding(self._kept_cache.layers), strict=True):
+        for layer, user_layer in zip(self._layers, holding(self._kept_cache.layers), strict=True):
             state = self._states(layer)
-            if not kept.is_initialized:  # or its states would be gone until the next line
-                kept.lazy_initialization(state.keys, state.values)
-            kept.keys, kept.values = state
+            if not user_layer.is_initialized:  # initialised by shape; the next line sets the states
+                user_layer.lazy_initialization(state.keys, state.values)
+            user_layer.keys, user_layer.values = state
             if self._pool is None:
                 layer.release()
-            if isinstance(kept, DynamicSlidingWindowLayer):
-                kept.cumulative_length = self.num_columns
+            if isinstance(user_layer, DynamicSlidingWindowLayer):
+                user_layer.cumulative_length = self.num_columns
         self._kept_cache = None
 
     def release(self) -> None:
-        """Let later calls have the buffers; the cache must not be used any more."""
+        """Return the buffers to the pool. The cache must not be used afterwards."""
         if self._pool is None:
             return
         if all(layer.is_initialized for layer in self._layers):
@@ -223,17 +242,20 @@ class PreallocatedKVCache(KVCache):
         num_kept = int(kept_cache.get_seq_length())
         if not num_kept:
             return
-        for layer, kept_layer in zip(self._layers, holding(kept_cache.layers), strict=True):
-            layer.load(kept_layer.keys, kept_layer.values, num_kept - kept_layer.keys.shape[2])
+        for layer, user_layer in zip(self._layers, holding(kept_cache.layers), strict=True):
+            layer.load(user_layer.keys, user_layer.values, num_kept - user_layer.keys.shape[2])
         self._cut([num_kept] * self.batch_size)
 
     def _cut(self, lens: Sequence[int], like: RowLens | None = None) -> None:
-        """Let rows end at the columns `lens` [B]; see `RowLens.set` for `like`."""
+        """Set the end columns `lens` [B] of the rows; see `RowLens.set` for `like`."""
         self.layout.row_lens.set(lens, like)
         self._lookahead.restart()
 
     def _states(self, layer: RaggedLayer) -> KVState:
-        """Copies of a layer's states [B, H, T, D], rows right-aligned; of a window layer, what the next token needs."""
+        """Copy a layer's states [B, H, T, D], right-aligned.
+
+        Of a window, those needed by the next token.
+        """
         width = self.num_columns
         first = 0 if layer.window is None else max(width - layer.window + 1, 0)
         source = self.layout.row_lens.columns(width - first, first - width - layer.base)  # [B or 1, T]

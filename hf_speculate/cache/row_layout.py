@@ -1,4 +1,4 @@
-"""Row layout of preallocated buffers: in which columns each row begins and ends."""
+"""Row layout of preallocated buffers: the first and last column of each row."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,14 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache, RowLens
 from hf_speculate.transfers import upload
 
-_PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tokens
+_PADDING = torch.iinfo(torch.int64).max  # position of padding columns, after all tokens
 
 
 class RowLayout(PerRow):
-    """The padding and the length of each row in the buffers of all layers, in columns."""
+    """Padding and length of each row, in columns.
+
+    The buffers of all layers share them.
+    """
 
     BY_ROW = ("pads",)
     PARTS = ("row_lens",)
@@ -22,7 +25,7 @@ class RowLayout(PerRow):
         self,
         pads: Sequence[int],  # [B] columns of padding before each row's first token
         max_columns: int | None = None,
-        capacity: int | None = None,  # columns that every buffer has from the start; None if buffers grow
+        capacity: int | None = None,  # columns of fixed buffers; None if buffers grow
         device: torch.device | str = "cpu",
     ):
         self.pads = list(pads)
@@ -30,7 +33,7 @@ class RowLayout(PerRow):
         self.max_columns = max_columns
         self.capacity = capacity
         self._pads: Tensor | None = None  # see `pads_on_device`
-        self._positions: Tensor | None = None  # [B, C] int64, of each row's columns
+        self._positions: Tensor | None = None  # [B, C] int64, positions of columns
 
     @property
     def lens(self) -> list[int]:
@@ -47,17 +50,17 @@ class RowLayout(PerRow):
 
     @property
     def num_columns(self) -> int:
-        """Columns that some row uses."""
+        """Columns of the longest row."""
         return max(self.lens, default=0)
 
     def drop_padding(self) -> int:
-        """Drop the first columns that are padding in all rows; how many these were."""
+        """Drop the first columns with padding in all rows; return their number."""
         surplus = self.skip_padding() if self.num_columns else 0
         self.row_lens.add(-surplus)
         return surplus
 
     def skip_padding(self) -> int:
-        """Forget the padding before all rows; how many columns it has."""
+        """Forget the padding before all rows; return its number of columns."""
         surplus = min(self.pads, default=0)
         self.pads = [pad - surplus for pad in self.pads]
         if self.max_columns is not None:
@@ -74,18 +77,21 @@ class RowLayout(PerRow):
         self._pads = self._positions = None
 
     def pads_on_device(self) -> Tensor | None:
-        """[B, 1] int64; None if nothing is padded."""
+        """Upload the padding, [B, 1] int64; None without padding."""
         if self._pads is None and any(self.pads):
             self._pads = upload(self.pads, self.device)[:, None]
         return self._pads
 
     def padding_mask(self, num_columns: int) -> Tensor | None:
-        """[B, num_columns] int64: 1 for real tokens; None if nothing is padded."""
+        """Return the mask [B, num_columns] int64, 1 for real tokens; None without padding."""
         pads = self.pads_on_device()
         return None if pads is None else (self.row_lens.aranges.span(0, num_columns) >= pads).to(torch.int64)
 
     def positions(self, first: int, width: int) -> Tensor:
-        """[B or 1, W] int64: positions of the tokens in a range of columns; those of padding come after all tokens."""
+        """Return the positions in a range of columns, [B or 1, W] int64.
+
+        Padding comes after all tokens.
+        """
         aranges, end, pads = self.row_lens.aranges, first + width, self.pads_on_device()
         if pads is None:
             return aranges.span(first, width)[None]

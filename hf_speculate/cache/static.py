@@ -1,4 +1,4 @@
-"""Static caches that users pass: recognises them, and names the module that copies them."""
+"""Static caches of users: their recognition, and the module for copies of them."""
 
 import importlib
 from typing import Any
@@ -7,11 +7,11 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, St
 
 from hf_speculate.cache.layers import holding
 
-_COPIES = "hf_speculate.options.static_cache.copies"  # imported where a call reads a static cache, or returns one
+_COPIES = "hf_speculate.options.static_cache.copies"  # imported for calls with a static cache
 
 
 def is_static(cache: object) -> bool:
-    """Whether a cache is a static one, or a pair of these, that can be copied."""
+    """Return whether a cache is a static cache with copies, or a pair of such caches."""
     return isinstance(cache, Cache) and all(
         type(part) is StaticCache
         and not part.offloading
@@ -21,12 +21,12 @@ def is_static(cache: object) -> bool:
 
 
 def static_copies() -> Any:
-    """The module with the copies between static caches and dynamic ones."""
+    """Import the module for copies between static and dynamic caches."""
     return importlib.import_module(_COPIES)
 
 
 def described(cache: Cache) -> str:
-    """The class of a cache, with what sets it apart from others of the class."""
+    """Describe a cache by its class and the reason why it has no copies."""
     part = parts_of(cache)[0]
     if getattr(part, "offloading", False):
         return f"an offloaded {type(cache).__name__}"
@@ -36,7 +36,7 @@ def described(cache: Cache) -> str:
 
 
 def parts_of(cache: Cache) -> list[Any]:
-    """The cache of the text, and that of what an encoder gave if there is one."""
+    """Return the cache of the text, and the one of the encoder's states if there is one."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]

@@ -1,4 +1,4 @@
-"""A read-only view of a KV cache, through which a drafter attends to the target's states."""
+"""Cache view: read-only access of a drafter to the target's KV states."""
 
 from collections.abc import Sequence
 
@@ -9,27 +9,28 @@ from hf_speculate.rows.per_row import RowIndices
 
 
 class CacheView:
-    """What some rows of a KV cache hold after the last rollback, to be read and never changed.
+    """Read-only view of some KV cache rows.
 
-    Columns behind the end of a row, whose states were rejected, are hidden, and so is padding.
+    It shows the states after the last rollback. Padding is hidden, and so are the rejected states
+    behind the end of a row.
     """
 
     def __init__(self, kv_cache: KVCache, row_indices: Sequence[int] | None = None):  # None for all rows
         self._kv_cache = kv_cache
-        self._kept = None if row_indices is None else RowIndices(row_indices)
+        self._row_indices = None if row_indices is None else RowIndices(row_indices)
 
     def layer(self, index: int, window: int | None = None) -> LayerView:
-        """The states of a layer, see `KVCache.view`."""
+        """Return the states of a layer, see `KVCache.view`."""
         keys, values, hidden = self._kv_cache.view(index, window)
-        if self._kept is None:
+        if self._row_indices is None:
             return LayerView(keys, values, hidden)
         hidden = hidden if hidden is None else self._of_rows(hidden)
-        return LayerView(self._kept.select(keys), self._kept.select(values), hidden)
+        return LayerView(self._row_indices.select(keys), self._row_indices.select(values), hidden)
 
     def last_positions(self) -> Tensor:
-        """[B or 1, 1] int64: the position id of each row's last token."""
+        """Return the position id of each row's last token, [B or 1, 1] int64."""
         return self._of_rows(self._kv_cache.last_positions())
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor [B or 1, ...] whose single row stands for all."""
-        return tensor if self._kept is None or tensor.shape[0] == 1 else self._kept.select(tensor)
+        """Select the rows of a tensor [B, ...]; a tensor [1, ...] stands for all rows."""
+        return tensor if self._row_indices is None or tensor.shape[0] == 1 else self._row_indices.select(tensor)

@@ -1,14 +1,16 @@
-"""Runs a LogitsProcessorList on all K+1 positions of a round at once.
+"""Block processing: a LogitsProcessorList on all K+1 positions of a round at once.
 
-Position j of row b gets what transformers' own list would give for the prefix `input_ids[b, :prefix_lens[b]]` followed
-by `draft_token_ids[b, :j]`. The list keeps its order. A processor is called once for all (row, position) pairs that
-show it the same number of tokens: one call where it reads nothing but the scores, where the last few tokens tell it
-everything, and where prefixes can be made equally long; else one call per prefix length. A processor with state is
-called K+1 times, from left to right, and must be rolled back after.
+Position j of row b gets the scores of transformers' own list for the prefix `input_ids[b,
+:prefix_lens[b]]` followed by `draft_token_ids[b, :j]`. The list keeps its order. A processor is
+called once for all (row, position) pairs with equally many visible tokens. One call is enough if it
+reads the scores only, if the last few tokens decide, or if prefixes can be padded to one length;
+otherwise each prefix length is a call. A processor with state is called K+1 times, from left to
+right, and must be rolled back after the round.
 
-The results are bit-equal to the position-by-position ones wherever torch reduces a row in the same order whatever the
-number of rows. It does not for the entropies of TypicalLogitsWarper and EtaLogitsWarper on one row of 32768 or more
-entries, which the CPU sums in pieces, one per thread (differences of 5e-7 to 2e-6), nor for a GPU's cumulative sums.
+The results are bit-equal to position-by-position ones wherever torch reduces a row in the same
+order for any number of rows. There are two exceptions. A CPU sums the entropies of
+TypicalLogitsWarper and EtaLogitsWarper in one piece per thread for a single row of 32768 or more
+entries (differences of 5e-7 to 2e-6). A GPU's cumulative sums differ too.
 """
 
 import copy
@@ -45,7 +47,7 @@ from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
-# device and processor -> the module with a faster path, imported when such scores come
+# Maps device and processor to the module with a faster path. The module is imported on first use.
 _FAST_PATHS: dict[tuple[str, type], str] = {
     ("cpu", TopKLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
     ("cpu", TopPLogitsWarper): "hf_speculate.options.cpu.top_k_top_p",
@@ -53,7 +55,10 @@ _FAST_PATHS: dict[tuple[str, type], str] = {
 
 
 class BlockLogitsProcessorList(LogitsProcessorList):
-    """A LogitsProcessorList that also takes scores [B, K+1, V]; with scores [B, V] it is the plain list."""
+    """LogitsProcessorList for one position or a block.
+
+    Scores [B, K+1, V] are processed as a block. With scores [B, V] it is the plain list.
+    """
 
     def __call__(
         self,
@@ -63,23 +68,23 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         prefix_lens: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Processes one position of every row, or all K+1 of a round.
+        """Process one position of every row, or all K+1 positions of a round.
 
         Args:
-            input_ids: [B, T] int64, right-padded; row b's prefix is its first `prefix_lens[b]` ids.
-            scores: [B, V], or [B, K+1, V] of any floating dtype. Never written to in the block form.
-            draft_token_ids: [B, K] int64, in the block form; may be left out for K = 0. Past a row's draft length they
-                may be anything: the positions that follow such an id hold no meaning.
+            input_ids: [B, T] int64, right-padded. Row b's prefix is its first `prefix_lens[b]` ids.
+            scores: [B, V], or [B, K+1, V] of any floating dtype. A block is never written to.
+            draft_token_ids: [B, K] int64 for a block; None if K = 0. Ids behind a row's draft
+                length may have any value; scores at the positions after them are meaningless.
             prefix_lens: B lengths in 0..T; None for T in every row.
-            **kwargs: for processors that ask for more than ids and scores, in the plain form.
+            **kwargs: further arguments of processors, without a block only.
 
         Returns:
-            [B, V] as transformers gives it, or [B, K+1, V] float32. Where nothing had to be changed, the block result
-            may be `scores` itself.
+            [B, V] as from transformers, or [B, K+1, V] float32. An unchanged block may be `scores`
+            itself.
 
         Raises:
-            ShapeError: when the shapes of a block do not fit each other.
-            UnsupportedGenerationError: when a block meets a processor that is not row-wise.
+            ShapeError: the shapes of a block do not fit each other.
+            UnsupportedGenerationError: a processor is not row-wise, and scores are a block.
         """
         if scores.dim() != 3:
             plain: Callable[..., Tensor] = super().__call__
@@ -112,7 +117,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return block
 
     can_join = False
-    """Whether rows with other processors may join."""
+    """Rows with other processors may not join."""
 
     @property
     def reads_token_ids(self) -> bool:
@@ -126,46 +131,52 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     @property
     def foreign(self) -> list[Any]:
-        """The processors that must be called as plain `generate()` calls them, in list order."""
+        """Processors for position-by-position calls as in plain `generate()`, in list order."""
         return [processor for processor in self if find_reads(processor) is None]
 
     def row_wise_part(self) -> "BlockLogitsProcessorList":
-        """The pure row-wise processors, which may run on any model."""
+        """Return the pure row-wise processors. They may run on any model."""
         parts = [p for p in self if find_reads(p) not in (None, Reads.HISTORY, Reads.ROW)]
         return BlockLogitsProcessorList(map(_unsized, parts))
 
     def by_row(self, num_rows: int) -> "BlockLogitsProcessorList":
-        """The list for so many rows: processors that hold something for each prompt hold it for each row."""
+        """Return the list for `num_rows` rows, with values per prompt repeated for its rows."""
         return BlockLogitsProcessorList(by_row(processor, num_rows) for processor in self)
 
     def for_draft(self) -> "BlockLogitsProcessorList":
-        """The processors that run on the draft model: the pure ones, and those with state, of which it uses forks."""
+        """Return the processors for the draft model: pure ones, and forks of those with state."""
         parts = [_ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
         return BlockLogitsProcessorList(_unsized(p) for p in parts)
 
     def forked(self) -> "BlockLogitsProcessorList":
-        """The list with a fork in place of each processor with state; the list itself where there is none."""
+        """Return the list with forks in place of processors with state; itself without them."""
         if not any(map(_has_state, self)):
             return self
         return BlockLogitsProcessorList(p.fork() if _has_state(p) else p for p in self)
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Has the processors with state take back each row's last calls, as many as `num_calls` [B]."""
+        """Take back the last `num_calls` [B] calls of each row in processors with state."""
         if any(num_calls):
             for processor in filter(_has_state, self):
                 processor.rollback(num_calls)
 
     def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
-        """The list for the rows `indices` [N], in that order; processors with state drop the others in place."""
-        kept = RowIndices.of(indices.tolist() if isinstance(indices, Tensor) else indices)
-        return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
+        """Return the list for the rows `indices` [N], in this order.
+
+        Processors with state drop the other rows in place.
+        """
+        row_indices = RowIndices.of(indices.tolist() if isinstance(indices, Tensor) else indices)
+        return BlockLogitsProcessorList(_for_rows(processor, row_indices) for processor in self)
 
     def join(self, other: Any) -> None:
-        """Does nothing: `other` has the same processors."""
+        """Do nothing: `other` has the same processors."""
 
 
 class _ForkedProcessor(PerRow):
-    """Stands among a draft model's processors for one of the target's with state, which is rolled back there."""
+    """Draft model's stand-in for a processor with state.
+
+    Each draft calls a new fork. The target's list rolls the processor itself back.
+    """
 
     def __init__(self, processor: RollbackProcessor):
         self.fork = processor.fork
@@ -174,11 +185,14 @@ class _ForkedProcessor(PerRow):
         return self.fork()(input_ids, scores)
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Does nothing."""
+        """Do nothing: a fork is discarded after its draft."""
 
 
 def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
-    """Runs one processor on scores [B, K+1, V] float32, which it may hand back but not write to."""
+    """Run one processor on scores [B, K+1, V] float32.
+
+    It may return them, but not write to them.
+    """
     reads, flat = find_reads(processor), block.flatten(0, 1)  # [N, V] of all N pairs of row and position
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes, block)
@@ -189,7 +203,7 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
         processed = _run_fast(processor, flat)
         processed = processor(prefixes.input_ids, flat) if processed is None else processed
         return cast(Tensor, processed).view(block.shape)
-    groups: dict[int, list[int]] = {}  # the pairs by the number of tokens that they show the processor
+    groups: dict[int, list[int]] = {}  # pairs by their number of visible tokens
     for pair, length in enumerate(prefixes.lens):
         groups.setdefault(find_context_len(processor, length), []).append(pair)
     processed = _run_padded(processor, prefixes, flat) if len(groups) > 1 else None
@@ -199,7 +213,10 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
 
 
 def _run_fast(processor: Any, scores: Tensor) -> Tensor | None:
-    """The scores [N, V] of a processor from a faster path, equal bit by bit; None if there is none."""
+    """Return a processor's scores [N, V] from a bit-equal faster path.
+
+    The result is None if there is no such path.
+    """
     path = _FAST_PATHS.get((scores.device.type, type(processor)))
     if path is None:
         return None
@@ -208,41 +225,45 @@ def _run_fast(processor: Any, scores: Tensor) -> Tensor | None:
 
 
 def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
-    """Calls a processor for all rows once per position of the block [B, K+1, V], which is not written to."""
+    """Call a processor once per position of a block [B, K+1, V], without writing to it."""
     processed = torch.empty_like(block)
     last = prefixes.num_positions - 1
     whole_rows = range(last, len(prefixes.lens), last + 1)
     aligned_ids = prefixes.last_ids(whole_rows, max(prefixes.lens))  # [B, T'+K]
     for position in range(last + 1):
         seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (last - position)].contiguous()  # [B, T'+j]
-        # the user's code may write into what it is given
+        # The user's code may write into its arguments.
         processed[:, position] = processor(seen_ids, block[:, position].clone())
     return processed
 
 
 def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | None:
-    """[N, V] of a processor that is called once, with ids in front of short prefixes; None if they would count."""
+    """Call a processor once, with filler ids in front of short prefixes.
+
+    Returns:
+        Scores [N, V]; None if the filler would change them.
+    """
     shortest, longest, fill = min(prefixes.lens), max(prefixes.lens), None
     ignored_lens = _ignored_lens_by_row(processor)
-    if ignored_lens is not None:  # more of the prefix is ignored
+    if ignored_lens is not None:  # the processor ignores the filler too
         missing = upload([longest - length for length in prefixes.lens], flat.device)
         ignored_lens = ignored_lens.to(flat.device).repeat_interleave(prefixes.num_positions) + missing
         processor = RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
     elif type(processor) is NoRepeatNGramLogitsProcessor and shortest >= processor.ngram_size > 1:
-        fill = _NO_TOKEN  # an n-gram with such an id in front repeats nothing, so its end is not looked at
+        fill = _NO_TOKEN  # no n-gram with this id repeats another one
     elif type(processor) is not RepetitionPenaltyLogitsProcessor or processor.prompt_ignore_length or not shortest:
-        return None  # else the first id is repeated: a token seen twice is punished once
+        return None  # otherwise the first id is repeated: a token seen twice is punished once
     return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), longest, fill), flat))
 
 
 def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
-    """[N, V] of a processor that is called once per group of pairs with equally many tokens."""
+    """Call a processor once per group of pairs with equally many visible tokens; return [N, V]."""
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1:
         (seen_len,) = groups
         if not reads_ids:
             return cast(Tensor, processor(any_ids(len(flat), seen_len, flat.device), flat))
-        # the user's code may write into what it is given
+        # The user's code may write into its arguments.
         return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())).to(flat)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
@@ -254,25 +275,28 @@ def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int
 
 
 def _ignored_lens_by_row(processor: Any) -> Tensor | None:
-    """The one number per row, [B] int64, that a row-wise processor may hold: its ignored tokens, usually padding."""
+    """Return the ignored tokens of each row, [B] int64, usually padding.
+
+    The result is None without such counts.
+    """
     if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
         return processor.prompt_ignore_length
     return None
 
 
-def _for_rows(processor: Any, kept: RowIndices) -> Any:
+def _for_rows(processor: Any, row_indices: RowIndices) -> Any:
     if _has_state(processor):
         note_lost_rows(processor)
-        processor.rows(list(kept))
+        processor.rows(list(row_indices))
         return processor
-    if find_reads(processor) is Reads.ROW:  # other lists have it too
-        own = copy.copy(processor)
-        own.rows(kept)
-        return own
+    if find_reads(processor) is Reads.ROW:  # other lists hold this object too
+        processor_copy = copy.copy(processor)
+        processor_copy.rows(row_indices)
+        return processor_copy
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=kept.select(ignored_lens))
+    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=row_indices.select(ignored_lens))
 
 
 def _has_state(processor: Any) -> bool:
@@ -280,7 +304,10 @@ def _has_state(processor: Any) -> bool:
 
 
 def _unsized(processor: Any) -> Any:
-    """A copy of a processor that sizes itself at its first call, so that it takes the draft model's V and device."""
+    """Copy a processor with lazy buffers.
+
+    Its first call sizes them for the draft model's V and device.
+    """
     if type(processor) not in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
         return processor
     unsized = copy.copy(processor)

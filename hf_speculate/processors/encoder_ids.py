@@ -1,4 +1,4 @@
-"""Logits processors that hold the encoder's ids of each prompt, with one entry per row of the batch.
+"""Logits processors over the encoder's ids, with one entry per row of the batch.
 
 transformers' own hold one entry per prompt, in the order of the prompts, and are called with every row at once. Here
 N rows of scores are N / B positions of each of the B rows, one row after the other.
@@ -22,67 +22,73 @@ from hf_speculate.transfers import upload
 
 
 class EncoderNoRepeatNGramByRow(PerRow, OwnProcessor):
-    """Forbids the tokens that would repeat an n-gram of the row's prompt."""
+    """Ban of n-grams of the row's prompt."""
 
     BY_ROW = ("_followers",)
     reads = Reads.ROW
 
     def __init__(self, ngram_size: int, followers: Sequence[dict[tuple[int, ...], list[int]]]):
-        self.num_ids_read = ngram_size - 1  # last ids of a prefix that are read
-        self._followers = list(followers)  # by row: the ids that follow each n-1 ids of its prompt
+        self.num_ids_read = ngram_size - 1  # number of last ids read per prefix
+        self._followers = list(followers)  # by row: n-1 ids of the prompt -> the next ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [N, V] after ids [N, n]."""
+        """Mask the banned tokens in scores [N, V] after ids [N, n]."""
         num_ids, vocab_size = min(self.num_ids_read, input_ids.shape[1]), scores.shape[1]
         tails = input_ids[:, input_ids.shape[1] - num_ids :].tolist()
         num_positions = len(scores) // len(self._followers)
         banned = [
-            (number, token_id)
-            for number, tail in enumerate(tails)
-            for token_id in self._followers[number // num_positions].get(tuple(tail), ())
+            (score_index, token_id)
+            for score_index, tail in enumerate(tails)
+            for token_id in self._followers[score_index // num_positions].get(tuple(tail), ())
             if token_id < vocab_size  # a draft model may have fewer ids
         ]
         scores = scores.clone()
         if banned:
-            numbers, token_ids = upload(banned, scores.device).unbind(dim=1)
-            scores[numbers, token_ids] = -torch.inf
+            score_indices, token_ids = upload(banned, scores.device).unbind(dim=1)
+            scores[score_indices, token_ids] = -torch.inf
         return scores
 
 
 class EncoderRepetitionPenaltyByRow(PerRow, OwnProcessor):
-    """Makes the ids of the row's prompt more likely, or less."""
+    """Penalty on ids of the row's prompt."""
 
     TENSORS = ("_encoder_ids",)
     reads = Reads.ROW
     num_ids_read = 0
 
     def __init__(self, penalty: float, encoder_ids: Tensor, num_ids: int):
-        self._penalty = penalty  # as transformers' processor keeps it: the inverse of its argument
+        self._penalty = penalty  # the inverse of the argument, as in transformers' processor
         self._encoder_ids = encoder_ids  # [B, L] int64
-        self._num_ids = num_ids  # more than the largest id
+        self._num_ids = num_ids  # largest id + 1
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [N, V]; the ids are not read."""
+        """Scale the scores [N, V] of the prompt's ids, without reading `input_ids`."""
         encoder_ids = self._encoder_ids.to(scores.device)
         encoder_ids = encoder_ids.repeat_interleave(len(scores) // len(encoder_ids), dim=0)  # [N, L]
         vocab_size = scores.shape[1]
         if self._num_ids > vocab_size:  # a draft model may have fewer ids
             scores = pad(scores, (0, self._num_ids - vocab_size))
-        chosen = scores.gather(1, encoder_ids)
-        chosen = torch.where(chosen < 0, chosen * self._penalty, chosen / self._penalty)
-        return scores.scatter(1, encoder_ids, chosen)[:, :vocab_size]
+        prompt_scores = scores.gather(1, encoder_ids)
+        prompt_scores = torch.where(prompt_scores < 0, prompt_scores * self._penalty, prompt_scores / self._penalty)
+        return scores.scatter(1, encoder_ids, prompt_scores)[:, :vocab_size]
 
 
 @cache
 def _repeats_prompts() -> bool:
-    """Whether transformers' penalty serves several rows of a prompt; older versions serve the first rows alone."""
+    """Return whether transformers' penalty serves all rows of a prompt.
+
+    Old versions serve the first.
+    """
     prompt: Any = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     scores = torch.ones(2, 1, device="cpu")
     return bool(EncoderRepetitionPenaltyLogitsProcessor(2.0, prompt)(prompt, scores)[1] != 1)
 
 
 def by_row(processor: Any, num_rows: int) -> Any:
-    """One of ours in place of one of transformers' for prompts with equally many rows each; others as they are."""
+    """Replace transformers' processor by the one here if all prompts have equally many rows.
+
+    Other processors are returned as they are.
+    """
     if type(processor) is EncoderNoRepeatNGramLogitsProcessor and num_rows % processor.batch_size == 0:
         num_copies = num_rows // processor.batch_size
         followers = [ngrams for ngrams in processor.generated_ngrams for _ in range(num_copies)]

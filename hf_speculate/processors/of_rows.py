@@ -1,4 +1,4 @@
-"""Protocols of logits processors and stopping criteria of a batch whose rows leave and join."""
+"""Protocols of processors and criteria for batches with leaving and joining rows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RowProcessors(Protocol):
-    """Runs the logits processors of B rows on all K+1 positions of a round."""
+    """Logits processors of B rows, for K+1 positions."""
 
     @property
     def can_join(self) -> bool:
@@ -22,7 +22,7 @@ class RowProcessors(Protocol):
         draft_token_ids: Tensor | None = None,
         prefix_lens: Sequence[int] | None = None,
     ) -> Tensor:
-        """[B, K+1, V] float32; see `BlockLogitsProcessorList.__call__`, in the block form."""
+        """Process a block, see `BlockLogitsProcessorList.__call__`; return [B, K+1, V] float32."""
 
     @property
     def reads_token_ids(self) -> bool:
@@ -33,43 +33,46 @@ class RowProcessors(Protocol):
         """Whether the scores of a position are NaN where its logits are."""
 
     def forked(self) -> "RowProcessors":
-        """The processors of one draft, with a fork in place of each one that has state."""
+        """Return the processors of one draft, with a fork in place of each one with state."""
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Take back each row's last calls, as many as `num_calls` [B]."""
+        """Take back the last `num_calls` [B] calls of each row."""
 
     def rows(self, indices: Sequence[int]) -> "RowProcessors":
-        """The processors of the rows `indices`, in that order; these are not used after that."""
+        """Return the processors of the rows `indices`, in this order.
+
+        `self` is not used afterwards.
+        """
 
     def join(self, other: Any) -> None:
-        """Add the rows of `other` behind these."""
+        """Append the rows of `other`."""
 
 
 class TokenRows(Protocol):
-    """B rows of token ids of different lengths, on the host, such as a `TokenBuffer`."""
+    """Token ids of B rows on the host."""
 
     @property
     def token_ids(self) -> Tensor: ...  # [B, C] int64; columns past a row's end are undefined
 
     @property
-    def lens(self) -> Sequence[int]: ...  # [B] the length of each row
+    def lens(self) -> Sequence[int]: ...  # [B]
 
 
 class StopVerdict(NamedTuple):
-    """The verdict of stopping criteria: how many tokens of each row's block count."""
+    """New tokens and end of each row."""
 
-    num_emitted: list[int]  # [B], new tokens that token-by-token decoding would have emitted; 0 only for an empty block
-    is_done: list[bool]  # [B], whether it would have stopped there; False for an empty block
+    num_emitted: list[int]  # [B] new tokens of token-by-token decoding; 0 only for an empty block
+    is_done: list[bool]  # [B] whether token-by-token decoding stops there; False for an empty block
 
 
 class RowCriteria(Protocol):
-    """Runs the stopping criteria of B rows on a round's new tokens."""
+    """Stopping criteria of B rows."""
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        """Cut each row's new tokens at the first prefix that any criterion ends."""
+        """Cut each row's new tokens behind the first prefix at which any criterion stops."""
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
+        """Keep the rows `indices`, in this order."""
 
     def join(self, other: Any) -> None:
-        """Add the rows of `other` behind these."""
+        """Append the rows of `other`."""

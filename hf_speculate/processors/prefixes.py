@@ -1,4 +1,4 @@
-"""Prefixes: what each position of a round shows a logits processor, one row of ids for each of them."""
+"""Prefixes: the visible ids of a logits processor at each position of a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,14 @@ from hf_speculate.transfers import upload
 
 @dataclass
 class Prefixes:
-    """The prefixes of all N = B * (K+1) pairs of row and position; a pair's index is row * (K+1) + position."""
+    """Prefixes of all pairs of row and position.
+
+    There are N = B * (K+1) pairs, and the index of a pair is row * (K+1) + position.
+    """
 
     input_ids: Tensor  # [B, T] int64, right-padded
     draft_token_ids: Tensor  # [B, K] int64, all in the vocabulary
-    row_lens: Sequence[int]  # B lengths in 0..T, of the rows without drafted tokens
+    row_lens: Sequence[int]  # B lengths in 0..T, without drafted tokens
 
     @property
     def num_positions(self) -> int:
@@ -24,12 +27,15 @@ class Prefixes:
 
     @cached_property
     def lens(self) -> list[int]:
-        """[N] the lengths of the prefixes."""
+        """[N] lengths of the prefixes."""
         return [row_len + position for row_len in self.row_lens for position in range(self.num_positions)]
 
     @cached_property
     def full_ids(self) -> Tensor:
-        """[B, T'+K] int64: each row, then its drafted tokens; T' is the longest row. The rest is not to be read."""
+        """[B, T'+K] int64: each row, then its drafted tokens, then undefined ids.
+
+        T' is the longest row.
+        """
         drafts, longest = self.draft_token_ids.to(self.input_ids), max(self.row_lens)
         full_ids = torch.cat([self.input_ids[:, :longest], drafts], dim=1)  # [B, T'+K]
         if min(self.row_lens) == longest:
@@ -38,9 +44,15 @@ class Prefixes:
         return full_ids.scatter_(1, ends + torch.arange(drafts.shape[1], device=drafts.device), drafts)
 
     def last_ids(self, pairs: Sequence[int], num_ids: int, fill: int | None = None) -> Tensor:
-        """[M, n] int64, new, the last n ids of pairs' prefixes; before shorter ones `fill`, or their first id."""
+        """Return the last `num_ids` ids of each pair's prefix, as a new tensor [M, n] int64.
+
+        Args:
+            pairs: M indices of pairs.
+            num_ids: n; a shorter prefix is filled up on the left.
+            fill: id in front of shorter prefixes; None for the first id of the row.
+        """
         if self.num_positions == 1 and len(pairs) == len(self.lens) and min(self.lens) == max(self.lens) >= num_ids:
-            return self.full_ids[:, self.lens[0] - num_ids :].clone()  # what follows uploads indices
+            return self.full_ids[:, self.lens[0] - num_ids :].clone()  # uploads no indices
         corners = [[pair // self.num_positions, self.lens[pair] - num_ids] for pair in pairs]
         rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)  # [M, 1] each
         columns = starts + torch.arange(num_ids, device=rows.device)  # [M, n]

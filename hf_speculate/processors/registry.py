@@ -1,9 +1,10 @@
-"""Registry of the processors and criteria that fit into a block, and those that do not.
+"""Registry of processors and criteria: those that fit into a block, and those that do not.
 
-*Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the result depends on
-row b of the arguments alone. Only then may a round ask about many prefixes at once, in any order, and ask again.
-Membership goes by exact type: a subclass may do anything. Processors with state fit in too where they can take calls
-back, which they show by having the methods of `RollbackProcessor`.
+*Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the
+result depends on row b of the arguments alone. Only then may a round ask about many prefixes at
+once, in any order, and ask again. Membership goes by exact type: a subclass may do anything.
+Processors with state fit too if they can take calls back: they have the methods of
+`RollbackProcessor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,33 +23,35 @@ AnyClass = TypeVar("AnyClass", bound=type)
 
 @runtime_checkable
 class RollbackProcessor(Protocol):
-    """A row-wise logits processor whose state follows the text and can take its last calls back.
+    """Row-wise logits processor with state and rollback.
 
-    Such a processor runs at all K+1 positions of a round, and on the draft model, so that drafts obey it; rows need not
-    move in lock step. Any class with these four methods is one; under plain `generate()` only `__call__` is used,
-    in lock step `fork` too. Each call shows every row one token more than the row's call before did:
+    Its state follows the text. Such a processor runs at all K+1 positions of a round, and on the
+    draft model, so that drafts obey it; rows need not move in lock step. Any class with these four
+    methods is one. Under plain `generate()` only `__call__` is used, in lock step `fork` too. Each
+    call shows every row one token more than its previous call:
 
     - the first call of all shows the prompts, as plain `generate()` does;
     - a round's first call shows each row's newest token, the next K calls its drafted ones, from left to right;
     - `rollback` follows the round and takes back the calls whose newest token was refused. It never asks for more calls
       than there were since the last `rollback`, so nothing older need be kept. If the target's logits are NaN for a
       drafted token, it takes back all calls of the round, which is then shown again;
-    - before each draft, `fork` gives the draft model a copy of its own, which is thrown away after it.
+    - before each draft, `fork` gives the draft model a copy, which is discarded after the draft.
 
-    An object serves one call: its rows leave as they finish, and a later call with it is refused.
+    An object serves one call: its rows leave as they finish, and a later call with it raises an
+    error.
 
-    A round may show a row a token that the processor has just forbidden, and after it, as after a drafted EOS, ids
-    without a meaning; what is returned there is never read, and is taken back. So no call may fail for what it is
-    shown, and each counts as one.
+    A round may show a row a token that the processor has just forbidden. The ids after it, as after
+    a drafted EOS, are meaningless; scores for them are never read, and those calls are taken back.
+    So a call must not fail for any ids, and each call counts.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Process the scores of the token that comes next in each row.
 
         Args:
-            input_ids: [B, n] int64, each row ending in the last column. Rows of different lengths are made equally long
-                by repeating their first id in front, which is padding where there is any.
-            scores: [B, V] float32, free to be written to; a fork may be shown another V, its draft model's.
+            input_ids: [B, n] int64, each row ending in the last column. Shorter rows are filled up
+                on the left with their first id. It is the padding id if the row has padding.
+            scores: [B, V] float32, which may be written to. A fork gets the draft model's V.
 
         Returns:
             [B, V] float32.
@@ -62,20 +65,23 @@ class RollbackProcessor(Protocol):
         """
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Forget all rows but `indices`, in that order; finished rows leave the batch in this way."""
+        """Keep the rows `indices`, in this order, and forget the others, which are finished."""
 
     def fork(self) -> "RollbackProcessor":
-        """A fork: a copy of the state, which is then independent; it is never rolled back."""
+        """Return an independent copy of the state. It is never rolled back."""
 
 
 class Reads(Enum):
-    """Inputs that a row-wise processor reads besides the scores; processors of all types but the last are pure."""
+    """Inputs of a row-wise processor besides the scores.
+
+    Processors of all kinds but the last are pure.
+    """
 
     NOTHING = "nothing"  # any number of rows in one call
     LENGTH = "length"  # input_ids.shape[-1] only
     PREFIX = "prefix"  # the ids of its row
-    ROW = "row"  # what it holds for the row, and perhaps the row's last ids: see `encoder_ids`
-    HISTORY = "history"  # what earlier calls showed it; it can take calls back
+    ROW = "row"  # stored values of the row, and perhaps its last ids: see `encoder_ids`
+    HISTORY = "history"  # earlier calls; it can take calls back
 
 
 # RepetitionPenaltyLogitsProcessor may hold one number per row: see rows() in block.py. WatermarkLogitsProcessor seeds
@@ -99,18 +105,22 @@ READS: dict[type, Reads] = {
 
 
 class OwnProcessor:
-    """A logits processor of this library, which says what it reads; where logits are NaN, so are its scores."""
+    """Base of logits processors of this library.
+
+    `reads` declares its inputs. NaN logits give NaN scores.
+    """
 
     reads: ClassVar[Reads]
 
 
 def _at(length: int, prefix_len: int) -> int:
-    """The shortest length that is to `length` as `prefix_len` is: less, equal or greater."""
+    """Return the shortest length with the same order to `length` as `prefix_len`: <, = or >."""
     return 0 if prefix_len < length else min(prefix_len, length + 1)
 
 
-# How many of a prefix's last tokens give the same result as the whole prefix; all of them where a class is missing.
-# Positions that need equally many share a call, whatever their lengths.
+# Maps a class to a function from processor and prefix length to the number of last tokens with the
+# result of the whole prefix. A class that is not listed needs all tokens. Positions with equal
+# numbers share a call.
 _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.ExponentialDecayLengthPenalty: lambda p, n: 0 if n <= p.regulation_start else n,
     logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
@@ -123,13 +133,14 @@ _SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
     logits_process.WatermarkLogitsProcessor: lambda p, n: min(n, p.context_width),
 }
 
-# Those that may hide that logits are NaN, or fail for them. Of classes that are not in `READS` nothing is known.
+# These classes may turn NaN logits into numbers, or fail for them. Nothing is known about classes
+# outside `READS`.
 _LOSES_NAN = (
     *(logits_process.ForcedBOSTokenLogitsProcessor, logits_process.ForcedEOSTokenLogitsProcessor),
     *(logits_process.InfNanRemoveLogitsProcessor, logits_process.EtaLogitsWarper, logits_process.TopHLogitsWarper),
 )
 
-# why they must be called as plain `generate()` calls them
+# Maps a class to the reason for calling it position by position, as plain `generate()` does.
 NOT_ROW_WISE: dict[type, str] = {
     logits_process.ClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
     logits_process.DiaClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
@@ -147,21 +158,21 @@ _REGISTERED: set[type] = set()
 
 
 def register_row_wise(cls: AnyClass) -> AnyClass:
-    """Declares a processor or stopping criterion class pure and row-wise.
+    """Declare a class of processors or stopping criteria pure and row-wise.
 
     Such a class runs at all positions of a round at once, rows of equal prefix length together; its processors run on
     the draft model too. The declaration covers this very class, not its subclasses. Usable as a decorator.
 
     Args:
-        cls: a subclass of transformers' `LogitsProcessor` or `StoppingCriteria`. Its `__call__` receives
-            `input_ids` [N, n] int64 with `scores` [N, V] float32; for a criterion `scores` is None. N is any number
-            of rows.
+        cls: a subclass of transformers' `LogitsProcessor` or `StoppingCriteria`. Its `__call__`
+            receives `input_ids` [N, n] int64 and `scores` [N, V] float32, for any number N of rows.
+            A criterion gets None as `scores`.
 
     Returns:
         The class itself, unchanged.
 
     Raises:
-        ConfigError: when `cls` is anything else, or one of transformers' classes that is known not to be row-wise.
+        ConfigError: `cls` is anything else, or a class of transformers known not to be row-wise.
     """
     if not (isinstance(cls, type) and issubclass(cls, (LogitsProcessor, StoppingCriteria))):
         raise ConfigError(
@@ -178,12 +189,12 @@ def register_row_wise(cls: AnyClass) -> AnyClass:
 
 
 def is_registered(obj: object) -> bool:
-    """Whether the object's exact class was declared with `register_row_wise`."""
+    """Return whether the object's exact class was declared with `register_row_wise`."""
     return type(obj) in _REGISTERED
 
 
 def unfit_reason(foreign: Sequence[object]) -> str:
-    """Why processors and criteria that do not fit into a block do not, and what the user can do about it."""
+    """Explain why processors or criteria do not fit into a block, with a next step for the user."""
     known = [
         f"{name_of(processor)}: {NOT_ROW_WISE[type(processor)]}"
         for processor in foreign
@@ -196,7 +207,10 @@ def unfit_reason(foreign: Sequence[object]) -> str:
 
 
 def find_reads(processor: object) -> Reads | None:
-    """Inputs that a processor reads besides the scores; None for one that is not known to fit into a block."""
+    """Find the inputs of a processor besides the scores.
+
+    The result is None if it is not known to fit into a block.
+    """
     if isinstance(processor, OwnProcessor):
         return processor.reads
     reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
@@ -204,23 +218,23 @@ def find_reads(processor: object) -> Reads | None:
 
 
 def keeps_nan(processor: object) -> bool:
-    """Whether a processor takes logits that are NaN, and gives scores that are."""
+    """Return whether a processor accepts NaN logits and keeps them NaN."""
     if isinstance(processor, OwnProcessor):
         return True
     return type(processor) in READS and type(processor) not in _LOSES_NAN
 
 
 def find_context_len(processor: object, prefix_len: int) -> int:
-    """How many of the last tokens of a prefix a processor must see, to do what it does for the whole of it."""
+    """Find how many last tokens give the result of the whole prefix of `prefix_len` tokens."""
     seen_len = _SEEN_LEN.get(type(processor))
     return prefix_len if seen_len is None else seen_len(processor, prefix_len)
 
 
 def any_ids(num_rows: int, num_ids: int, device: torch.device) -> Tensor:
-    """Ids [N, n] for a processor or criterion that reads their number only; they take no memory."""
+    """Make placeholder ids [N, n] without memory, for objects that count ids only."""
     return torch.zeros((1, 1), dtype=torch.int64, device=device).expand(num_rows, num_ids)
 
 
 def name_of(obj: object) -> str:
-    """The name of a processor or criterion in messages: its class, or the function's own name."""
+    """Name a processor or criterion in messages: by its class, or its name if it is a function."""
     return str(getattr(obj, "__name__", type(obj).__name__))

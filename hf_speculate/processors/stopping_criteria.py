@@ -1,4 +1,4 @@
-"""Stopping criteria on blocks: the token of each row's block at which token-by-token decoding would have stopped."""
+"""Stopping criteria on blocks: the token at which token-by-token decoding would stop."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -26,21 +26,22 @@ _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past 
 
 
 class BlockStoppingCriteria(PerRow):
-    """transformers' stopping criteria on every prefix of a block of new tokens; time is looked at once per block.
+    """Stopping criteria on every prefix of a block.
 
-    transformers' own are known by exact type. Classes declared with `register_row_wise` are called on all prefixes of
-    one length together, with `scores=None`. Any other is foreign and must not be called on blocks. The criteria are
-    those of every row, so that none change as rows leave.
+    transformers' own are known by exact type; time is checked once per block. Classes declared with
+    `register_row_wise` are called on all prefixes of equal length together, with `scores=None`. Any
+    other is foreign and must not be called on blocks. All rows share the criteria, so none change
+    as rows leave.
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
-        self._criteria = listed = list(criteria)
-        self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
-        self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
-        self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]
-        self._registered = [c for c in listed if is_registered(c)]
-        self._foreign = [c for c in listed if not is_registered(c) and type(c) not in _KNOWN_TYPES]
-        eos_ids = [c.eos_token_id.flatten().tolist() for c in listed if type(c) is EosTokenCriteria]
+        self._criteria = criteria_list = list(criteria)
+        self._max_length_criteria = [c for c in criteria_list if type(c) is MaxLengthCriteria]
+        self._max_time_criteria = [c for c in criteria_list if type(c) is MaxTimeCriteria]
+        self._stop_string_criteria = [c for c in criteria_list if type(c) is StopStringCriteria]
+        self._registered = [c for c in criteria_list if is_registered(c)]
+        self._foreign = [c for c in criteria_list if not is_registered(c) and type(c) not in _KNOWN_TYPES]
+        eos_ids = [c.eos_token_id.flatten().tolist() for c in criteria_list if type(c) is EosTokenCriteria]
         self._eos_token_ids = frozenset(chain.from_iterable(eos_ids))
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,26 +53,26 @@ class BlockStoppingCriteria(PerRow):
 
     @property
     def reads_text_alone(self) -> bool:
-        """Whether the text alone says where it ends; else a clock may, or what users' code looks at."""
+        """Whether the text alone decides its end, without a clock or users' code."""
         return not (self._max_time_criteria or self._registered or self._foreign)
 
     @property
     def foreign(self) -> list[Any]:
-        """The criteria that must be called as plain `generate()` calls them, in list order."""
+        """Criteria for token-by-token calls as in plain `generate()`, in list order."""
         return self._foreign
 
     @property
     def max_length(self) -> int | None:
-        """The length, padding included, at which a row ends; None without a MaxLengthCriteria."""
+        """Length of a row at its end, padding included; None without a MaxLengthCriteria."""
         return min((c.max_length for c in self._max_length_criteria), default=None)
 
     @property
     def eos_token_ids(self) -> frozenset[int] | None:
-        """Every id that ends a row; None without one."""
+        """All EOS ids; None without one."""
         return self._eos_token_ids or None
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        """Cut each row's block of new tokens at the first prefix that any criterion ends; `tokens` lie on the host."""
+        """Cut each row's new tokens behind the first prefix at which any criterion stops."""
         if self._foreign:
             raise UnsupportedGenerationError(
                 f"a block must meet row-wise stopping criteria only, got {', '.join(map(name_of, self._foreign))}; "
@@ -83,9 +84,9 @@ class BlockStoppingCriteria(PerRow):
             return StopVerdict(num_emitted, is_done)
 
         def cut(ends: Iterable[tuple[int, int]]) -> None:
-            """End rows after so many of their new tokens, unless they ended earlier."""
-            for row, at in ends:
-                num_emitted[row], is_done[row] = min(num_emitted[row], at), True
+            """End rows after these numbers of new tokens, unless they ended earlier."""
+            for row, length in ends:
+                num_emitted[row], is_done[row] = min(num_emitted[row], length), True
 
         if self._max_time_criteria and bool(_ask(self._max_time_criteria, any_ids(1, 1, _HOST)).any()):
             cut((row, len(ids)) for row, ids in enumerate(new_ids) if ids)
@@ -96,7 +97,10 @@ class BlockStoppingCriteria(PerRow):
         return StopVerdict(num_emitted, is_done)
 
     def ask(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """[B] bool, the answers on sequences [B, T] of equal length, asked as plain `generate` does."""
+        """Call the criteria as plain `generate` does, on sequences [B, T] of equal length.
+
+        Return [B] bool.
+        """
         return _ask(self._criteria, input_ids, scores)
 
     def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -115,54 +119,63 @@ class BlockStoppingCriteria(PerRow):
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
             if not self._eos_token_ids.isdisjoint(ids):
-                yield row, next(at for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
+                yield row, next(length for length, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
 
     def _find_stop_strings(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
-        """Asks about every prefix of the block at once: the criterion looks at its last few tokens only."""
+        """Call a criterion on all prefixes of a block at once: it reads their last few tokens."""
         for criterion in self._stop_string_criteria:
             width = max(1, criterion.maximum_token_len)
             windows = _tails(tokens, new_ids, width).unfold(1, width, 1)  # [B, N, width]
-            is_hit = _ask([criterion], windows.flatten(0, 1)).view(windows.shape[:2])  # [B, N]
-            for row, hits in enumerate(is_hit.tolist()):
-                if True in hits:
-                    yield row, hits.index(True) + 1
+            is_stopped = _ask([criterion], windows.flatten(0, 1)).view(windows.shape[:2])  # [B, N]
+            for row, stops_by_len in enumerate(is_stopped.tolist()):
+                if True in stops_by_len:
+                    yield row, stops_by_len.index(True) + 1
 
     def _find_registered(
-        self, tokens: TokenRows, new_ids: Sequence[list[int]], num_kept: Sequence[int]
+        self, tokens: TokenRows, new_ids: Sequence[list[int]], num_emitted: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Asks about the prefixes that nothing else has ended before, those of one length together."""
+        """Call the criteria on unfinished prefixes, grouped by length."""
         if not self._registered:
             return []
         width = max(map(len, new_ids))
         token_ids = pad(tokens.token_ids[:, : max(tokens.lens)], (0, width))
         rows_by_len: dict[int, list[int]] = {}
-        for row, (prefix_len, ids, num) in enumerate(zip(tokens.lens, new_ids, num_kept, strict=True)):
+        for row, (prefix_len, ids, num_row_tokens) in enumerate(zip(tokens.lens, new_ids, num_emitted, strict=True)):
             token_ids[row, prefix_len : prefix_len + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-            for at in range(1, num + 1):
-                rows_by_len.setdefault(prefix_len + at, []).append(row)
-        # no generator: an error of the user's code goes through it, and a StopIteration would not
+            for num_tokens in range(1, num_row_tokens + 1):
+                rows_by_len.setdefault(prefix_len + num_tokens, []).append(row)
+        # A list: a generator would turn a StopIteration of the user's code into a RuntimeError.
         answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
-        hits = zip(pairs, torch.cat(answers).tolist(), strict=True)
-        return [(row, length - tokens.lens[row]) for (length, row), hit in hits if hit]
+        stops = zip(pairs, torch.cat(answers).tolist(), strict=True)
+        return [(row, length - tokens.lens[row]) for (length, row), is_stopped in stops if is_stopped]
 
 
 def _ask(criteria: Iterable[Any], input_ids: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
-    """The list's answers [N] bool on ids [N, n]; a criterion that answers with one bool means every row."""
+    """Call criteria on ids [N, n].
+
+    Return [N] bool. A criterion's single bool counts for every row.
+    """
     plain: Callable[..., Tensor] = StoppingCriteriaList(criteria)
     return as_flags(plain(input_ids, scores))  # [N]
 
 
 def as_flags(answers: Tensor) -> Tensor:
-    """Answers [N] of criteria as bool; plain `generate` reads the lowest bit of those that are integers."""
+    """Convert answers [N] of criteria to bool.
+
+    Integers count by their lowest bit, as in `generate`.
+    """
     return answers if answers.dtype == torch.bool else (answers & 1).bool()
 
 
 def _tails(tokens: TokenRows, new_ids: Sequence[list[int]], width: int) -> Tensor:
-    """[B, W-1+N] int64, each row's block after the W-1 tokens before it; other columns hold an id of no vocabulary."""
+    """Join each row's last W-1 tokens and its new ones, [B, W-1+N] int64.
+
+    Other columns hold an id outside every vocabulary.
+    """
     num_new = max(map(len, new_ids))
     rows = []
-    for ids, length, new in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
+    for ids, length, after in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
         before = ids[max(length - width + 1, 0) : length].tolist()
-        rows.append([_NO_TOKEN] * (width - 1 - len(before)) + before + new + [_NO_TOKEN] * (num_new - len(new)))
+        rows.append([_NO_TOKEN] * (width - 1 - len(before)) + before + after + [_NO_TOKEN] * (num_new - len(after)))
     return torch.tensor(rows, device="cpu")

@@ -1,4 +1,4 @@
-"""Processors whose state has lost rows in a call, and so cannot serve another one."""
+"""Used processors: their state has lost rows in a call, so they cannot serve another call."""
 
 import contextlib
 import weakref
@@ -12,14 +12,14 @@ _lost_rows: dict[int, "weakref.ref[Any]"] = {}  # by id, as a processor need not
 
 
 def note_lost_rows(processor: Any) -> None:
-    """Remember that rows have left a processor's state; one without weak references cannot be remembered."""
+    """Remember the loss of rows of a processor's state, if the processor has weak references."""
     number = id(processor)
     with contextlib.suppress(TypeError):
         _lost_rows[number] = weakref.ref(processor, lambda _: _lost_rows.pop(number, None))
 
 
 def check_unused(processors: Iterable[Any]) -> None:
-    """Refuse a processor that holds the last rows of an earlier call.
+    """Raise for a processor with the last rows of an earlier call.
 
     Raises:
         UnsupportedGenerationError: rows have left its state.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_speculate.verify.rejection import RejectionVerifier as RejectionVerifier
     from hf_speculate.verify.typical import TypicalVerifier as TypicalVerifier
 
-# Name -> the module that defines it, imported when it is first used.
+# Maps a name to its module. The module is imported on first use.
 _MODULES = {
     "BlockVerifier": "block",
     "CoupledVerifier": "coupled",
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _without_options(name: str) -> VerifierFactory:
-    """The factory of a verifier that is only told which kernels it runs."""
+    """Return a factory for a verifier with one option, its kernel backend."""
     return lambda config: __getattr__(name)(config.verifier_backend)
 
 

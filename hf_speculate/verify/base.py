@@ -11,18 +11,19 @@ from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 
 
 class Verifier(Protocol):
-    """Decides which drafted tokens are accepted, and which token follows them."""
+    """Rule that accepts drafted tokens and appends one."""
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """Verify one round.
 
         Args:
-            target_logits: [B, K+1, V], processed; position i is the distribution of the token after i drafted tokens.
-            draft: K drafted tokens per row, of which `draft.lens` count.
-            keys: of the round's noise.
+            target_logits: [B, K+1, V], processed. Position i holds the distribution of the token
+                after i drafted tokens.
+            draft: K drafted tokens per row. The first `draft.lens` of a row count.
+            keys: keys of the round's noise.
 
         Returns:
-            The accepted tokens and the token that follows them.
+            The accepted tokens and the token after them.
         """
 
 
@@ -30,7 +31,7 @@ VerifierFactory = Callable[[SpeculationConfig], Verifier]
 
 
 class VerifierTraits(NamedTuple):
-    """The registration of a verifier, see `register_verifier`."""
+    """Registration of a verifier, see `register_verifier`."""
 
     factory: VerifierFactory
     is_lossless: bool
@@ -52,19 +53,20 @@ def register_verifier(
     draft_stream: Stream = Stream.DRAFT,
     reads_keys: bool = True,
 ) -> None:
-    """Make a verifier available as `verifier=name`.
+    """Register a verifier as `verifier=name`.
 
     `examples/custom_verifier.py` is an example; `keep_prefix` builds its verdict.
 
     Args:
-        name: used in calls and configs.
-        factory: makes the verifier from a call's resolved settings, once per call.
+        name: name in calls and configs.
+        factory: function from a call's resolved settings to a verifier. It runs once per call.
         lossless: whether the output has the target's distribution.
         replace: whether to replace a registered verifier of the same name.
-        reads_draft_logits: whether it reads `DraftOut.token_logits`; if not, drafters keep none.
-        draft_stream: noise stream of the drafts: DRAFT, or RACE for a rule that samples its own tokens with RACE and
-            accepts drafts that agree.
-        reads_keys: whether it reads the keys of the noise; if not, a call that draws nothing computes none.
+        reads_draft_logits: whether it reads `DraftOut.token_logits`. If not, drafters keep none.
+        draft_stream: noise stream of the drafts: DRAFT, or RACE if the rule samples its tokens with
+            RACE and accepts equal drafts.
+        reads_keys: whether it reads the keys of the noise. If not, a call without other draws
+            computes none.
 
     Raises:
         ConfigError: the name is taken.
@@ -75,12 +77,12 @@ def register_verifier(
 
 
 def make_verifier(config: SpeculationConfig) -> Verifier:
-    """The verifier that a resolved config names."""
+    """Make the verifier of a resolved config."""
     return _entry(config).factory(config)
 
 
 def check_verifier(config: SpeculationConfig) -> None:
-    """Check that a resolved config names a verifier, and a lossy one if it is restricted to spans."""
+    """Raise unless a resolved config names a verifier, and a lossy one if restricted to spans."""
     if _entry(config).is_lossless and config.relax_only_inside is not None:
         lossy = ", ".join(name for name in sorted(_REGISTRY) if not _REGISTRY[name].is_lossless)
         raise ConfigError(
@@ -90,18 +92,24 @@ def check_verifier(config: SpeculationConfig) -> None:
 
 
 def traits_of(config: SpeculationConfig) -> VerifierTraits:
-    """The traits of a call's verifier; outside of spans a lossless one decides, which may read everything."""
+    """Return the traits of a call's verifier.
+
+    A verifier restricted to spans has a lossless one beside it. That one may read logits and keys.
+    """
     traits = _entry(config)
     return traits if config.relax_only_inside is None else traits._replace(reads_draft_logits=True, reads_keys=True)
 
 
 def is_lossless(config: SpeculationConfig) -> bool:
-    """Whether the output of the named verifier has the target's distribution."""
+    """Return whether the output of the named verifier has the target's distribution."""
     return _entry(config).is_lossless
 
 
 def depends_on_draft(config: SpeculationConfig) -> bool:
-    """Whether the output depends on what is drafted: not if each token is the argmax, or drawn by RACE."""
+    """Return whether the output depends on the draft.
+
+    It does not if every token is the target's argmax, or drawn by RACE.
+    """
     traits = _entry(config)
     return not traits.is_lossless or (traits.reads_keys and traits.draft_stream is not Stream.RACE)
 

@@ -1,7 +1,7 @@
 """Coupled verification: a drafted token is accepted if the target samples the same token with the same noise.
 
 The target's token is the winner of an exponential race on its distribution, with noise keyed by row seed, position and
-token id. Drafts are sampled with the same noise, so that they agree often.
+token id. Drafts are sampled with the same noise, so they agree often.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from hf_speculate.verify.kernel import KernelVerifier
 
 @dataclass(frozen=True)
 class CoupledVerifier(KernelVerifier):
-    """Coupled verification, lossless; the output depends on row seed and prompt only, whatever is drafted.
+    """Lossless verifier with noise shared by the draft.
+
+    The output depends on row seed and prompt only, whatever is drafted.
 
     Source:
         Daliri et al. (arXiv:2408.07978).
     """
 
-    backend: str = "auto"  # the kernel's
+    backend: str = "auto"  # kernel backend
 
     operation = staticmethod(verify_coupled)
     reads_draft_logits = False

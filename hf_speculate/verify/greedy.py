@@ -11,9 +11,9 @@ from hf_speculate.verify.kernel import KernelVerifier
 
 @dataclass(frozen=True)
 class GreedyVerifier(KernelVerifier):
-    """Greedy verification, lossless for `do_sample=False`."""
+    """Argmax verifier, lossless for `do_sample=False`."""
 
-    backend: str = "auto"  # the kernel's
+    backend: str = "auto"  # kernel backend
 
     operation = staticmethod(verify_greedy)
     reads_draft_logits = False

@@ -1,4 +1,4 @@
-"""Kernel verifiers: verifiers that are one operation of `hf_speculate.kernels`."""
+"""Kernel verifiers: verifiers made of one operation of `hf_speculate.kernels`."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -9,14 +9,17 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 
 class KernelVerifier:
-    """Hands a round to an operation; a subclass is a dataclass whose fields are the operation's options."""
+    """Verifier made of one operation.
+
+    A subclass is a dataclass. Its fields are the options of the operation.
+    """
 
     operation: ClassVar[Callable[..., Verdict]]
-    reads_draft_logits: ClassVar[bool] = True  # whether the operation takes the distribution of the drafts
-    reads_keys: ClassVar[bool] = True  # whether it takes keys of the noise
+    reads_draft_logits: ClassVar[bool] = True  # whether the operation takes draft logits
+    reads_keys: ClassVar[bool] = True  # whether it takes noise keys
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`."""
+        """Verify one round, see `Verifier.verify`."""
         arguments: dict[str, Any] = {"draft_lens": draft.lens, **vars(self)}
         if self.reads_draft_logits:
             arguments |= {"draft_logits": draft.token_logits, "draft_logsumexp": draft.logsumexp}

@@ -13,12 +13,12 @@ from hf_speculate.verify.kernel import KernelVerifier
 
 @dataclass(frozen=True)
 class RejectionVerifier(KernelVerifier):
-    """Rejection sampling, lossless.
+    """Lossless verifier with a test of every token.
 
     Source:
         Leviathan et al. (arXiv:2211.17192), algorithm 1; Chen et al. (arXiv:2302.01318), algorithm 2.
     """
 
-    backend: str = "auto"  # the kernel's
+    backend: str = "auto"  # kernel backend
 
     operation = staticmethod(verify_rejection)

@@ -1,4 +1,4 @@
-"""Typical acceptance: lossy verification by a probability threshold that falls with the target's entropy.
+"""Typical acceptance: lossy verification by a threshold falling with the target's entropy.
 
 With target distribution p and its entropy H(p) in nats, token x is accepted if
 p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted ones is the argmax of p or a
@@ -13,7 +13,7 @@ from hf_speculate.verify.kernel import KernelVerifier
 
 @dataclass(frozen=True)
 class TypicalVerifier(KernelVerifier):
-    """Typical acceptance, lossy.
+    """Lossy verifier with an entropy-dependent threshold.
 
     Source:
         Cai et al. (arXiv:2401.10774), section 3.3.1.
@@ -21,9 +21,9 @@ class TypicalVerifier(KernelVerifier):
 
     posterior_threshold: float = 0.09  # in (0, 1)
     posterior_alpha: float = 0.3  # > 0
-    entropy_epsilon: float = 0.0  # added inside the entropy's logarithm, >= 0
-    correction: str = "argmax"  # "argmax" or "sample", how the token after the accepted ones is chosen
-    backend: str = "auto"  # the kernel's
+    entropy_epsilon: float = 0.0  # >= 0, added inside the entropy's logarithm
+    correction: str = "argmax"  # choice of the next token, "argmax" or "sample"
+    backend: str = "auto"  # kernel backend
 
     operation = staticmethod(verify_typical)
     reads_draft_logits = False

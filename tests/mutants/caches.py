@@ -26,7 +26,7 @@ MUTANTS = mutants_of(
                 "shifts = [drop - smallest for drop in drops]", "shifts = [max(drops) - drop for drop in drops]"
             ),
             "padding is not counted in positions": Fault(
-                "first_column - num_columns, self._own_there)", "first_column - num_columns)"
+                "first_column - num_columns, self._prompt_pads_on_device)", "first_column - num_columns)"
             ),
             "padding is not compacted": Fault(
                 "self.pads = [self.pads[row] for row in indices]", "self.pads = self.pads[: len(indices)]"
@@ -73,12 +73,15 @@ MUTANTS = mutants_of(
                 "max(1, max_length - prefix_len)", "max(1, max_length - prefix_len + 1)"
             ),
             "EOS is found one token late": Fault(
-                "for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids",
-                "for at, token_id in enumerate(ids, 2) if token_id in self._eos_token_ids",
+                "for length, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids",
+                "for length, token_id in enumerate(ids, 2) if token_id in self._eos_token_ids",
             ),
-            "the last stop string counts": Fault("hits.index(True) + 1", "len(hits) - hits[::-1].index(True)"),
+            "the last stop string counts": Fault(
+                "stops_by_len.index(True) + 1", "len(stops_by_len) - stops_by_len[::-1].index(True)"
+            ),
             "the last criterion counts": Fault(
-                "num_emitted[row], is_done[row] = min(num_emitted[row], at)", "num_emitted[row], is_done[row] = at"
+                "num_emitted[row], is_done[row] = min(num_emitted[row], length)",
+                "num_emitted[row], is_done[row] = length",
             ),
             "integers are read as truth": Fault(
                 "(answers & 1).bool()",
@@ -114,7 +117,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/processors/encoder_ids.py", "processors/test_processors.py"): {
             "rows take turns": Fault(
-                "self._followers[number // num_positions]", "self._followers[number % len(self._followers)]"
+                "self._followers[score_index // num_positions]", "self._followers[score_index % len(self._followers)]"
             ),
         },
         ("hf_speculate/options/static_cache/copies.py", "generation/test_prompt_arguments.py"): {
