@@ -25,9 +25,8 @@ class TextStream:
         self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
         self._is_empty = True  # whether no ordinary token has come
         self._ids: list[int] = []  # the latest ordinary tokens
-        self._num_given = (
-            0  # those of them whose text is known; they are decoded again, as a first token loses its space
-        )
+        # those of them whose text is known; they are decoded again, as a first token loses its space
+        self._num_given = 0
         self._pending = ""  # text that is not given, with special tokens
         self._hidden: list[tuple[int, int]] = []  # begin and end in the pending text of what is not given
 
