@@ -20,6 +20,7 @@ PAIR = ROOT / "examples" / "pair"
 FROM_NOTHING = ("README.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
 # Models on the Hub that pages name, each with the bundled model that stands in for it here.
 STAND_INS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "target",
     "Qwen/Qwen3-8B": "target",
     "Qwen/Qwen3-0.6B": "draft",
     "meta-llama/Llama-3.1-8B-Instruct": "target",
