@@ -23,8 +23,8 @@ from hf_speculate.kernels import (
     verify_typical,
     warp_logits,
 )
-from hf_speculate.tools.doctor.kernel_operations import OPERATIONS, make_round
-from hf_speculate.tools.doctor.kernels import SAMPLE, WARP, num_different, runs_of
+from hf_speculate.options.cuda.kernel_operations import OPERATIONS, make_round
+from hf_speculate.options.cuda.kernel_trial import SAMPLE, WARP, num_unequal, results_of
 
 ALIGNED_VOCAB_SIZE, SHIFTED_VOCAB_SIZE = 128_256, 50_257  # rows that all start at a multiple of 16 bytes; and others
 DRY_VOCAB_SIZE = 96
@@ -54,8 +54,8 @@ def _compare(report: Report, cell: str, name: str, vocab_size: int, dtype: torch
     num_rows = 3
     target, ids, draft = (tensor.to("cuda:0") for tensor in make_round(num_rows, K, vocab_size))
     target, draft, keys = target.to(dtype), draft.to(dtype), _keys(num_rows)
-    kernel, reference = (runs_of(name, target, ids, draft, keys, backend) for backend in ("triton", "torch"))
-    differences = list(map(num_different, kernel, reference))
+    kernel, reference = (results_of(name, target, ids, draft, keys, backend) for backend in ("triton", "torch"))
+    differences = list(map(num_unequal, kernel, reference))
     report.check(f"{cell}: the kernels agree with the reference", not any(differences), differences)
 
 

@@ -1,15 +1,19 @@
 """Texts in half precision: each greedy token is one that math attention might choose too."""
 
 import itertools
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from _gpu_calls import DRAFTERS, EAGER, GRAPHS, decode, repeated_prompts
 from _gpu_device import Device, Models
 from _gpu_report import Report
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 import hf_speculate
-from hf_speculate.tools.doctor.texts import gap_to_argmax
 
 # How far below the largest logit of another attention backend an emitted token may lie: two steps of bfloat16 at 16.
 MAX_GAP = 0.25
@@ -46,10 +50,28 @@ def _decode(report: Report, device: Device, models: Models, cell: str, way: str,
     inputs, stats = repeated_prompts(models, batch_size), hf_speculate.SpeculationStats()
     options = {**DRAFTERS[drafter], **WAYS[way], "max_new_tokens": 4 if device.is_dry else 64}
     ours = decode(models, inputs, drafter, **options, speculation_stats=stats)
-    gap = gap_to_argmax(models.target, inputs, ours)
+    gap = gap_to_argmax(models.target, inputs, ours, device.is_dry)
     report.check(f"{cell}: largest gap to the argmax", way in LOSSY or gap <= MAX_GAP, gap)
     if "graphs" in way:
         report.check(f"{cell}: from graphs", len(stats.graphed) == 2, stats.fallbacks)
     if way == "greedy":
         plain = models.target.generate(**inputs, do_sample=False, max_new_tokens=options["max_new_tokens"])
-        report.cell(what="gap", name=cell, gap=gap, gap_of_plain=gap_to_argmax(models.target, inputs, plain))
+        report.cell(
+            what="gap", name=cell, gap=gap, gap_of_plain=gap_to_argmax(models.target, inputs, plain, device.is_dry)
+        )
+
+
+def gap_to_argmax(target: PreTrainedModel, inputs: Mapping[str, Tensor], output: Tensor, is_dry: bool) -> float:
+    """How far below the largest logit the chosen tokens lie at most, in one forward with math attention."""
+    prompt_len, eos = inputs["input_ids"].shape[1], target.generation_config.eos_token_id
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(output[:, prompt_len:])], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad(), nullcontext() if is_dry else sdpa_kernel(SDPBackend.MATH):
+        logits = target(input_ids=output, attention_mask=mask, position_ids=positions).logits.float()
+    chosen = output[:, prompt_len:, None]
+    logits = logits[:, prompt_len - 1 : -1]
+    gaps = logits.amax(-1) - logits.gather(-1, chosen)[..., 0]  # [B, N]
+    if eos is not None:  # what follows an EOS token is padding
+        is_end = torch.isin(chosen[..., 0], torch.tensor(eos, device=chosen.device))
+        gaps = gaps.masked_fill((is_end.cumsum(1) - is_end.long()) > 0, 0.0)
+    return float(gaps.max())
