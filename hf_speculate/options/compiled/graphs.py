@@ -241,13 +241,13 @@ class Graphing(Runner):
         if self._is_tried and not self._graphs[_BACKEND].has_room():
             self.give_up(self._eagerly("for whose graphs too little of the device's memory is free"))
             return None
-        inputs = copies(args, kept=(States,))
 
         def forward() -> Any:
             with torch.no_grad(), folding():
                 return function(self.model, *inputs)
 
         try:
+            inputs = copies(args, kept=(States,))
             graph = self._graphs[_BACKEND].capture(forward)
         except RuntimeError as error:
             is_lasting = not isinstance(error, torch.OutOfMemoryError)

@@ -19,11 +19,12 @@ from hf_speculate.stats import SpeculationStats
 TOLERANCE = 1e-4
 SAMPLE, WARP = "sample", "warp_logits"
 NUM_ROWS, NUM_DRAFT_TOKENS = 2, 3
-# Verifier -> the operations that its calls may launch.
+# Verifier -> the operations that its calls may launch. Rejection may take the place of block.
+_REJECTION = ("point mass", "rejection with draft sums")
 _OF_VERIFIER = {
     "greedy": ("greedy",),
-    "rejection": ("point mass", "rejection with draft sums"),
-    "block": ("block with draft sums",),
+    "rejection": _REJECTION,
+    "block": ("block with draft sums", *_REJECTION),
     "coupled": ("coupled",),
     "typical": ("typical", "typical, sampled"),
 }
@@ -54,8 +55,11 @@ def with_working_kernels(
         is_processed: whether logits processors change the logits, to float32.
         stats: gets the reason.
     """
+    verifiers = [config.verifier or ""]
+    if config.relax_only_inside is not None:  # a lossless verifier decides elsewhere
+        verifiers.append("rejection" if samples else "greedy")
     scored = torch.float32 if is_processed else dtype
-    checks = [(name, scored) for name in _OF_VERIFIER.get(config.verifier or "", ())]
+    checks = [(name, scored) for verifier in verifiers for name in _OF_VERIFIER.get(verifier, ())]
     checks += [(SAMPLE, scored)] * samples + [(WARP, dtype)] * (samples and is_processed)
     for device in dict.fromkeys(device for device in devices if runs_kernels("auto", device)):
         for name, of_rows in checks:

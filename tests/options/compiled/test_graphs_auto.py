@@ -109,26 +109,40 @@ def test_without_a_setting_every_config_decodes(backend: Any, family: str) -> No
     assert stats.num_drafted > 0
 
 
-def fail(*_: Any, **__: Any) -> None:
-    raise RuntimeError(FAULT)
-
-
 @pytest.mark.fallback("eager forwards")
-def test_a_failed_replay_is_followed_by_eager_forwards(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason", "is_remembered"),
+    [
+        (RuntimeError(FAULT), f"cannot be replayed: {FAULT}", True),
+        (torch.OutOfMemoryError(), "whose graphs cannot be compared in the device's memory", False),
+    ],
+)
+def test_a_failed_replay_is_followed_by_eager_forwards(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, is_remembered: bool
+) -> None:
     target, draft = hookless_pair()
     inputs = ragged_prompts(2)
     decode(target, inputs, assistant_model=draft)  # what fails later was right before
-    monkeypatch.setattr("tests.support.recorded_graphs.replay", fail)
-    ids, stats = decode(target, inputs, assistant_model=draft)
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.support.recorded_graphs.replay", raising(error))
+        ids, stats = decode(target, inputs, assistant_model=draft)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
     assert stats.graphed == []
-    assert [f"cannot be replayed: {FAULT}" in reason for reason in stats.fallbacks] == [True, True]
+    assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
+    assert bool(decode(target, inputs, assistant_model=draft)[1].graphed) is not is_remembered
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
 
 
 def test_an_error_of_the_device_names_the_setting_and_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_model("llama")
     hf_speculate.enable(target)
-    monkeypatch.setattr(target.lm_head, "forward", fail)
+    monkeypatch.setattr(target.lm_head, "forward", raising(RuntimeError(FAULT)))
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
         decode(target, ragged_prompts(1), prompt_lookup_num_tokens=2)
     assert 'speculation_graphs="off"' in caught.value.__notes__[-1]
