@@ -25,7 +25,6 @@ TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packagin
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
-GPU_PARTS ?= 1 2 3 4 5 6
 RESULTS_PAGE := benchmarks/results_page.py
 
 # One process a core: tiny models keep no second core busy. Beyond eight, loading torch takes longer than the tests.
@@ -37,7 +36,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench first-light gpu-check distributions release-pythons wheel-check release-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench gpu-check distributions release-pythons wheel-check release-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -58,8 +57,7 @@ help:
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
 	@echo "make bench       every benchmark, two to three hours; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
-	@echo "make first-light the checks and measurements on a CUDA device that decide most, in six minutes; into build/first-light"
-	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
+	@echo "make gpu-check   tests and measurements on a CUDA device, seven minutes at most; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
 	@echo "make distributions the wheel and the source distribution in dist, as a package index accepts them"
 	@echo "make wheel-check the wheel of dist in a fresh environment of each interpreter in RELEASE_PYTHONS"
@@ -73,8 +71,7 @@ help:
 	@echo "                                                 run make clean first where $(VENV) exists"
 	@echo '  NEWEST_TORCH="torch --extra-index-url <index>" the build of torch for make test-newest'
 	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py; --tiny needs no download'
-	@echo '  GPU_CHECK_ARGS=--dry-run                       make first-light or gpu-check on a simulated device'
-	@echo '  GPU_PARTS="2 5"                                the parts of make gpu-check'
+	@echo '  GPU_CHECK_ARGS=--dry-run                       make gpu-check with tiny models on the CPU'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
 	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
 	@echo '  RELEASE_PYTHONS="python3.11 python3.13"        interpreters that make wheel-check tries'
@@ -188,7 +185,7 @@ kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
 # Measures nothing, or needs a GPU, models that are fetched or two revisions to compare.
-BY_HAND = benchmarks/check_results.py benchmarks/on_gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
+BY_HAND = benchmarks/check_results.py benchmarks/gpu.py benchmarks/real_models.py benchmarks/revisions.py benchmarks/row_memory.py
 BY_HAND += benchmarks/ten_tasks.py
 
 bench: $(DEV_STAMP)
@@ -197,14 +194,8 @@ bench: $(DEV_STAMP)
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 
 # On a machine with a GPU and torch, transformers and Triton, nothing need be installed: CONTRIBUTING.md has the command.
-first-light: $(DEV_STAMP)
-	$(BIN)/python benchmarks/on_gpu.py --first-light --out build/first-light $(GPU_CHECK_ARGS)
-
-# Every part runs, also after one whose checks failed.
 gpu-check: $(DEV_STAMP)
-	@status=0; for part in $(GPU_PARTS); do \
-	  HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/on_gpu.py --part $$part --out build/gpu $(GPU_CHECK_ARGS) || status=1; \
-	done; exit $$status
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/gpu.py --out build/gpu $(GPU_CHECK_ARGS)
 
 # Read anew each time (-E), so that a warning cannot hide behind an earlier build.
 docs: $(DEV_STAMP)

@@ -1,4 +1,4 @@
-"""The section of the page of results that shows what first light measured on a GPU."""
+"""The section of the page of results that shows what was measured on a GPU."""
 
 import json
 from pathlib import Path
@@ -7,22 +7,25 @@ from typing import Any
 
 from _harness import markdown
 
-FOLDER = "first_light"
+FORMER, FOLDER = "first_light", "gpu"  # results of the script before `gpu.py`, and of `gpu.py`
 Cell = dict[str, Any]
 
 
 def section(results: Path) -> list[str]:
-    """Lines of markdown: one table of decoding and one of the kernels for each run, the first one first."""
+    """Lines of markdown: the tables of each run, the first one first."""
     lines = ["", "## On a GPU"]
-    runs = sorted(path for path in (results / FOLDER).glob("*") if path.is_dir())
+    runs = [path for folder in (FORMER, FOLDER) for path in sorted((results / folder).glob("*")) if path.is_dir()]
     if not runs:
-        return [*lines, "", "Not measured yet: `python benchmarks/on_gpu.py --first-light`."]
+        return [*lines, "", "Not measured yet: `python benchmarks/gpu.py`."]
     for run in runs:
         contents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(run.glob("*.json"))}
         environment = next(iter(contents.values()))["environment"]
         versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items() if value)
-        lines += ["", f"`{FOLDER}/{run.name}`: {environment['device']}, {environment['date']}, commit"]
+        lines += ["", f"`{run.parent.name}/{run.name}`: {environment['device']}, {environment['date']}, commit"]
         lines[-1] += f" {environment['commit']}, {versions}."
+        if run.parent.name == FOLDER:
+            lines += tables(contents)
+            continue
         cells = {name: content["cells"] for name, content in contents.items()}
         decoded = [cell for cell in cells.get("end_to_end", ()) if cell["what"] == "end to end"]
         kernels = [cell for cell in cells.get("kernel_times", ()) if cell["what"] == "kernel"]
@@ -33,6 +36,18 @@ def section(results: Path) -> list[str]:
         if kernels:
             lines += ["", "The kernels and their references in torch, microseconds, V = 151,936, K = 5.", ""]
             lines += [markdown(KERNELS, kernels)]
+    return lines
+
+
+def tables(contents: dict[str, dict[str, Any]]) -> list[str]:
+    """Lines of markdown that show a run of `gpu.py`, whose parts are given by name."""
+    cells = [cell for content in contents.values() for cell in content["cells"]]
+    lines = ["", "An 8B target and a 1B draft in bfloat16, prompts of 512 tokens, 256 new tokens; an oracle accepts"]
+    lines[-1] += " 0.8 of the drafted tokens. The bound: weights are read at the rate of a copy."
+    for what, columns in TABLES.items():
+        shown = [cell for cell in cells if cell["what"] == what]
+        if shown:
+            lines += ["", markdown(columns, shown)]
     return lines
 
 
@@ -62,4 +77,36 @@ KERNELS = {
     "reference in a graph": _microseconds("reference_us"),
     "launched by the host": _microseconds("eager_us"),
     "reference launched by the host": _microseconds("reference_eager_us"),
+}
+
+
+def _ms(kind: str) -> Any:
+    return lambda cell: cell["ms"].get(kind)
+
+
+def _us(name: str) -> Any:
+    return lambda cell: f"{cell['us'][name]:.1f}"
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    "end to end": {
+        "method": lambda cell: cell["method"],
+        "rows": lambda cell: cell["batch_size"],
+        "tokens/s": lambda cell: _rates(cell, "tokens_per_s"),
+        "after the prompt": lambda cell: _rates(cell, "tokens_per_s_after_prompt"),
+        "of the bound": lambda cell: f"{cell['share_of_bound']:.0%}",
+        "first call, seconds": lambda cell: cell["first_s"],
+        "peak GB": lambda cell: cell["peak_gb"],
+    },
+    "round": {
+        "ms a round, K = 5, rows": lambda cell: cell["batch_size"],
+        **{kind: _ms(kind) for kind in ("weights", "attention", "small kernels", "idle")},
+    },
+    "attention": {
+        "us of attention, rows": lambda cell: cell["batch_size"],
+        "queries": lambda cell: cell["num_query"],
+        "keys": lambda cell: cell["num_keys"],
+        **{name: _us(name) for name in ("ours", "memory-efficient, masked", "flash, no mask")},
+        "bound": lambda cell: f"{cell['bound_us']:.1f}",
+    },
 }

@@ -125,14 +125,13 @@ class SpeculationConfig:
         drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
         verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample; "auto" is Triton on
-            a GPU where `hf-speculate doctor` has not seen it fail.
+            a GPU where it agrees with torch.
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
             the model supports it and no cache was passed.
         speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications on a CUDA device run
-            from CUDA graphs of the eager forwards; "auto" uses them where `hf-speculate doctor`, or the project itself,
-            has seen that they are right on such a device, and where a trial on the model shows that they are right and
-            faster, but not for models with forward hooks or KV buffers that may take more than an eighth of the
-            device's memory.
+            from CUDA graphs of the eager forwards; "auto" uses them where a trial on the model shows that they are
+            right and faster, but not for models with forward hooks or KV buffers that may take more than an eighth of
+            the device's memory.
         speculation_hooks: "check", "trusted" or "plain", for a target with forward hooks, forwards or modules that are
             not those of known packages; "check" compares verifications with plain decoding once, and decodes plainly
             where they differ; "trusted" drafts without a comparison; "plain" decodes plainly.

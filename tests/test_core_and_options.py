@@ -14,8 +14,8 @@ FOLDER = "options"  # of the options, below `hf_speculate`
 # Core is also what decoding with any draft model needs to be exact: second scoring, the faults of drafts, the context
 # of models, the probe of wrapped decoders and processors of the encoder's ids.
 NOT_CORE = ("tools/", "__init__.py")  # may import options; the public names are imported on first use
-# The imports that options may have of options; on some devices, graphs wait for what `hf-speculate doctor` has seen.
-BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent"), ("compiled", "verdicts")}
+# The imports that options may have of options.
+BETWEEN_OPTIONS = {("heads", "compiled"), ("candidates", "recurrent")}
 
 
 def option_of(path: str) -> str | None:

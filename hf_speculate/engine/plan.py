@@ -27,6 +27,7 @@ from hf_speculate.models.context import max_columns
 from hf_speculate.models.language_model import (
     counts_columns,
     device_of,
+    dtype_of,
     is_offloaded,
     takes_positions,
     vocab_size_of,
@@ -43,9 +44,7 @@ from hf_speculate.verify.base import traits_of
 LOGGER = logging.getLogger("hf_speculate")
 _log_once = functools.cache(LOGGER.info)
 _FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
-_WITHOUT_FAILED_KERNELS = (
-    "hf_speculate.options.verdicts.kernel_choice:without_failed_kernels"  # imported on CUDA devices
-)
+_WORKING_KERNELS = "hf_speculate.options.cuda.kernel_trial:with_working_kernels"  # imported on CUDA devices
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Plan:
             "draft cache": "" if self.draft is None else self.draft.cache_description,
             "draft reads": "" if self.draft is None else self.draft.inputs.description,
             "compiled": ", ".join(self.runners.settings),
-            "from graphs": ", ".join(self.runners.graphed) or self.runners.graphs_off,
+            "from graphs": ", ".join(self.runners.graphed),
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
@@ -143,7 +142,7 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
     source, config = call.source, call.config
     if not drafts:
         source = NoDrafts(source.argument, source.hint, is_token_by_token=True)
-    config = _with_working_kernels(config, [call.target, *([] if source.model is None else [source.model])], stats)
+    config = _with_working_kernels(call, source, config, stats)
     request = runner_request(call, source)
     source, config = _without_useless_draft(call.target, source, config, fallbacks)
     config = _for_offloaded(call, source, config)
@@ -256,15 +255,18 @@ def _drafter_setup(
 
 
 def _with_working_kernels(
-    config: SpeculationConfig, models: Sequence[PreTrainedModel], stats: SpeculationStats
+    call: Call, source: DraftSource, config: SpeculationConfig, stats: SpeculationStats
 ) -> SpeculationConfig:
-    """The settings, with torch for kernels that were seen to fail; an error if they name kernels that cannot run."""
+    """Return the settings, with torch for kernels that fail; an error if they name kernels that cannot run."""
+    models = [call.target] if source.model is None else [call.target, source.model]
     devices = [device_of(model) for model in models]
     for device in devices:
         check_backend(config.verifier_backend, device)
-    if config.verifier_backend == "torch" or all(device.type != "cuda" for device in devices):
+    if config.verifier_backend != "auto" or all(device.type != "cuda" for device in devices):
         return config
-    working: SpeculationConfig = pkgutil.resolve_name(_WITHOUT_FAILED_KERNELS)(config, devices, stats)
+    sizes = dtype_of(call.target), vocab_size_of(call.target)
+    traits = {"samples": call.do_sample, "is_processed": len(call.processors) > 0}
+    working: SpeculationConfig = pkgutil.resolve_name(_WORKING_KERNELS)(config, devices, *sizes, **traits, stats=stats)
     return working
 
 

@@ -42,7 +42,6 @@ class Runners:
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by compiled model, "target" and "draft"
     graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
     reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
-    graphs_off: str = ""  # why "auto" uses no graphs on the device
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -10,6 +10,11 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.types import StageSeconds
 
 _PREFIX = "hf_speculate: raised while "
+_DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error")  # in the text of errors that a device raises
+_AFTER_DEVICE_ERROR = (
+    'hf_speculate: this process may have lost the device; start another one with speculation_graphs="off", and run '
+    "`hf-speculate doctor` to see whether graphs or kernels fail on this device"
+)
 
 
 class Stage(Enum):
@@ -106,3 +111,5 @@ class StageClock:
         if not any(str(note).startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
             with suppress(AttributeError, TypeError):  # an error that cannot be written to is left as it is
                 error.add_note(f"{_PREFIX}{self}")
+                if any(words in str(error) for words in _DEVICE_ERRORS):
+                    error.add_note(_AFTER_DEVICE_ERROR)

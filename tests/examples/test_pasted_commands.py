@@ -9,8 +9,8 @@ from tests.pasted_commands import has_run, make_clone, paste
 from tests.support.pages import PAGES, commands
 
 # What only makes the environment, which the test has, what takes hours, and what needs a GPU.
-FIRST_LIGHT = "PYTHONPATH=. python3 benchmarks/on_gpu.py --first-light --out build/first-light"
-NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench", FIRST_LIGHT)
+ON_A_GPU = "PYTHONPATH=. python3 benchmarks/gpu.py --out build/gpu"
+NOT_RUN = ("make install", ". .venv/bin/activate", "pip install .", "make bench", ON_A_GPU)
 WITH_COMMANDS = [page for page in PAGES if not all(command.startswith(NOT_RUN) for command in commands(page))]
 
 

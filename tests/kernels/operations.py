@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_speculate.kernels import Verdict
-from hf_speculate.tools.doctor.kernel_operations import (
+from hf_speculate.options.cuda.kernel_operations import (
     DENSE,
     HOSTILE,
     OPERATIONS,

@@ -1,6 +1,7 @@
-"""Simulated devices for `hf-speculate doctor`; each check's process enters one of them by its name."""
+"""Simulated devices for `hf-speculate doctor`; the process of each check enters one of them."""
 
 import os
+import pkgutil
 import signal
 import time
 from collections.abc import Iterator
@@ -8,55 +9,23 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from hf_speculate.tools.doctor import catalogue, machine, worker
+from hf_speculate.tools.doctor import checks
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
 from tests.support.recorded_graphs import spoil
-
-GRAPHS, KERNELS = "graphs: forwards, one row, float32", "kernels: greedy, ordinary rows"
-OTHER_KERNELS = "kernels: point mass, hostile rows"
-RIGHT = [
-    "attention: bfloat16",
-    "graphs: texts, float32",
-    KERNELS,
-    OTHER_KERNELS,
-]
-
-
-@contextmanager
-def _device(names: list[str]) -> Iterator[None]:
-    """A CUDA device, and nothing beside it, of which some checks are run."""
-    with (
-        FakeCuda(),
-        patch.object(machine, "_devices", lambda: [fake_cuda.DEVICE]),
-        patch.object(machine, "names_for", lambda *_, **__: names),
-    ):
-        yield
-
-
-def right() -> Any:
-    """All is right."""
-    return _device(RIGHT)
-
-
-@contextmanager
-def everything_right() -> Iterator[None]:
-    """All checks are run, and are right."""
-    with FakeCuda(), patch.object(machine, "_devices", lambda: [fake_cuda.DEVICE]):
-        yield
 
 
 @contextmanager
 def kernels_wrong() -> Iterator[None]:
     """The greedy kernel accepts one token more."""
-    kernels = worker.pkgutil.resolve_name("hf_speculate.kernels.kernels")
+    kernels = pkgutil.resolve_name("hf_speculate.kernels.kernels")
     greedy = kernels.greedy
 
     def wrong(*args: Any) -> Any:
         verdict = greedy(*args)
         return verdict._replace(num_accepted=verdict.num_accepted + 1)
 
-    with _device([KERNELS, OTHER_KERNELS]), patch.object(kernels, "greedy", wrong):
+    with FakeCuda(), patch.object(kernels, "greedy", wrong):
         yield
 
 
@@ -69,32 +38,30 @@ def graphs_wrong() -> Iterator[None]:
         replay(graph)
         spoil([graph.operators[-1].outputs])
 
-    with _device([GRAPHS]), patch.object(fake_cuda.FakeGraph, "replay", wrong):
+    with FakeCuda(), patch.object(fake_cuda.FakeGraph, "replay", wrong):
         yield
 
 
 @contextmanager
-def _with_check(check: Any) -> Iterator[None]:
-    with _device([GRAPHS, KERNELS]), patch.dict(catalogue.CHECKS, {GRAPHS: check}):
-        yield
+def crashing() -> Iterator[None]:
+    """Graphs end their process."""
 
-
-def crashing() -> Any:
-    """A check of graphs ends its process."""
-
-    def crash(site: Any) -> str:
+    def crash(*_: Any) -> str:
         os.write(2, b"an illegal memory access was encountered\n")
         os.kill(os.getpid(), signal.SIGSEGV)
         return ""
 
-    return _with_check(crash)
+    with FakeCuda(), patch.dict(checks.CHECKS, {checks.GRAPHS: crash}):
+        yield
 
 
-def hanging() -> Any:
-    """A check of graphs never ends."""
+@contextmanager
+def hanging() -> Iterator[None]:
+    """Texts never end."""
 
-    def hang(site: Any) -> str:
+    def hang(*_: Any) -> str:
         while True:
             time.sleep(60)
 
-    return _with_check(hang)
+    with FakeCuda(), patch.dict(checks.CHECKS, {checks.TEXTS: hang}):
+        yield

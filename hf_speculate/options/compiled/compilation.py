@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import CompileConfig
 
 from hf_speculate.models.runner import CompiledUnits
 
-LOGGER = logging.getLogger(__name__)
+warn_once = cache(logging.getLogger(__name__).warning)
 
 
 def settings_key(config: CompileConfig) -> Hashable:
@@ -69,14 +70,15 @@ class Runner(ABC):
     def fail(self, why: str, failure_key: Hashable | None) -> None:
         """Run nothing more in this call, nor in later ones under a failure's key."""
         reason = f"eager forwards of {type(self.model).__name__}, which cannot be {why}"
-        LOGGER.warning(reason)
         if failure_key is not None:
             self.units.failures[failure_key] = reason
         self.give_up(reason)
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, figures: str = "") -> None:
+        """Run nothing more in this call; the log has each reason once, without its figures."""
         self.is_working = False
-        self._on_failure(reason)
+        warn_once(reason)
+        self._on_failure(f"{reason}: {figures}" if figures else reason)
 
 
 class Compilation(Runner):

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Sequence
 
-import torch
-
 from hf_speculate.engine.model_plan import ModelPlan
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.models.kv_size import kv_values_per_token
@@ -14,16 +12,10 @@ from hf_speculate.models.quirks import growing_rope
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.graphs import FAILURE_KEY
 from hf_speculate.options.compiled.plan import GraphPlan
-from hf_speculate.options.verdicts.verdict import COMMAND, CRASHED, GRAPHS, RIGHT, package_version, read_verdict
 
 # Graphs need KV buffers of the greatest length from the start. Beyond this share of the device's memory they have to be
 # asked for, or a call that allows many more tokens than it generates would run out of memory.
 MAX_SHARE = 0.125
-
-
-# Where the project has run graphs itself: compute capability, torch and Triton. `benchmarks/results/first_light/` holds
-# what was seen. Everywhere else "auto" follows what `hf-speculate doctor` sees on the user's device.
-RUN_ON = (((9, 0), "2.11", "3.6"),)
 
 
 def plan_graphs(
@@ -33,9 +25,6 @@ def plan_graphs(
     if graphs == "on":
         return GraphPlan({plan.part: _ungraphed_reason(plan, plan.part in compiled) for plan in models})
     models = [plan for plan in models if plan.model.device.type in GRAPH_BACKENDS and plan.part not in compiled]
-    off = next(filter(None, (_off_reason(plan.model.device) for plan in models)), "")
-    if off:
-        return GraphPlan({}, off)
     reasons = {plan.part: _ungraphed_reason(plan) or _hook_reason(plan) for plan in models}
     able = [plan for plan in models if not reasons[plan.part]]
     num_bytes = sum(_num_bytes(plan, batch_size, lens) for plan in able)
@@ -44,25 +33,6 @@ def plan_graphs(
         reason = f"no graphs: with KV buffers of full length they may take {size}, over {share} of the device's memory"
         reasons |= {plan.part: reason for plan in able}
     return GraphPlan(reasons, is_tried=True)
-
-
-def _off_reason(device: torch.device) -> str:
-    """Return why "auto" uses no graphs on a device; empty if it may."""
-    verdict = read_verdict(device)
-    seen = None if verdict is None else verdict.of(GRAPHS)
-    if seen == RIGHT or (seen is None and _was_run(device)):
-        return ""
-    if seen is None:
-        return f"off: run {COMMAND} once on this device"
-    return f"off: {COMMAND} saw graphs {'crash' if seen == CRASHED else 'give wrong results'} on this device"
-
-
-def _was_run(device: torch.device) -> bool:
-    """Return whether the project itself has run graphs on such a device, with such versions."""
-    if device.type != "cuda":
-        return False
-    families = (".".join(package_version(name).split(".")[:2]) for name in ("torch", "triton"))
-    return (torch.cuda.get_device_capability(device), *families) in RUN_ON
 
 
 def _num_bytes(plan: ModelPlan, batch_size: int, lens: Sequence[int]) -> int:

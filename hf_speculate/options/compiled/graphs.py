@@ -186,7 +186,7 @@ class Graphing(Runner):
         num_steps: int,
         args: tuple[Any, ...],
     ) -> list[Any] | None:
-        """The results of a function's steps, from its graph or, while that is tried, eagerly; None if memory lacks."""
+        """The results of a function's steps, from its graph or, while that is tried, eagerly; None if it fails."""
         if not self._is_tried:
             return replay()
 
@@ -200,6 +200,9 @@ class Graphing(Runner):
         except torch.OutOfMemoryError:
             self.give_up(self._eagerly("whose graphs cannot be compared in the device's memory"))
             return None
+        except RuntimeError as error:  # the eager forward that follows raises again what is not the graph's own fault
+            self.fail(f"replayed: {_first_line(error)}", FAILURE_KEY)
+            return None
         if done.difference:
             self.fail(f"captured: a replay differs from the eager forward {done.difference}", FAILURE_KEY)
         return done.results
@@ -212,7 +215,7 @@ class Graphing(Runner):
         """Whether a function still runs from graphs; if they were seen to be slower, nothing does in this call."""
         slower = self._trial(name).slower if self.is_working and self._is_tried else ""
         if slower:
-            self.give_up(self._eagerly(f"whose graphs are not faster: {slower}"))
+            self.give_up(self._eagerly("whose graphs are not faster"), slower)
         return self.is_working
 
     def _eagerly(self, why: str) -> str:
@@ -238,18 +241,17 @@ class Graphing(Runner):
         if self._is_tried and not self._graphs[_BACKEND].has_room():
             self.give_up(self._eagerly("for whose graphs too little of the device's memory is free"))
             return None
-        inputs = copies(args, kept=(States,))
 
         def forward() -> Any:
             with torch.no_grad(), folding():
                 return function(self.model, *inputs)
 
         try:
+            inputs = copies(args, kept=(States,))
             graph = self._graphs[_BACKEND].capture(forward)
         except RuntimeError as error:
-            first_line = str(error).strip().partition("\n")[0]
             is_lasting = not isinstance(error, torch.OutOfMemoryError)
-            self.fail(f"captured: {first_line}", FAILURE_KEY if is_lasting else None)
+            self.fail(f"captured: {_first_line(error)}", FAILURE_KEY if is_lasting else None)
             return None
         tensors = list(_tensors(inputs))
         return _Recorded(tensors, [None] * len(tensors), graph)
@@ -258,6 +260,10 @@ class Graphing(Runner):
         """Copies of the outputs, which the next replay would overwrite."""
         recorded.graph.replay()
         return copies(recorded.graph.outputs)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.runner import GRAPH_BACKENDS, CompiledUnits
 from hf_speculate.options.compiled.buffer_pool import BufferPool
-from hf_speculate.options.compiled.compilation import LOGGER, Compilation, Runner, settings_key
+from hf_speculate.options.compiled.compilation import Compilation, Runner, settings_key, warn_once
 from hf_speculate.options.compiled.drafter import STEP_QUERY_LEN, CompiledDrafter
 from hf_speculate.options.compiled.language_model import UNREAD_COLUMNS, CompiledLanguageModel
 
@@ -31,14 +31,12 @@ _PLAN_GRAPHS, _GRAPHING = (
     "hf_speculate.options.compiled.graph_plan:plan_graphs",
     "hf_speculate.options.compiled.graphs:Graphing",
 )
-_warn_once = cache(LOGGER.warning)
 
 
 class GraphPlan(NamedTuple):
     """The models of a call that may run from device graphs."""
 
     reasons: dict[str, str]  # part -> why it does not run from graphs, empty if it does
-    off: str = ""  # why "auto" uses none on the device
     is_tried: bool = False  # whether graphs are compared with eager forwards first, and used only where faster
 
 
@@ -132,13 +130,12 @@ def make_runners(
     reasons = tuple(filter(None, (*request.reasons, *uncompiled.values(), *ungraphed.values())))
     for reason in reasons:
         if graphs == "on" or reason not in ungraphed.values():  # nobody asked for what "auto" cannot do
-            _warn_once(reason)
+            warn_once(reason)
     is_static = request.is_static or bool(graphed)
     return CompiledRunners(
         settings=settings,
         graphed=graphed,
         reasons=reasons,
-        graphs_off=plan.off,
         is_static=is_static,
         lens=lens if is_static else (),
         min_columns=request.min_columns,

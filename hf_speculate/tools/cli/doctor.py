@@ -1,15 +1,13 @@
-"""`hf-speculate doctor`: examines the devices, so that "auto" knows what is right on them."""
+"""`hf-speculate doctor`: checks the devices of this machine."""
 
 import json
 
-from hf_speculate.tools.cli.console import OK, REFUSED, answer, note, write_json
+from hf_speculate.tools.cli.console import OK, REFUSED, answer, note
 from hf_speculate.tools.cli.options import Doctor
-from hf_speculate.tools.doctor.examination import examine
+from hf_speculate.tools.doctor.report import examine
 
 
 def run(options: Doctor) -> int:
-    report = examine(compiles=options.compile, say=note)
+    report = examine(say=note)
     answer(json.dumps(report.as_dict(), indent=2) if options.as_json else str(report))
-    if options.output is not None:
-        write_json(options.output, report.as_dict())
     return OK if report.ok else REFUSED

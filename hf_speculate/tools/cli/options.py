@@ -352,18 +352,13 @@ class Serve(StoredModels):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Check the devices of this machine: kernels, CUDA graphs, attention and texts of a small pair.
+    """Check the devices of this machine: Triton kernels, CUDA graphs and texts of a small pair.
 
-    Nothing is downloaded. The checks of a device take 60 s at most, in another process, so that a fault of the device
-    ends a check and not the command. On a CUDA device what was seen is written to a file, which "auto" of
-    speculation_graphs and verifier_backend follows. Exit status 1: something is wrong; the last line says what to set.
+    Prints what is installed and what each check saw. Nothing is downloaded or kept. Each check runs in another process,
+    for 120 s at most. Exit status 1: something is wrong; the last line says what to set.
     """
 
-    compile: Annotated[bool, typer.Option("--compile", help="Also check a compiled call: up to 180 s a device.")] = (
-        False
-    )
     as_json: AsJson = False
-    output: Output = None
 
 
 # In the order of the help: name of the command, and module of this package and function that run it.

@@ -1,99 +1,157 @@
-"""The report: text that can be pasted into an issue, JSON, and what to set where something is wrong."""
+"""Report of `hf-speculate doctor`: what is installed, the devices, and what the checks of each saw."""
 
-from collections.abc import Iterator, Sequence
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_speculate.options.verdicts.verdict import CRASHED, GRAPHS, KERNELS, RIGHT, WRONG
-from hf_speculate.tools.doctor.catalogue import ATTENTION, COMPILED, TEXTS
-from hf_speculate.tools.doctor.machine import DeviceDescription
-from hf_speculate.tools.doctor.site import NOT_RUN
-from hf_speculate.tools.doctor.worker import Seen
+import torch
 
-# What to set where a kind of check fails.
+from hf_speculate.kernels.backends import runs_kernels
+from hf_speculate.tools.doctor.checks import GRAPHS, KERNELS, TEXTS, Sizes
+from hf_speculate.tools.doctor.process import WRONG, Seen, run_check
+
+LIMIT_S = 120.0  # of a check, with the start of its process; Triton compiles some thirty kernels on a new machine
+# What to set where a check fails.
 SETTINGS = {
-    GRAPHS: 'speculation_graphs="off"',
     KERNELS: 'verifier_backend="torch"',
-    ATTENTION: 'attn_implementation="eager" when the model is loaded',
-    COMPILED: "no compile_config and no static cache",
+    GRAPHS: 'speculation_graphs="off"',
     TEXTS: "no assistant_model, and report it",
 }
-_AUTO = (GRAPHS, KERNELS)  # what "auto" leaves out by itself where the verdict was written
+_PACKAGES = ("hf-speculate", "torch", "triton", "transformers", "accelerate", "peft")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Device(NamedTuple):
+    """A device of this machine."""
+
+    name: str  # as torch calls it, "cuda:0" for example
+    title: str
+    facts: dict[str, Any]
+    checks: Sequence[str]  # names in `CHECKS`
 
 
 class DeviceReport(NamedTuple):
-    """What was seen on a device."""
+    """A device, and what its checks saw."""
 
-    device: DeviceDescription
+    device: Device
     seen: Sequence[Seen]
-    verdict_path: str  # empty if none was written
-    write_error: str  # why not; empty if nothing went wrong
-
-    @property
-    def failed(self) -> list[Seen]:
-        return [outcome for outcome in self.seen if outcome.result in (WRONG, CRASHED)]
 
     @property
     def advice(self) -> str:
-        """What to set, in one line; empty if nothing is wrong."""
-        groups = list(dict.fromkeys(outcome.name.partition(":")[0] for outcome in self.failed))
-        if not groups:
-            folder = f"set XDG_CACHE_HOME to a folder that can be written, and run this again: {self.write_error}"
-            return folder if self.write_error else ""
-        follows = self.verdict_path and all(group in _AUTO for group in groups)
-        auto = ' ("auto" does so from now on)' if follows else ""
-        return f"set {', '.join(SETTINGS[group] for group in groups)}{auto}"
+        """What to set; empty if nothing is wrong."""
+        wrong = [SETTINGS[seen.name] for seen in self.seen if seen.result == WRONG]
+        return f"{self.device.name}: set {', '.join(wrong)}" if wrong else ""
 
 
 class DoctorReport(NamedTuple):
-    """What was seen on a machine."""
+    """The report, which prints as text."""
 
     versions: dict[str, str]
     devices: Sequence[DeviceReport]
-    error: str = ""  # why there is nothing to say
 
     @property
     def ok(self) -> bool:
-        return not self.error and not any(device.advice for device in self.devices)
+        """Whether no check saw anything wrong."""
+        return not self.advice
 
     @property
     def advice(self) -> str:
-        """What to set on each device where something is wrong, in one line; empty if all is right."""
-        if self.error:
-            return f'set verifier_backend="torch" and speculation_graphs="off": {self.error}'
-        return "; ".join(f"{device.device.name}: {device.advice}" for device in self.devices if device.advice)
+        """What to set on each device where something is wrong, in one line; empty if nothing is."""
+        return "; ".join(filter(None, (device.advice for device in self.devices)))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "advice": self.advice,
-            "versions": self.versions,
-            "devices": [
-                {
-                    "device": device.device.name,
-                    "name": device.device.title,
-                    **device.device.facts,
-                    "checks": [{**seen._asdict(), "seconds": round(seen.seconds, 3)} for seen in device.seen],
-                    "verdict": device.verdict_path or None,
-                }
-                for device in self.devices
-            ],
-        }
+        devices = [{**device._asdict(), "checks": [check._asdict() for check in seen]} for device, seen in self.devices]
+        return {"ok": self.ok, "advice": self.advice, "versions": self.versions, "devices": devices}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield ", ".join(f"{name} {value}" for name, value in self.versions.items()) or "hf-speculate doctor"
-        for device in self.devices:
-            facts = "".join(f", {name} {value}" for name, value in device.device.facts.items())
-            yield f"\n{device.device.name}: {device.device.title}{facts}"
-            for seen in device.seen:
-                detail = f" ({seen.detail})" if seen.detail else ""
-                yield f"  {seen.result:8} {seen.name}, {seen.seconds:.1f} s{detail}"
-            if device.verdict_path:
-                yield f'  "auto" follows {device.verdict_path}'
-        counts = [seen.result for device in self.devices for seen in device.seen]
-        counted = ", ".join(f"{counts.count(result)} {result}" for result in (RIGHT, WRONG, CRASHED, NOT_RUN))
-        yield f"\n{counted}"
-        if not self.ok:
-            yield self.advice
+        yield ", ".join(f"{name} {value}" for name, value in self.versions.items())
+        for device, seen in self.devices:
+            facts = "".join(f", {name} {value}" for name, value in device.facts.items())
+            yield f"\n{device.name}: {device.title}{facts}"
+            yield from (f"  {check.result:7}  {check.name}, {check.seconds:.1f} s ({check.detail})" for check in seen)
+        yield f"\n{self.advice or 'nothing is wrong'}"
+
+
+def examine(
+    devices: Sequence[Device] | None = None,
+    *,
+    sizes: Sizes | None = None,
+    limit_s: float = LIMIT_S,
+    enter: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    say: Callable[[str], object] = lambda line: None,
+) -> DoctorReport:
+    """Run the checks of devices.
+
+    Args:
+        devices: `None` for those of this machine.
+        sizes: of models and rounds. `None` for the usual ones.
+        limit_s: seconds of a check.
+        enter: makes a context in the process of each check.
+        say: is told each result.
+    """
+    reports = []
+    for device in find_devices() if devices is None else devices:
+        seen = []
+        for name in device.checks:
+            seen.append(run_check(name, device.name, sizes or Sizes(), limit_s, enter))
+            say(f"{device.name}  {name}: {seen[-1].result}")
+        reports.append(DeviceReport(device, seen))
+    return DoctorReport(_versions(), reports)
+
+
+def find_devices() -> list[Device]:
+    """List the devices of this machine; none is allocated on."""
+    devices = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        facts = {
+            "capability": f"{properties.major}.{properties.minor}",
+            "GB": round(properties.total_memory / 1e9, 1),
+            **_driver(),
+        }
+        kernels = [KERNELS] if runs_kernels("auto", torch.device("cuda", index)) else []
+        # A MIG slice counts as a device; its name ends with the profile.
+        devices.append(Device(f"cuda:{index}", properties.name, facts, [*kernels, GRAPHS, TEXTS]))
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        names = [f"xpu:{index}" for index in range(torch.xpu.device_count())]
+        devices += [Device(name, "Intel GPU", {}, [TEXTS]) for name in names]
+    if torch.backends.mps.is_available():
+        devices.append(Device("mps", "Apple GPU", {}, [TEXTS]))
+    processor = platform.processor() or platform.machine()
+    return [*devices, Device("cpu", processor, {"threads": torch.get_num_threads()}, [TEXTS])]
+
+
+def _driver() -> dict[str, str]:
+    """Return the version of the kernel's driver; nothing if the system does not say."""
+    try:
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
+    except OSError:
+        match = None
+    return {} if match is None else {"driver": match.group()}
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: _version(name) for name in _PACKAGES}
+    others = {
+        "python": platform.python_version(),
+        "cuda": str(torch.version.cuda or ""),
+        "hip": str(torch.version.hip or ""),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    return {name: value for name, value in (versions | others).items() if value}
+
+
+def _version(name: str) -> str:
+    if name == "torch":
+        return str(torch.__version__)  # with the build, which the package's metadata may lack
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,22 +1,18 @@
 """A stand-in for device graphs."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 
 from hf_speculate.models.runner import GRAPH_BACKENDS
-from hf_speculate.options.verdicts.verdict import device_key
-from hf_speculate.tools.doctor.verdict_file import write_verdict
+from hf_speculate.options.compiled.compilation import warn_once
 from tests.support.recorded_graphs import RecordedGraphs
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[RecordedGraphs]]:
-    """The stand-in, as what captures graphs on a CPU, where `hf-speculate doctor` saw that they are right."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write_verdict(device_key(torch.device("cpu")), {"graphs: one row": "right"})
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraphs]]:
+    """The stand-in, as what captures graphs on a CPU."""
     monkeypatch.setitem(GRAPH_BACKENDS, "cpu", "tests.support.recorded_graphs:RecordedGraphs")
     RecordedGraphs.num_captures = RecordedGraphs.num_replays = 0
+    warn_once.cache_clear()
     yield RecordedGraphs

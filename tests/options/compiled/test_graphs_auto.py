@@ -1,9 +1,6 @@
-"""`speculation_graphs="auto"`: what `hf-speculate doctor` saw, then what a trial on the model itself shows."""
+"""`speculation_graphs="auto"`: a trial on the model at hand decides whether its graphs run."""
 
-import json
-import os
-from collections.abc import Callable
-from pathlib import Path
+import logging
 from typing import Any
 
 import pytest
@@ -14,17 +11,14 @@ from transformers import PreTrainedModel
 import hf_speculate
 from hf_speculate.options.compiled import graph_plan
 from hf_speculate.options.compiled.graphs import MIN_FREE_SHARE, CudaGraphs
-from hf_speculate.options.verdicts.verdict import CODE, device_key, verdict_path
-from hf_speculate.tools.doctor.verdict_file import write_verdict
 from tests.cases import assert_equal_ids, new_pair
 from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.gpu_rounds import on_gpu
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.support.tiny import make_model, ragged_prompts
-from tests.test_floors import ROOT
 
-CPU = torch.device("cpu")
 CONSTANT = {"num_assistant_tokens_schedule": "constant"}  # or times decide on lengths
-UNKNOWN = "off: run `hf-speculate doctor` once on this device"
+FAULT = "CUDA error: an illegal memory access was encountered"
 
 
 def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Any]:
@@ -38,57 +32,6 @@ def hookless_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     for module in (*target.modules(), *draft.modules()):
         module._forward_pre_hooks.clear()  # those of the tests
     return target, draft
-
-
-def of_another_owner(path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs a CUDA GPU")
-    os.chown(path, 12345, 12345)
-
-
-OTHER_VERSIONS = {"torch": "1.0"}
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "another owner": of_another_owner,
-    "others can write it": lambda path: path.chmod(0o620),
-    "a link": lambda path: path.symlink_to(path.rename(path.with_suffix(".moved"))),
-    "no JSON": lambda path: path.write_text("{"),
-    "another content": lambda path: path.write_text("[]"),
-}
-
-
-@pytest.mark.parametrize(
-    ("results", "found"),
-    [
-        ({"graphs: one row": "right", "kernels: greedy": "wrong"}, "target, draft"),
-        ({"graphs: one row": "right", "graphs: rows": "wrong"}, "off: `hf-speculate doctor` saw graphs give wrong"),
-        ({"graphs: one row": "crashed", "graphs: rows": "wrong"}, "off: `hf-speculate doctor` saw graphs crash"),
-        ({"kernels: greedy": "right"}, UNKNOWN),
-    ],
-)
-def test_graphs_run_where_all_of_them_were_right(backend: Any, results: dict[str, str], found: str) -> None:
-    write_verdict(device_key(CPU), results)
-    target, draft = hookless_pair()
-    inputs = ragged_prompts(2)
-    ids, stats = decode(target, inputs, assistant_model=draft)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
-    assert f"from graphs: {found}" in stats.plan
-    assert bool(backend.num_captures) == (found == "target, draft") == bool(stats.graphed)
-    assert stats.fallbacks == []
-
-
-@pytest.mark.parametrize("change", [*CHANGES, "other versions"])
-def test_a_verdict_that_cannot_be_trusted_or_is_of_other_versions_is_ignored(backend: Any, change: str) -> None:
-    key = device_key(CPU)
-    path = verdict_path(key)
-    if change in CHANGES:
-        CHANGES[change](path)
-    else:
-        path.unlink()
-        write_verdict(key | OTHER_VERSIONS, {"graphs: one row": "right"})
-    target, draft = hookless_pair()
-    stats = decode(target, ragged_prompts(1), assistant_model=draft, max_new_tokens=4)[1]
-    assert f"from graphs: {UNKNOWN}" in stats.plan
-    assert (stats.graphed, backend.num_captures) == ([], 0)
 
 
 def test_a_trial_ends_and_later_calls_replay_alone(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,18 +59,21 @@ def test_a_trial_ends_and_later_calls_replay_alone(backend: Any, monkeypatch: py
     ],
 )
 def test_graphs_that_are_wrong_or_slow_on_this_model_are_left(
-    backend: Any, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], reason: str, num_captures: int
+    backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, state: dict[str, Any], reason: str, num_captures: int
 ) -> None:
     for name, value in state.items():
         monkeypatch.setattr(RecordedGraphs, name, value)
     target, draft = hookless_pair()
     inputs = ragged_prompts(2)
-    for _ in range(2):
-        ids, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40)
-        assert_equal_ids(target.generate(**inputs, max_new_tokens=40), ids)
-        assert stats.graphed == []
-        assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
-        assert backend.num_captures == num_captures
+    with caplog.at_level(logging.WARNING, logger="hf_speculate"):
+        for _ in range(2):
+            ids, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40)
+            assert_equal_ids(target.generate(**inputs, max_new_tokens=40), ids)
+            assert stats.graphed == []
+            assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
+            assert backend.num_captures == num_captures
+    messages = [record.message for record in caplog.records]
+    assert 1 <= len(messages) == len(set(messages)) <= 2  # one of each model, once where they are alike
     RecordedGraphs.is_wrong = False
     stats = decode(target, inputs, assistant_model=draft, speculation_graphs="on")[1]  # compares and times nothing
     assert bool(stats.graphed) != ("is_wrong" in state)
@@ -163,29 +109,57 @@ def test_without_a_setting_every_config_decodes(backend: Any, family: str) -> No
     assert stats.num_drafted > 0
 
 
-def test_the_devices_that_need_no_doctor_are_those_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
-    seen = set()
-    for path in (ROOT / "benchmarks" / "results" / "first_light").glob("*/*.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        versions = content["environment"]["versions"]
-        families = (".".join(versions[name].split(".")[:2]) for name in ("torch", "triton"))
-        if any("graphs" in check["name"] and check["is_right"] for check in content["checks"]):
-            seen.add((capabilities[content["environment"]["device"]], *families))
-    assert set(graph_plan.RUN_ON) == seen
-    with FakeCuda():
-        for torch_version, is_known in (("2.11.1+cu130", True), ("2.12.0", False)):
-            versions = {"torch": torch_version, "triton": "3.6.0"}
-            monkeypatch.setattr(graph_plan, "package_version", versions.__getitem__)
-            assert graph_plan._was_run(DEVICE) is is_known
+@pytest.mark.fallback("eager forwards")
+@pytest.mark.parametrize(
+    ("error", "reason", "is_remembered"),
+    [
+        (RuntimeError(FAULT), f"cannot be replayed: {FAULT}", True),
+        (torch.OutOfMemoryError(), "whose graphs cannot be compared in the device's memory", False),
+    ],
+)
+def test_a_failed_replay_is_followed_by_eager_forwards(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, is_remembered: bool
+) -> None:
+    target, draft = hookless_pair()
+    inputs = ragged_prompts(2)
+    decode(target, inputs, assistant_model=draft)  # what fails later was right before
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.support.recorded_graphs.replay", raising(error))
+        ids, stats = decode(target, inputs, assistant_model=draft)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
+    assert stats.graphed == []
+    assert [reason in fallback for fallback in stats.fallbacks] == [True, True]
+    assert bool(decode(target, inputs, assistant_model=draft)[1].graphed) is not is_remembered
 
 
-def test_a_verdict_is_about_code_that_is_there_and_about_a_device() -> None:
-    assert [name for name in CODE if not (ROOT / "hf_speculate" / name).exists()] == []
+def raising(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_an_error_of_the_device_names_the_setting_and_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_model("llama")
+    hf_speculate.enable(target)
+    monkeypatch.setattr(target.lm_head, "forward", raising(RuntimeError(FAULT)))
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        decode(target, ragged_prompts(1), prompt_lookup_num_tokens=2)
+    assert 'speculation_graphs="off"' in caught.value.__notes__[-1]
+    assert "hf-speculate doctor" in caught.value.__notes__[-1]
+
+
+def test_graphs_run_on_a_cuda_device_without_a_setting() -> None:
+    target, draft = hookless_pair()
+    inputs = ragged_prompts(1)
+    plain = target.generate(**inputs, max_new_tokens=6)
     with FakeCuda():
-        key = device_key(torch.device("cuda"))
-    assert (key["name"], key["capability"], key["torch"]) == ("fake H200", "9.0", str(torch.__version__))
-    assert len(key["code"]) == 24 and key != device_key(CPU)
+        target.to("cuda:0"), draft.to("cuda:0")
+        options = {"num_assistant_tokens": 2, **CONSTANT, "max_new_tokens": 6}
+        ids, stats = decode(target, on_gpu(inputs), assistant_model=draft, **options)
+        assert_equal_ids(plain, ids.to("cpu"))
+    assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
+    assert "from graphs: target, draft" in stats.plan
 
 
 def test_memory_that_torch_holds_unused_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,6 @@ OPERATIONS: dict[str, Operation] = {
 }
 # That read the draft's logits.
 DENSE = ["rejection", "rejection with draft sums", "block", "block with draft sums"]
-DENSE = ["rejection", "rejection with draft sums", "block", "block with draft sums"]
 # What a row may hold in place of a distribution, and the status that names it.
 HOSTILE = {torch.nan: Status.NAN, -torch.inf: Status.ALL_MASKED, torch.inf: Status.POSITIVE_INF}
 
