@@ -18,7 +18,8 @@ ENV PATH=/opt/hf_speculate/bin:$PATH
 # hadolint ignore=DL3013
 RUN pip install --no-deps --index-url "${TORCH_INDEX_URL}" "${TORCH}"
 COPY constraints.txt .
-RUN grep -v '^torch==' constraints.txt > pins.txt
+# torch for CUDA requires one version of Triton.
+RUN grep --invert-match --extended-regexp '^(torch|triton)==' constraints.txt > pins.txt
 COPY setup.cfg setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md ./
 COPY hf_speculate hf_speculate
 RUN pip install --constraint pins.txt ".[${EXTRAS}]"

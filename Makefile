@@ -32,8 +32,18 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocess
 
 # A torch build that was asked for brings its own versions of what it needs: the pins are for ours.
 ifeq ($(origin TORCH),file)
-TORCH_PINS := -c constraints.txt
+TORCH_PINS = -c $(1)/constraints.txt
 endif
+
+# Installs torch into the environment $(1), with the options $(2) of pip, and leaves there the pins of what comes beside it.
+# torch for CUDA requires one version of Triton, so that ours holds beside torch for CPUs only.
+define install_torch
+(grep -v '^triton==' constraints.txt > $(1)/constraints.txt \
+  && $(1)/bin/python -m pip install $(2) $(TORCH) $(TORCH_PINS) \
+  && has_pin=$$($(1)/bin/python -c "from importlib.metadata import requires as r; print('triton==' in str(r('torch')))") \
+  && if [ $$has_pin = True ]; then names="torch|triton"; else names=torch; fi \
+  && grep -vE "^($$names)==" constraints.txt > $(1)/constraints.txt)
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench gpu-check distributions release-pythons wheel-check release-check clean
@@ -82,8 +92,7 @@ install: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install $(TORCH) $(TORCH_PINS)
-	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(call install_torch,$(VENV))
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt setuptools
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-build-isolation -e ".[demo]"
 	@touch $@
@@ -133,8 +142,8 @@ test-plain: $(DEV_STAMP)
 	@echo "make test-plain: commands and code of the pages after pip install . alone, about 5 minutes on two cores"
 	rm -rf $(PLAIN) build/lib
 	"$(PYTHON)" -m venv $(PLAIN)
-	$(PLAIN)/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS)
-	$(PLAIN)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt .
+	$(call install_torch,$(PLAIN),--quiet)
+	$(PLAIN)/bin/python -m pip install --quiet -c $(PLAIN)/constraints.txt .
 	$(PYTEST) --environment $(PLAIN) $(PYTEST_ARGS) tests/plain_environment.py
 
 # The same environment, with a few packages in front of its own.
@@ -226,13 +235,12 @@ wheel-check: release-pythons
 	@ls dist/*.whl > /dev/null 2>&1 || { echo "there is no wheel in dist; run make distributions first"; exit 1; }
 	rm -rf $(RELEASE)/clone
 	mkdir -p $(RELEASE)/clone && ln -s ../../examples ../../tests $(RELEASE)/clone/
-	@grep -v '^torch==' constraints.txt > $(RELEASE)/constraints.txt
 	@set -e; for python in $(RELEASE_PYTHONS); do \
 	  rm -rf $(RELEASE)/env; \
 	  "$$python" -m venv $(RELEASE)/env; \
 	  echo "== the wheel with $$($(RELEASE)/env/bin/python --version)"; \
-	  $(RELEASE)/env/bin/python -m pip install --quiet $(TORCH) $(TORCH_PINS); \
-	  $(RELEASE)/env/bin/python -m pip install --quiet -c $(RELEASE)/constraints.txt dist/*.whl; \
+	  $(call install_torch,$(RELEASE)/env,--quiet); \
+	  $(RELEASE)/env/bin/python -m pip install --quiet -c $(RELEASE)/env/constraints.txt dist/*.whl; \
 	  $(RELEASE)/env/bin/python -I tests/installed_wheel.py; \
 	  (cd $(RELEASE)/clone && HF_HUB_OFFLINE=1 ../env/bin/python -m tests.page_code README.md); \
 	  $(RELEASE)/env/bin/hf-speculate check examples/pair/target --draft examples/pair/draft; \
