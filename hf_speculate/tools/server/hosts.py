@@ -9,16 +9,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hf_speculate.tools.server.errors import RequestError, error_body
 
+_OPEN = {"0.0.0.0", "::"}
+
 
 class HostCheck:
     """ASGI application that hands on requests to `localhost`, to an IP address and to the `names`.
 
-    It hands on all requests if the names have "*", or 0.0.0.0 or ::, the addresses of a server that is open to all.
+    It hands on all requests if the names have "*", or none but 0.0.0.0 or ::, the addresses of a server
+    that is open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]):
-        self.app, self.names = app, {"localhost", *(name.lower().rstrip(".") for name in names)}
-        self._allows_all = not self.names.isdisjoint(("*", "0.0.0.0", "::"))
+        given = {name.lower().rstrip(".") for name in names}
+        self.app, self.names = app, {"localhost", *given}
+        self._allows_all = "*" in given or (bool(given) and given <= _OPEN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_allowed(host := Headers(scope=scope).get("host", "")):

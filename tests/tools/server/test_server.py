@@ -18,6 +18,7 @@ from transformers import StopStringCriteria
 import hf_speculate
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.hosts import HostCheck
 from hf_speculate.tools.server.text_stream import TextStream
 from tests.support.tiny import MAX_LEN, make_model
 from tests.support.tiny_tokenizers import byte_level_tokenizer, metaspace_tokenizer
@@ -187,6 +188,14 @@ def test_bodies_and_headers_that_cannot_be_read_are_refused(client):
         assert words in error["message"]
     for host in ("localhost", "127.0.0.1:80", "[::1]:80", "name.example"):
         assert client.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_named_hosts_keep_the_check_of_an_open_server() -> None:
+    app: Any = None
+    assert HostCheck(app, ("0.0.0.0",))._is_allowed("evil.example")
+    named = HostCheck(app, ("0.0.0.0", "localhost"))
+    assert not named._is_allowed("evil.example")
+    assert named._is_allowed("10.0.0.2:8000")
 
 
 def test_a_text_far_beyond_the_context_is_refused_unread(client, engine, monkeypatch):
