@@ -159,7 +159,7 @@ def find_source(
         ConfigError: a `DraftState` comes without a draft model.
         UnsupportedGenerationError: the call names several sources.
     """
-    first = next((name for name in sources if _is_set(values.get(name))), "")
+    first = next((name for name in sources if is_set(values.get(name))), "")
     source = make_source(first, target, values, sources) if first else None
     config = read_settings(None if source is None else source.generation_config)
     values = source_values(values, config)
@@ -180,7 +180,7 @@ def source_key(values: Mapping[str, Any], sources: Mapping[str, str] = SOURCES) 
         raise ConfigError(
             "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
         )
-    names = [name for name in sources if _is_set(values.get(name))]
+    names = [name for name in sources if is_set(values.get(name))]
     key = " and ".join(names)
     if len(names) > 1 and key not in sources:
         surplus = "one of them" if len(names) == 2 else "all but one"
@@ -214,5 +214,6 @@ def qualified_name(factory: object) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _is_set(value: Any) -> bool:
+def is_set(value: Any) -> bool:
+    """Return whether an argument names a draft source; False switches one off."""
     return value is not None and value is not False

@@ -7,14 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_speculate.draft.source import is_set
 from hf_speculate.errors import warn_user
 from hf_speculate.models.text_decoder import unwrapped
 
+# fields that are of use to one draft source alone
+_COMPANIONS = ("draft_state", "suffix_store")
 SAVED_ASSISTANT = "speculation_assistant"  # key of a generation config that names a draft
 TOKENIZERS = ("tokenizer", "assistant_tokenizer")
 _ATTRIBUTE = "_hf_speculate_defaults"  # of an enabled model; no module, parameter or buffer
 
 _plain_models: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hf_speculate_plain_models", default=())
+_is_nested: ContextVar[bool] = ContextVar("hf_speculate_is_nested", default=False)
 
 
 class Defaults:
@@ -37,12 +41,10 @@ class Defaults:
             call: arguments of the call by name; None counts as left out.
             sources: arguments that name a draft source.
         """
-        names_source = any(_is_set(call, name) for name in sources)
-        return {
-            name: value
-            for name, value in self.values.items()
-            if not (_is_set(call, name) or (names_source and name in sources))
-        }
+        values = dict(self.values)
+        if any(is_set(value_in(call, name)) for name in sources):
+            values = {name: value for name, value in values.items() if name not in {*sources, *_COMPANIONS}}
+        return {name: value for name, value in values.items() if value_in(call, name) is None}
 
     def warn_once(self, text: str) -> None:
         """Warn the user, unless these defaults have brought the same warning before."""
@@ -75,9 +77,10 @@ def remove_defaults(model: PreTrainedModel) -> None:
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """Decode plainly in this context: `model.generate()` leaves out whatever drafts, whoever named it.
+    """Decode plainly in this context: calls of `model.generate()` leave out all draft sources and fields.
 
-    It counts for the current thread or task alone. `generate()` of other models drafts as before.
+    Other threads and tasks, and `generate()` of other models, draft as before. A generator that is
+    suspended inside of the context keeps it on for its caller.
 
     Args:
         model: an enabled model, or the PEFT model around one.
@@ -94,6 +97,23 @@ def decodes_plainly(model: PreTrainedModel) -> bool:
     return any(model is other for other in _plain_models.get())
 
 
-def _is_set(call: Mapping[str, Any], name: str) -> bool:
-    """Return whether a call sets an argument, by keyword or in the generation config that it passes."""
-    return call.get(name) is not None or getattr(call.get("generation_config"), name, None) is not None
+@contextmanager
+def nested_calls(model: PreTrainedModel) -> Iterator[None]:
+    """Decode plainly and without statistics: for calls of `generate()` that a call of it makes itself."""
+    token = _is_nested.set(True)
+    try:
+        with plain(model):
+            yield
+    finally:
+        _is_nested.reset(token)
+
+
+def is_nested() -> bool:
+    """Return whether the current context is one of `nested_calls`."""
+    return _is_nested.get()
+
+
+def value_in(call: Mapping[str, Any], name: str) -> Any:
+    """Return an argument of a call, by keyword or from the generation config that it passes; None if it has neither."""
+    value = call.get(name)
+    return getattr(call.get("generation_config"), name, None) if value is None else value

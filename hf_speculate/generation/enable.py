@@ -1,7 +1,7 @@
 """Enables and disables speculative `generate()` for one model object."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,7 +9,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.compat import check_private_names, version_note
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.source import SOURCES, find_source
+from hf_speculate.draft.named import NamedDrafts
+from hf_speculate.draft.source import SOURCES, find_source, is_set
 from hf_speculate.errors import ConfigError, UnsupportedModelError, nearest_name, warn_user
 from hf_speculate.generation.config_sources import fields_of, read_config
 from hf_speculate.generation.defaults import SAVED_ASSISTANT, TOKENIZERS, Defaults, remove_defaults, set_defaults
@@ -58,11 +59,7 @@ def enable(model: ModelT, assistant_model: Any = None, **defaults: Any) -> Model
     """
     base = _base_model(model)
     check_private_names(base)
-    values = {"assistant_model": assistant_model, **defaults}
-    values = {name: value for name, value in values.items() if value is not None}
-    saved = getattr(base.generation_config, SAVED_ASSISTANT, None)
-    if saved is not None and not values and not Defaults.of(base).values:
-        values = {"assistant_model": saved}
+    values = _given_defaults(base, {"assistant_model": assistant_model, **defaults})
     if values:
         _check_defaults(base, values)
     if not is_enabled(base):
@@ -117,6 +114,24 @@ def _base_model(model: object) -> PreTrainedModel:
     return base
 
 
+def _given_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `enable` is given, and the draft that is saved with the model if that names no source."""
+    sources = getattr(model, "draft_sources", SOURCES)
+    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in given.items() if is_set(value) or name not in sources}
+    saved = getattr(model.generation_config, SAVED_ASSISTANT, None)
+    if saved is None or not sources.keys().isdisjoint(given) or (not given and Defaults.of(model).values):
+        return given
+    try:
+        NamedDrafts.of(model).get(saved, model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{SAVED_ASSISTANT} in the generation config must name a draft, got {saved!r}, which does not load: "
+            f"{error}; set model.generation_config.{SAVED_ASSISTANT} to None to enable without it"
+        ) from error
+    return {**given, "assistant_model": saved}
+
+
 def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
     """Check what `enable` is given as the first call would, so that no later one fails."""
     sources = getattr(model, "draft_sources", SOURCES)
@@ -125,6 +140,17 @@ def _check_defaults(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
         nearest = nearest_name(name, names)
         hint = f"did you mean {nearest}?" if nearest else f"they are {', '.join(sorted(names))}"
         raise ConfigError(f"arguments of enable() must be about drafts, got {name}; {hint}")
+    for name in ("num_assistant_tokens", "seed"):
+        if isinstance(values.get(name), Sequence):
+            raise ConfigError(
+                f"{name} must be one number in enable(), whose calls have any number of rows, got a list; "
+                "pass it to generate()"
+            )
+    if values.get("verifier") == "greedy":
+        raise ConfigError(
+            "verifier must be a sampling one in enable(), got 'greedy', which is the default without do_sample; "
+            "leave it out"
+        )
     fields = {name: value for name, value in values.items() if name in FIELD_NAMES}
     others = {name: value for name, value in values.items() if name not in FIELD_NAMES}
     weaker = fields_of(model.generation_config)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import comes_from_model_config
@@ -27,10 +26,11 @@ from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_in, fields_of, setting
 from hf_speculate.generation.decode import SpeculativeDecoding
-from hf_speculate.generation.defaults import Defaults, decodes_plainly
+from hf_speculate.generation.defaults import Defaults, decodes_plainly, nested_calls
 from hf_speculate.generation.mistyped import name_mistyped
 from hf_speculate.generation.request import (
     RefusedDefaultError,
+    Undrafted,
     bind,
     decode_without_source,
     find_source_of,
@@ -82,7 +82,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
         tokenizer = _healing_tokenizer.get() if tokenizer is None else tokenizer
-        with _provide_tokenizer(None):  # heal_tokens calls `generate` itself
+        model: Any = self
+        with _provide_tokenizer(None), nested_calls(model):  # heal_tokens calls `generate` itself
             return super().heal_tokens(input_ids, tokenizer)
 
 
@@ -155,16 +156,15 @@ def _generate(
     decoding = None
     try:
         request = read_request(model, plain, args, kwargs, saved, clock)
-        if request is None:
-            return plain(*args, **kwargs)
+        if isinstance(request, Undrafted):
+            plain_output = plain(*args, **kwargs)
+            request.report(request.stats)
+            return plain_output
         decoding = SpeculativeDecoding(request, clock)
         output = _decode(model, decoding)
     except RefusedDefaultError as refused:
         Defaults.of(model).warn_once(f"a call decodes plainly: {refused}")
-        streamer = kwargs.get("streamer")
-        if streamer is not None and decoding is not None:
-            kwargs["streamer"] = WithoutPrompt(streamer)
-        return decode_without_source(model, plain, args, kwargs)
+        return decode_without_source(model, plain, args, kwargs, str(refused), has_prompt=decoding is not None)
     request.source.after_call(model, request.stats)
     request.report(request.stats)
     if LOGGER.isEnabledFor(logging.INFO):
@@ -172,21 +172,6 @@ def _generate(
     if isinstance(output, ModelOutput):
         output.speculation = request.stats
     return output
-
-
-class WithoutPrompt(BaseStreamer):
-    """Hands tokens on to a streamer that has the prompt already."""
-
-    def __init__(self, streamer: BaseStreamer):
-        self._streamer, self._is_prompt = streamer, True
-
-    def put(self, value: Tensor) -> None:
-        if not self._is_prompt:
-            self._streamer.put(value)
-        self._is_prompt = False
-
-    def end(self) -> None:
-        self._streamer.end()
 
 
 def _started_clock() -> StageClock:

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
-from hf_speculate.draft.source import SOURCES, DraftSource, find_source
+from hf_speculate.draft.source import SOURCES, DraftSource, find_source, is_set
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
-from hf_speculate.generation.defaults import Defaults
+from hf_speculate.generation.defaults import Defaults, is_nested, value_in
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.models.language_model import cache_name
@@ -95,8 +96,8 @@ def read_request(
     kwargs: dict[str, Any],
     saved: Mapping[str, Any],
     clock: StageClock,
-) -> Request | None:
-    """Read a call; None if transformers decodes it.
+) -> "Request | Undrafted":
+    """Read a call.
 
     Args:
         model: the target.
@@ -105,41 +106,105 @@ def read_request(
         kwargs: keyword arguments of the call; ours are taken out if transformers decodes the call.
         saved: fields of a file, weaker than those of the call.
         clock: times the preparation.
+
+    Returns:
+        The request, or its statistics if transformers decodes it.
     """
     call, positional_names = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
-        return None  # the repository's function comes back through `generate`
+        return Undrafted.of(SpeculationConfig())  # the repository's function comes back through `generate`
     found = find_source_of(model, plain, call, saved)
     if found.source is not None:
         with refusals(found.is_default):
             check_row_lists(model, plain, call, found.config)
             return speculative_request(model, plain, call, found, clock, positional_names)
     check_verifier(found.config.resolve(do_sample=False))
-    report_plain(found.config)
     for name in _OUR_FIELDS & kwargs.keys():
         del kwargs[name]
-    return None
+    add_tokenizer(model, call, kwargs)
+    return Undrafted.of(found.config)
 
 
 def decode_without_source(
-    model: PreTrainedModel, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    plain: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refusal: str = "",
+    has_prompt: bool = False,
 ) -> GenerateOutput | Tensor:
-    """Decode a call as transformers does without a draft source, whoever named one."""
+    """Decode a call as transformers does without a draft source, whoever names one.
+
+    Args:
+        model: the target.
+        plain: the model's own `generate`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        refusal: why what `enable` was given cannot be used, for the statistics.
+        has_prompt: whether the call's streamer has the prompt already.
+    """
     call, positional_names = bind(plain, args, kwargs)
     sources = getattr(model, "draft_sources", SOURCES)
-    report_plain(read_config([{name: call.pop(name) for name in _OUR_FIELDS if name in call}]))
+    config = find_config(model, call)
+    add_tokenizer(model, call, call)
+    for name in _OUR_FIELDS & call.keys():
+        del call[name]
     call.pop("assistant_tokenizer", None)
     take_over_all(model, call, source_arguments(model, call, sources))
     hide_settings(model, call, sources)
+    if has_prompt and call.get("streamer") is not None:
+        call["streamer"] = WithoutPrompt(call["streamer"])
+    undrafted = Undrafted.of(config, refusal)
     output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
+    undrafted.report(undrafted.stats)
     return output
 
 
-def report_plain(config: SpeculationConfig) -> None:
-    """Tell the statistics of a call that nothing drafts in it."""
-    stats, report = stats_of(config)
-    stats.has_draft_source = False
-    report(stats)
+def find_config(model: PreTrainedModel, call: Mapping[str, Any]) -> SpeculationConfig:
+    """Return the settings of a call that no source drafts for: its statistics alone count."""
+    if is_nested():
+        return SpeculationConfig()
+    given = value_in(call, "speculation_stats")
+    given = Defaults.of(model).values.get("speculation_stats") if given is None else given
+    return SpeculationConfig(speculation_stats=given)
+
+
+def add_tokenizer(model: PreTrainedModel, call: Mapping[str, Any], arguments: dict[str, Any]) -> None:
+    """Add the tokenizer that `enable` was given to the arguments of a call without one; stop strings need it."""
+    tokenizer = Defaults.of(model).values.get("tokenizer")
+    if tokenizer is not None and call.get("tokenizer") is None:
+        arguments["tokenizer"] = tokenizer
+
+
+class WithoutPrompt(BaseStreamer):
+    """Hands tokens on to a streamer that has the prompt already."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer, self._is_prompt = streamer, True
+
+    def put(self, value: Tensor) -> None:
+        if not self._is_prompt:
+            self._streamer.put(value)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
+class Undrafted(NamedTuple):
+    """The statistics of a call that transformers decodes, and what gets them when it has ended."""
+
+    stats: SpeculationStats
+    report: Callable[[SpeculationStats], object]
+
+    @classmethod
+    def of(cls, config: SpeculationConfig, refusal: str = "") -> "Undrafted":
+        """Return empty statistics, with the reason if a source was refused."""
+        undrafted = cls(*stats_of(config))
+        undrafted.stats.has_draft_source = False
+        if refusal:
+            undrafted.stats.add_fallback(f"plain decoding: {refusal}")
+        return undrafted
 
 
 def stats_of(config: SpeculationConfig) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
@@ -169,9 +234,10 @@ def find_source_of(
     keywords = {name: value for name, value in keywords.items() if value is not None or name not in fields}
     passed, own = fields_of(call.get("generation_config")), fields_of(model.generation_config)
     stronger = [keywords, passed, fields, saved, own]
-    is_default = not sources.keys().isdisjoint({**fields, **defaults})
-    if is_default:
-        call.update(defaults)
+    is_default = any(name in sources and is_set(value) for name, value in {**fields, **defaults}.items())
+    if not is_default:
+        defaults.pop("assistant_tokenizer", None)
+    call.update(defaults)
     values = source_arguments(model, call, sources)
     source, config = find_source(model, values, lambda weakest: read_config([*stronger, fields_of(weakest)]), sources)
     if source is not None:

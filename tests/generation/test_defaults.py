@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer, p
 import hf_speculate
 from hf_speculate import ConfigError, SpeculationStats, UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import assert_equal_ids
+from tests.compatibility_rows import CHARACTERS
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_tokenizers import letters_tokenizer
 
@@ -52,10 +53,10 @@ def test_an_object_for_statistics_holds_the_newest_call(models):
     target.generate(**ragged_prompts(2), **N)
     assert stats.num_rounds > 0
     target.generate(**ragged_prompts(2), **N, speculation_stats=SpeculationStats())
-    first = stats.num_rounds
+    assert stats.num_rounds > 0
     with hf_speculate.plain(target):
         target.generate(**ragged_prompts(2), **N)
-    assert stats.num_rounds == first
+    assert (stats.num_rounds, stats.has_draft_source) == (0, False)
 
 
 def described(model):
@@ -113,6 +114,61 @@ def test_a_source_of_the_call_replaces_those_of_enable(models):
         assert stats.num_drafted > 0
 
 
+def test_what_belongs_to_a_replaced_source_goes_with_it(models):
+    target, draft = models
+    hf_speculate.enable(target, draft, draft_state=hf_speculate.DraftState(), use_mtp=False, **K)
+    assert drafted(target, prompt_lookup_num_tokens=3)[0] >= 0
+    assert drafted(target, use_mtp=False)[0] > 0
+    hf_speculate.enable(target, prompt_lookup_num_tokens=3, suffix_store=hf_speculate.SuffixStore(), **K)
+    assert drafted(target, assistant_model=draft)[0] > 0
+
+
+@pytest.mark.fallback("plain decoding: ")
+@pytest.mark.filterwarnings("ignore:a call decodes plainly")
+def test_stop_strings_and_healing_find_the_tokenizer_of_enable(models):
+    target, draft = models
+    tokenizer = letters_tokenizer(
+        [*CHARACTERS], bos_token=CHARACTERS[1], eos_token=CHARACTERS[-1], pad_token=CHARACTERS[0]
+    )
+    calls = []
+    tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
+    hf_speculate.enable(target, draft, **tokenizers, **K, speculation_stats=calls.append)
+    stop = tokenizer.decode(drafted(target)[1][0, 14])
+    expected = target.generate(**ragged_prompts(2), **N, stop_strings=[stop])
+    options = {"stop_strings": [stop]}
+    with hf_speculate.plain(target):
+        assert_equal_ids(expected, target.generate(**ragged_prompts(2), **N, **options))
+    assert_equal_ids(expected, target.generate(**ragged_prompts(2), **N, **options, use_cache=False))
+    assert_equal_ids(expected, target.generate(**ragged_prompts(2), **N, **options, prompt_lookup_num_tokens=3))
+    calls.clear()
+    target.generate(**ragged_prompts(1), **N, token_healing=True)
+    assert len(calls) == 1
+
+
+def test_a_function_gets_statistics_when_a_plain_call_has_ended(models):
+    target, _ = models
+    events = []
+    hf_speculate.enable(target, speculation_stats=lambda stats: events.append("stats"))
+    target.generate(**ragged_prompts(1), **N, streamer=Events(events))
+    assert events[-2:] == ["end", "stats"]
+    with pytest.raises(ValueError):
+        target.generate(**ragged_prompts(1), max_new_tokens=-1)
+    assert events.count("stats") == 1
+
+
+class Events(TextStreamer):
+    """Notes when a text ends."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def put(self, value):
+        self.events.append("put")
+
+    def end(self):
+        self.events.append("end")
+
+
 def test_plain_decodes_without_any_source(models):
     target, draft = models
     target.generation_config.prompt_lookup_num_tokens = 4
@@ -147,23 +203,27 @@ class Pieces(TextStreamer):
         self.pieces.append("end")
 
 
+@pytest.mark.fallback("plain decoding: ")
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}, {"is_late": True}])
 def test_a_call_that_cannot_be_assisted_decodes_plainly_with_one_warning(models, options, monkeypatch):
     target, draft = models
     inputs = ragged_prompts(1)
     if options.pop("is_late", None):  # refused after transformers has given the streamer its prompt
         monkeypatch.setattr("hf_speculate.generation.inputs.check_prepared", refuse)
-    streamers = {} if "num_beams" in options else {"streamer": Pieces()}
-    with hf_speculate.plain(target):
-        plain = target.generate(**inputs, **N, **options, **streamers)
-    hf_speculate.enable(target, assistant_model=draft, **K)
-    again = {} if not streamers else {"streamer": Pieces()}
+    before, after = (None, None) if "num_beams" in options else (Pieces(), Pieces())
+    places = (inputs["input_ids"], GenerationConfig(pad_token_id=0, **N), *[None] * 5)
+    mask = {"attention_mask": inputs["attention_mask"]}
+    plain = target.generate(*places, before, **mask, **options)
+    calls = []
+    hf_speculate.enable(target, assistant_model=draft, **K, speculation_stats=calls.append)
     with pytest.warns(UserWarning, match="a call decodes plainly: ") as caught:
         for _ in range(2):
-            assert_equal_ids(plain, target.generate(**inputs, **N, **options, **again))
+            assert_equal_ids(plain, target.generate(*places, after, **mask, **options))
     assert len([each for each in caught if "decodes plainly" in str(each.message)]) == 1
-    if streamers:
-        assert again["streamer"].pieces == 2 * streamers["streamer"].pieces
+    if before is not None:
+        assert after.pieces == 2 * before.pieces
+    assert [call.has_draft_source for call in calls] == [False, False]
+    assert all(call.fallbacks[0].startswith("plain decoding: ") for call in calls)
     with pytest.raises(UnsupportedGenerationError):
         target.generate(**inputs, **N, **options, assistant_model=draft)
 
@@ -208,6 +268,8 @@ def test_a_peft_model_drafts_with_what_its_base_was_given(models):
         ({"verifier": "tipical"}, ConfigError, "tipical"),
         ({"drafter": dict, "assistant_early_exit": 1}, UnsupportedGenerationError, "pass one draft source"),
         ({"max_new_tokens": 3}, ConfigError, "arguments of enable"),
+        ({"prompt_lookup_num_tokens": 3, "seed": [1, 2]}, ConfigError, "seed must be one number in enable"),
+        ({"prompt_lookup_num_tokens": 3, "verifier": "greedy"}, ConfigError, "got 'greedy', which is the default"),
         ({"assistant_model": "no/such folder"}, ConfigError, "which does not load"),
     ],
 )
@@ -244,6 +306,16 @@ def test_settings_are_saved_beside_the_model(models, tmp_path):
     stats = SpeculationStats()
     loaded.generate(**ragged_prompts(2), **N, speculation_stats=stats)
     assert (stats.verifier, stats.num_drafted > 0) == ("typical", True)
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        hf_speculate.enable(loaded, num_assistant_tokens=2, **options)
+        stats = SpeculationStats()
+        loaded.generate(**ragged_prompts(2), **N, speculation_stats=stats)
+        assert ("lookup" in stats.plan) == bool(options)
+    hf_speculate.save_settings(loaded, tmp_path / "other")
+    assert "speculation_assistant" not in (tmp_path / "other" / "generation_config.json").read_text()
+    loaded.generation_config.speculation_assistant = "no/such"
+    with pytest.raises(ConfigError, match="got 'no/such', which does not load"):
+        hf_speculate.enable(loaded, verifier="block")
     with pytest.raises(ConfigError, match="draft or fields to save, got none"):
         hf_speculate.save_settings(hf_speculate.disable(target), tmp_path / "nothing")
     hf_speculate.enable(target, drafter=lambda setup: None)

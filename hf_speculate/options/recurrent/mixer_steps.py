@@ -4,7 +4,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,15 +66,14 @@ def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) ->
 
 @contextmanager
 def loaded_weights(module: nn.Module) -> Iterator[None]:
-    """Load the weights of a module that accelerate keeps on another device or on disk, those of its parts too."""
-    hooks = [(part, part._hf_hook) for part in module.modules() if _is_offloaded(part)]
-    for part, hook in hooks:
-        hook.pre_forward(part)  # type: ignore[operator, union-attr]
-    try:
+    """Load the weights of a module and its parts that accelerate keeps on another device or on disk."""
+    with ExitStack() as loaded:
+        for part in module.modules():
+            if _is_offloaded(part):
+                hook: Any = part._hf_hook
+                loaded.callback(hook.post_forward, part, None)  # also after loading has failed half way
+                hook.pre_forward(part)
         yield
-    finally:
-        for part, hook in hooks:
-            hook.post_forward(part, None)  # type: ignore[operator, union-attr]
 
 
 def _is_offloaded(module: nn.Module) -> bool:
@@ -252,34 +251,39 @@ class SteppedMixer:
             return None
         if not forward.states:
             output = _joined(self._step_through_rest(forward, output))
-        replay = None if self.states.keeps else lambda number, before: self._step(forward, number, before)[1]
+        replay = None if self.states.keeps else partial(self._replay, forward)
         self.states.histories[self.mixer.layer_index].records.append(ModuleStates(forward.states, replay))
         return output
 
     def _step_through_rest(self, forward: _Forward, first: Any) -> list[Any]:
         """Inputs of the output projection, or outputs of the mixer, by token; the states are recorded."""
         outputs, states = [first], self._after(forward, 0, forward.before)
-        for number in range(1, len(forward.tokens)):
-            forward.states.append(states if self.states.keeps else {})
-            output, states = self._step(forward, number, states)
-            outputs.append(output)
+        with loaded_weights(self._copy):  # without its projections, which have read all tokens
+            for number in range(1, len(forward.tokens)):
+                forward.states.append(states if self.states.keeps else {})
+                output, states = self._step(forward, number, states)
+                outputs.append(output)
         forward.states.append(states)
         return outputs
+
+    def _replay(self, forward: _Forward, number: int, before: States) -> States:
+        """Return the states after a token once more, from those before it."""
+        with loaded_weights(self._copy):
+            return self._step(forward, number, before)[1]
 
     def _step(self, forward: _Forward, number: int, before: States) -> tuple[Any, States]:
         """The copy's output for a token, and the states after it, from those before it."""
         self._load(forward.layer, before)
         self._token_outputs.update({name: by_token[number] for name, by_token in forward.outputs.items()})
         arguments = {self.mixer.hidden_name: forward.tokens[number], **forward.arguments}
-        with loaded_weights(self.mixer.module):
-            output = type(self.mixer.module).forward(self._copy, **arguments)
+        output = type(self.mixer.module).forward(self._copy, **arguments)
         return output, self._after(forward, number, before)
 
     def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
         """The input of the first input projection for all tokens."""
         self._token_outputs.clear()
         try:
-            with loaded_weights(self.mixer.module):
+            with loaded_weights(self._copy):
                 type(self.mixer.module).forward(self._copy, **arguments)
         except _StopForward as reached:
             return reached.args[0]  # type: ignore[no-any-return]

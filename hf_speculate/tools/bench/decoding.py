@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.generation.config_sources import fields_of
+from hf_speculate.generation.enable import disable
 from hf_speculate.generation.generate import generate
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.refill.row_prompts import left_padded
@@ -203,7 +204,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights, not enabled, without speculative fields in the generation config: plain decoding reads them."""
-    view = copy.copy(model)
+    view = disable(copy.copy(model))
     view.generation_config = copy.deepcopy(model.generation_config)
     vars(view.generation_config).update(dict.fromkeys(fields_of(view.generation_config)))
     return view

@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_speculate.errors import ConfigError, counted
 from hf_speculate.field_checks import real
+from hf_speculate.generation.defaults import plain as without_drafts
 from hf_speculate.models.recurrent_layers import reads_prompts_in_chunks
 from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
@@ -89,7 +90,8 @@ class TextCheck:
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
         recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
         options = self._options | {"max_new_tokens": num_steps, "logits_processor": LogitsProcessorList([recorder])}
-        self._target.generate(**run.batch.inputs, **options)  # type: ignore[operator]
+        with without_drafts(self._target):
+            self._target.generate(**run.batch.inputs, **options)  # type: ignore[operator]
         return recorder.gaps
 
 

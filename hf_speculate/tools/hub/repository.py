@@ -156,6 +156,11 @@ def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
 
 def _name_of(assistant: Any) -> str:
     """Return the absolute folder or the Hub id that a draft was loaded from."""
+    if getattr(assistant, "peft_config", None) or getattr(assistant, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "assistant_model must be a model without adapters to be saved, got one with; merge them, save the "
+            "merged model, and pass its folder or Hub id to enable()"
+        )
     name = assistant if isinstance(assistant, str | Path) else getattr(assistant, "name_or_path", "")
     if not name:
         raise ConfigError(
@@ -168,7 +173,7 @@ def _name_of(assistant: Any) -> str:
 def _write_settings(model: PreTrainedModel | None, saved: Mapping[str, Any], folder: Path) -> None:
     """Write a new generation config, because one derived from a model config loses unknown fields when it is loaded."""
     settings = {} if model is None else model.generation_config.to_diff_dict()
-    left_out = ("_from_model_config", "transformers_version")
+    left_out = ("_from_model_config", "transformers_version", SAVED_ASSISTANT)
     kept = {name: value for name, value in settings.items() if name not in left_out}
     GenerationConfig(**{**kept, **saved}).save_pretrained(folder)
 

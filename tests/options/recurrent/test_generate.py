@@ -1,12 +1,14 @@
 """Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -182,6 +184,27 @@ def test_layers_on_disk(family, part, keeps, tmp_path, monkeypatch):
     assert_equal_ids(plain, target.generate(**options, **drafts))
     assert 0 < stats.num_accepted < stats.num_drafted
     assert any(weight.is_meta for weight in models[part].parameters())
+
+
+def test_a_round_loads_the_projections_of_a_mixer_once(tmp_path, monkeypatch):
+    make_model("mamba2").float().save_pretrained(tmp_path / "model")
+    placement = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "rest", "dtype": torch.float32}
+    target = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "model", **placement))
+    names = {module: name.rpartition(".")[2] for name, module in target.named_modules()}
+    options = {**ragged_prompts(1, seed=1), "max_new_tokens": 12, "prompt_lookup_num_tokens": 4}
+    stats = hf_speculate.SpeculationStats()
+    drafts = {"num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
+    target.generate(**options, **drafts)  # probes the mixers
+    loads, load = Counter(), AlignDevicesHook.pre_forward
+    monkeypatch.setattr(
+        AlignDevicesHook,
+        "pre_forward",
+        lambda hook, module, *args, **kwargs: loads.update([names.get(module)]) or load(hook, module, *args, **kwargs),
+    )
+    target.generate(**options, **drafts)
+    assert stats.num_drafted > 0
+    num_layers, num_forwards = target.config.num_hidden_layers, 1 + stats.num_target_forwards
+    assert (loads["in_proj"], loads["out_proj"]) == (num_layers * num_forwards,) * 2
 
 
 def test_what_cannot_be_rolled_back_is_refused_by_name():

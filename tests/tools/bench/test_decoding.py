@@ -44,9 +44,9 @@ def test_greedy_methods_write_the_same_text_whatever_the_configs_set(method, ena
     ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
     for config in (model.generation_config, draft.generation_config) if enabled else ():
         vars(config).update(ours, prompt_lookup_num_tokens=4)
-    decoder = Decoder(model, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW, **options})
     if enabled:
-        enable(model)
+        enable(model, draft, num_assistant_tokens=7)
+    decoder = Decoder(model, {"assistant_model": draft}, {"max_new_tokens": NUM_NEW, **options})
     model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))  # before the first token alone
     model.register_forward_hook(lambda module, args, output: lens.append(output.logits.shape[1]))
     decoded = decoder(method, batch, 0)
