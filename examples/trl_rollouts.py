@@ -83,8 +83,12 @@ def run(
     """Draw rollouts; return the target after them, and its tokens per forward in each epoch."""
     model = AutoModelForCausalLM.from_pretrained(PAIR / "target")
     calls: list[hf_speculate.SpeculationStats] = []
-    drafting = {"prompt_lookup_num_tokens": 10, "suffix_store": store}
-    hf_speculate.enable(model, **drafting, speculation_stats=calls.append)
+    hf_speculate.enable(
+        model,
+        prompt_lookup_num_tokens=10,
+        suffix_store=store,
+        speculation_stats=calls.append,
+    )
     rollouts(model, tokenizer)
     return model.eval(), tokens_per_forward(calls)
 

@@ -83,7 +83,7 @@ def test_smolagents(names: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(PAIR / "target", tmp_path / "target")
     (tmp_path / "target" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     run_block("smolagents", names, str(tmp_path / "target"))
-    llm, messages = names["llm"], [{"role": "user", "content": "a stack"}]
+    llm, messages = names["llm"], [names["question"]]
 
     def decode() -> tuple[str, str]:
         parts = llm.generate_stream(messages, stop_sequences=["return"])
