@@ -54,11 +54,12 @@ def test_prompts_and_chats_draft_with_what_enable_was_given():
     tokenizer = letters_tokenizer(CHARACTERS, pad_token="a")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     write = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    asked, options = (PROMPTS, [{"role": "user", "content": "bcd"}]), {"max_new_tokens": 12}
-    expected = [write(inputs, batch_size=4, **options) for inputs in asked]
+    asked = PROMPTS, [{"role": "user", "content": "bcd"}]
+    options = {"batch_size": 4, "max_new_tokens": 12, "do_sample": False}
+    expected = [write(inputs, **options) for inputs in asked]
     calls, draft = [], noisy_copy(target, 0.05, seed=1)
     hf_speculate.enable(target, draft, num_assistant_tokens=3, speculation_stats=calls.append)
-    assert [write(inputs, batch_size=4, **options) for inputs in asked] == expected
+    assert [write(inputs, **options) for inputs in asked] == expected
     assert [stats.num_accepted > 0 for stats in calls] == [True, True]
 
 
