@@ -11,6 +11,16 @@ OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/options tests/reliability tests/models/test_folded_attention.py
 OLDEST_TESTS += tests/test_compatibility.py tests/test_stats.py
 INTEGRATIONS := .integrations
+# Libraries that call generate() themselves, by the names of their tests, and the package of each. langchain-huggingface
+# from 1.0 on needs a huggingface_hub below 2. The extra of smolagents brings a torchvision that needs torch for CUDA.
+LIBRARIES := langchain_huggingface llama_index lm_eval outlines smolagents trl
+TESTS_WITH := $(addprefix test-with-,$(LIBRARIES))
+PACKAGE_langchain_huggingface := langchain-huggingface
+PACKAGE_llama_index := llama-index-llms-huggingface
+PACKAGE_lm_eval := lm_eval
+PACKAGE_outlines := outlines
+PACKAGE_smolagents := smolagents
+PACKAGE_trl := trl
 NEWEST := .newest
 NEWEST_TORCH ?= torch
 PLAIN := .plain
@@ -46,6 +56,7 @@ define install_torch
 endef
 
 .DEFAULT_GOAL := help
+.PHONY: $(TESTS_WITH)
 .PHONY: help install demo test test-kernels test-tools test-slow test-all test-plain test-oldest test-newest test-core test-integrations mutants results-check check fix kernels kernel-repo docs bench gpu-check distributions release-pythons wheel-check release-check clean
 
 help:
@@ -60,7 +71,7 @@ help:
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
 	@echo "make test-newest tests with the newest torch, huggingface_hub, Triton and transformers that setup.cfg allows"
 	@echo "make test-core   tests of the core with a copy of the library that has no options"
-	@echo "make test-integrations the examples that need lm-eval and trl, in an environment that has both"
+	@echo "make test-integrations tests with TRL, LangChain and other libraries, in an environment for each"
 	@echo "make results-check tables and pictures of the pages against the committed results"
 	@echo "make check       ruff, mypy and the rules between the packages"
 	@echo "make fix         let ruff format and repair"
@@ -172,10 +183,14 @@ test-newest: $(DEV_STAMP)
 	@$(NEWEST)/bin/python -m pip list | grep -E "^(huggingface_hub|torch|transformers|triton) "
 	$(subst $(BIN),$(NEWEST)/bin,$(PYTEST)) -m "not slow or compiler" $(PYTEST_ARGS) tests
 
-test-integrations: $(DEV_STAMP)
-	$(call borrowing,$(INTEGRATIONS))
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt -r constraints-integrations.txt
-	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integration $(PYTEST_ARGS) tests/examples
+test-integrations: $(TESTS_WITH)
+
+$(TESTS_WITH): test-with-%: $(DEV_STAMP)
+	$(call borrowing,$(INTEGRATIONS)/$*)
+	$(INTEGRATIONS)/$*/bin/python -m pip install --quiet -c $(VENV)/constraints.txt \
+	  -c constraints-integrations.txt "$(PACKAGE_$*)"
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/$*/bin/python -m pytest -q $(PYTEST_ARGS) \
+	  tests/examples/other_libraries.py -k $*
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

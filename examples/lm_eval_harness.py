@@ -3,8 +3,8 @@
     pip install lm-eval
     python examples/lm_eval_harness.py
 
-`SpeculativeLM` is all that an evaluation of your own needs: pass one as `model` to `lm_eval.simple_evaluate`. Tasks
-that compare log-probabilities run as before; those that generate text (`generate_until`) use the draft.
+The harness needs no more than an enabled model. Tasks that compare log-probabilities run as before;
+those that generate text (`generate_until`) use the draft.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 if importlib.util.find_spec("lm_eval") is None:
     raise SystemExit("lm_eval is not installed; run: pip install lm-eval")
@@ -20,29 +19,12 @@ if importlib.util.find_spec("lm_eval") is None:
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 
 EXAMPLES = Path(__file__).resolve().parent
 PAIR = EXAMPLES / "pair"
-
-
-class SpeculativeLM(HFLM):
-    """The harness's model of transformers, with options of `generate()` such as `assistant_model`."""
-
-    def __init__(self, target: Any, options: dict[str, Any], **settings: Any) -> None:
-        super().__init__(pretrained=hf_speculate.enable(target), **settings)
-        self.options = options
-        self.stats: list[hf_speculate.SpeculationStats] = []
-
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        # The harness's own criterion ends a batch when every row has met a stop string. generate() ends each row by
-        # itself, inside a round too; the harness cuts the texts at the same strings in either case.
-        self.stats.append(hf_speculate.SpeculationStats())
-        kwargs |= self.options | {"stop_strings": stop or None, "tokenizer": self.tokenizer}
-        return super()._model_generate(context, max_length, [], speculation_stats=self.stats[-1], **kwargs)
 
 
 def code_task(folder: Path, num_prompts: int) -> ConfigurableTask:
@@ -65,6 +47,12 @@ def code_task(folder: Path, num_prompts: int) -> ConfigurableTask:
     return ConfigurableTask(config=config)
 
 
+def answers(model: HFLM, task: ConfigurableTask) -> list[str]:
+    """Answer a task; the harness cuts the texts at the stop strings."""
+    result = simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
+    return [sample["filtered_resps"][0] for sample in result["samples"]["continue_code"]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate the bundled pair.")
     parser.add_argument("--num-prompts", type=int, default=12)
@@ -73,16 +61,18 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target")
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft")
-    answers = {}
+    calls: list[hf_speculate.SpeculationStats] = []
+    hf_speculate.enable(target, draft, speculation_stats=calls.append)
+    model = HFLM(pretrained=target, tokenizer=tokenizer, batch_size=args.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         task = code_task(Path(folder), args.num_prompts)
-        for name, options in (("plain", {}), ("with a draft", {"assistant_model": draft})):
-            model = SpeculativeLM(target, options, tokenizer=tokenizer, batch_size=args.batch_size, device="cpu")
-            result = simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
-            answers[name] = [sample["filtered_resps"][0] for sample in result["samples"]["continue_code"]]
-    print(*answers["plain"][:2], sep="\n---\n")
-    print(f"\nanswers equal plain decoding's: {answers['plain'] == answers['with a draft']}")
-    print(sum(model.stats[1:], start=model.stats[0]))
+        drafted = answers(model, task)
+        stats = sum(calls[1:], start=calls[0])
+        with hf_speculate.plain(target):
+            plain = answers(model, task)
+    print(*plain[:2], sep="\n---\n")
+    print(f"\nanswers equal plain decoding's: {plain == drafted}")
+    print(stats)
 
 
 if __name__ == "__main__":

@@ -26,20 +26,6 @@ PAIR = Path(__file__).resolve().parent / "pair"
 PROMPTS = ["def main():\n", "class Stack:\n", "import os\n\n", "def read_lines(path):\n"]
 NUM_SAMPLES, NUM_EPOCHS, NUM_NEW = 8, 3, 32
 TEMPERATURE = 0.3
-# A constant schedule copies wherever there is something to copy; the adaptive one, where that saves time.
-LOOKUP = {"prompt_lookup_num_tokens": 10, "num_assistant_tokens_schedule": "constant"}
-
-
-def add_lookup(model: PreTrainedModel, **fields: Any) -> list[hf_speculate.SpeculationStats]:
-    """Let `model.generate()` draft, by whomever it is called; returns the list that gets each call's statistics."""
-    generate, calls = hf_speculate.enable(model).generate, []
-
-    def generate_with_draft(*args: Any, **kwargs: Any) -> Any:
-        calls.append(hf_speculate.SpeculationStats())
-        return generate(*args, **kwargs, **LOOKUP, **fields, speculation_stats=calls[-1])
-
-    model.generate = generate_with_draft
-    return calls
 
 
 def num_words(completions: list[str], **_: Any) -> list[float]:
@@ -92,13 +78,18 @@ def tokens_per_forward(calls: list[hf_speculate.SpeculationStats]) -> list[float
 def run(
     rollouts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], None],
     tokenizer: PreTrainedTokenizerBase,
-    **fields: Any,
+    store: hf_speculate.SuffixStore | None = None,
 ) -> tuple[PreTrainedModel, list[float]]:
-    """The target after the rollouts, and its tokens per forward in each epoch."""
+    """Draw rollouts; return the target after them, and its tokens per forward in each epoch."""
     model = AutoModelForCausalLM.from_pretrained(PAIR / "target")
-    calls = add_lookup(model, **fields)
+    calls: list[hf_speculate.SpeculationStats] = []
+    hf_speculate.enable(
+        model,
+        prompt_lookup_num_tokens=10,
+        suffix_store=store,
+        speculation_stats=calls.append,
+    )
     rollouts(model, tokenizer)
-    del model.generate  # the model's own method again
     return model.eval(), tokens_per_forward(calls)
 
 
@@ -111,15 +102,17 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
     rollouts, store = draw if args.without_trainer else train, hf_speculate.SuffixStore(key=tuple)
     _, without = run(rollouts, tokenizer)
-    target, with_store = run(rollouts, tokenizer, suffix_store=store)
-    for epoch, (plain, stored) in enumerate(zip(without, with_store, strict=True), start=1):
-        print(f"epoch {epoch}: tokens per target forward {plain:.2f} without the store, {stored:.2f} with it")
+    target, with_store = run(rollouts, tokenizer, store)
+    for epoch, (alone, stored) in enumerate(zip(without, with_store, strict=True), start=1):
+        figures = f"{alone:.2f} without the store, {stored:.2f} with it"
+        print(f"epoch {epoch}: tokens per target forward {figures}")
 
     inputs = dict(tokenizer(PROMPTS, return_tensors="pt", padding=True))
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    plain_ids = target.generate(**inputs, **options)
-    drafted = target.generate(**inputs, **options, prompt_lookup_num_tokens=10, suffix_store=store)
-    print(f"greedy texts of the target equal plain decoding's: {torch.equal(plain_ids, drafted)}")
+    drafted = target.generate(**inputs, **options)
+    with hf_speculate.plain(target):
+        plain = target.generate(**inputs, **options)
+    print(f"greedy texts of the target equal plain decoding's: {torch.equal(plain, drafted)}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ NEEDS = {
     "browser": ("needs Chromium", shutil.which("chromium") is not None),
     "gpu": ("needs a CUDA GPU", torch.cuda.is_available()),
     "hub_kernels": ("needs the kernels library", importlib.util.find_spec("kernels") is not None),
-    "integration": ("needs lm-eval and trl", all(map(importlib.util.find_spec, ("lm_eval", "trl")))),
     "bitsandbytes": ("needs bitsandbytes", importlib.util.find_spec("bitsandbytes") is not None),
     "torchao": ("needs torchao", importlib.util.find_spec("torchao") is not None),
     "compiler": ("needs a C++ compiler", shutil.which(os.environ.get("CXX", "g++")) is not None),

@@ -27,11 +27,19 @@ STAND_INS = {
     "meta-llama/Llama-3.2-1B-Instruct": "draft",
 }
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
-# Blocks that need a head or an assistant of the reader's.
+# Blocks that need a head or an assistant of the reader's, a server, or a library of
+# make test-integrations, which runs them.
 NOT_RUN = (
     "head = hf_speculate.load_drafter(",
     "from hf_speculate.tools.checks.layers",
     "from hf_speculate.options.gemma4",
+    "from hf_speculate.tools.rollouts",
+    "from langchain_huggingface",
+    "from llama_index",
+    "from lm_eval",
+    "from openai",
+    "from smolagents",
+    "import outlines",
 )
 
 

@@ -91,14 +91,9 @@ SLOW = [
         ["hf_speculate, draft model: ", "16 forwards loaded 0.4 GB"],
     ),
 ]
-INTEGRATIONS = [
-    (["lm_eval_harness.py", "--num-prompts", "4"], ["answers equal plain decoding's: True", "mean acceptance length"]),
-    (["trl_rollouts.py"], ROLLOUTS),
-]
 
 
 @pytest.mark.fallback("lock step, because of LogitsProcessor")  # grammar.py's
-@pytest.mark.fallback("the replaced forward LlamaForCausalLM.forward")  # TRL's trainer's
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
@@ -107,7 +102,6 @@ INTEGRATIONS = [
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
-        *(pytest.param(*row, marks=pytest.mark.integration) for row in INTEGRATIONS),
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )

@@ -8,14 +8,13 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
 import hf_speculate
 from hf_speculate import ConfigError, SpeculationStats, UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import assert_equal_ids
 from tests.compatibility_rows import CHARACTERS
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
-from tests.support.tiny_tokenizers import letters_tokenizer
 
 N = {"max_new_tokens": 9}
 K = {"num_assistant_tokens": 3}  # constant: a draft as large as its target gains nothing
@@ -336,13 +335,3 @@ def test_one_folder_is_loaded_once_for_all_calls(models, tmp_path, monkeypatch):
     for _ in range(2):
         assert drafted(target)[0] > 0
     assert len(loads) == 1
-
-
-def test_a_text_pipeline_drafts(models):
-    target, _ = models
-    calls = []
-    hf_speculate.enable(target, prompt_lookup_num_tokens=5, speculation_stats=calls.append)
-    tokenizer = letters_tokenizer([*"abcdefgh", "</s>"], eos_token="</s>", pad_token="</s>")
-    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    write("abcabc", max_new_tokens=6)
-    assert calls[0].num_rounds > 0

@@ -12,7 +12,7 @@ from transformers import CLIPImageProcessorPil, LlavaProcessor, WhisperFeatureEx
 import hf_speculate
 from tests.cases import each_value, pair
 from tests.compatibility_rows import CHARACTERS
-from tests.support.tiny import noisy_copy
+from tests.support.tiny import make_model, noisy_copy
 from tests.support.tiny_encoders import NUM_FRAMES, NUM_MEL_BINS, decoder_of, make_llava, make_whisper, text_draft
 from tests.support.tiny_tokenizers import letters_tokenizer
 
@@ -49,6 +49,20 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling,
         assert stats.num_accepted > 0
 
 
+def test_prompts_and_chats_draft_with_what_enable_was_given():
+    target = make_model("llama")
+    tokenizer = letters_tokenizer(CHARACTERS, pad_token="a")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    asked = PROMPTS, [{"role": "user", "content": "bcd"}]
+    options = {"batch_size": 4, "max_new_tokens": 12, "do_sample": False}
+    expected = [write(inputs, **options) for inputs in asked]
+    calls, draft = [], noisy_copy(target, 0.05, seed=1)
+    hf_speculate.enable(target, draft, num_assistant_tokens=3, speculation_stats=calls.append)
+    assert [write(inputs, **options) for inputs in asked] == expected
+    assert [stats.num_accepted > 0 for stats in calls] == [True, True]
+
+
 HOP_LEN = 160
 SAMPLING_RATE = NUM_FRAMES * HOP_LEN  # a window lasts a second
 NO_TIMES_ID = 49
@@ -71,16 +85,19 @@ def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
     waves = [rng.normal(size=SAMPLING_RATE - 400 * num).astype(np.float32) for num in range(3)]
     options = {"max_new_tokens": 16, "num_beams": 1}  # the pipeline would search beams
     own = {**options, "num_assistant_tokens": 3, "speculation_stats": stats}
-    plain, ours = pipeline(**make), pipeline(**make, assistant_model=make_draft(noisy_copy(make_whisper(), 0.01)))
-    texts = [
-        decode(
-            [{"raw": wave, "sampling_rate": SAMPLING_RATE} for wave in waves],
-            batch_size=batch_size,
-            generate_kwargs=own_options,
-        )
-        for decode, own_options in ((plain, options), (ours, own))
-    ]
-    assert texts[0] == texts[1]
+    draft = make_draft(noisy_copy(make_whisper(), 0.01))
+    plain, ours = pipeline(**make), pipeline(**make, assistant_model=draft)
+
+    def read(pipe, own_options):
+        inputs = [{"raw": wave, "sampling_rate": SAMPLING_RATE} for wave in waves]
+        return pipe(inputs, batch_size=batch_size, generate_kwargs=own_options)
+
+    expected = read(plain, options)
+    assert read(ours, own) == expected
+    assert stats.num_accepted > 0
+    hf_speculate.enable(make["model"], draft, num_assistant_tokens=3, speculation_stats=stats)
+    stats.reset()
+    assert read(plain, options) == expected
     assert stats.num_accepted > 0
 
 
