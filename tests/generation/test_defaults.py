@@ -15,6 +15,7 @@ from hf_speculate import ConfigError, SpeculationStats, UnsupportedGenerationErr
 from tests.cases import assert_equal_ids
 from tests.compatibility_rows import CHARACTERS
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
+from tests.support.tiny_tokenizers import letters_tokenizer
 
 N = {"max_new_tokens": 9}
 K = {"num_assistant_tokens": 3}  # constant: a draft as large as its target gains nothing
