@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
-from hf_speculate.draft.no_drafts import COUPLED_ALONE
+from hf_speculate.draft.no_drafts import COUPLED_ALONE, FORCED_TEXT_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
@@ -109,6 +109,8 @@ def find_source_of(
         take_over_all(model, call, values)
         return source, source.settings(config), []
     declined = [name for name, value in values.items() if value]
+    if config.grammar_draft:
+        return FORCED_TEXT_ALONE, config, declined
     draws_coupled = config.verifier == "coupled" and samples(model, plain, call)
     return (COUPLED_ALONE if draws_coupled else None), config, declined
 
