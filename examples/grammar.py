@@ -4,8 +4,8 @@
     python examples/grammar.py
 
 `GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of `hf_speculate.RollbackProcessor`.
-So drafts obey the grammar, rows advance by their own counts, and tokens that are not accepted are taken back. Its
-`forced_text` tells what the grammar leaves no choice about: with `tokenizer=` this is drafted first.
+So drafts obey the grammar, rows advance by their own counts, and tokens that are not accepted are taken back.
+`forced_text` tells what the grammar leaves no choice about. With `tokenizer=` this is drafted first.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class GrammarProcessor(LogitsProcessor):
         return copy
 
     def forced_text(self, row: int, input_ids: Tensor) -> str:
-        """Return the text that must follow `input_ids` [n], whose last token the matcher has not followed yet."""
+        """Return the text that must follow `input_ids` [n]; the last token is new to the matcher."""
         matcher, text = self.matchers[row], ""
         if self._takes(row, int(input_ids[-1])):
             if not matcher.is_terminated():

@@ -104,9 +104,9 @@ class SpeculationConfig:
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
         prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text, 1..128. With an
             assistant, each row uses the source with the higher throughput estimate. `None` disables prompt lookup.
-        grammar_draft: whether to draft the text that a logits processor with `forced_text()` leaves no choice about,
-            before the call's draft source. Needs `tokenizer`. `None` means yes if a processor offers it and the call
-            has a draft source; `True` needs no draft source.
+        grammar_draft: whether to draft first the text that a logits processor with `forced_text()`
+            leaves no choice about; needs `tokenizer`. `None` does so if a processor offers it and the
+            call has a draft source; `True` needs no other source.
         max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1; `None` and larger
             numbers mean 64.
         suffix_store: a `SuffixStore` with texts of earlier calls, which prompt lookup searches too; the outputs of this

@@ -12,7 +12,8 @@ _WEIGHT = 6.0  # weight of the shared rate, in tokens
 _PRIOR_WEIGHT = 4.0  # weight of the prior in the shared counts, in tokens
 # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more tokens
 _SUFFIX_PRIORS = (0.3, 0.5, 0.7, 0.8, 0.9)
-_FORCED_PRIORS = (0.95, 0.6)  # a token within a forced text, and its last one: the next token may begin within it
+# a token within a forced text, and its last one, which the target may join with what follows
+_FORCED_PRIORS = (0.95, 0.6)
 _MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 
 
@@ -99,7 +100,7 @@ def suffix_buckets(match_len: int, num_tokens: int) -> list[int]:
 
 
 def forced_buckets(num_tokens: int, is_whole: bool) -> list[int]:
-    """Return [num_tokens] kinds of forced tokens; `is_whole` says whether the last one ends the forced text."""
+    """Return [num_tokens] kinds of forced tokens; if `is_whole`, the last one ends the forced text."""
     return [int(is_whole and at == num_tokens - 1) for at in range(num_tokens)]
 
 

@@ -185,7 +185,7 @@ class Drafter(Protocol):
         return True
 
     def serves_all(self, num_draft_tokens: int) -> bool:
-        """Return whether its proposals serve all rows, so that `draft` need not be called for so many tokens."""
+        """Return whether its proposals serve all rows, so that `draft` need not be called."""
         return False
 
     def has_numbers(self) -> Tensor | None:
@@ -193,7 +193,11 @@ class Drafter(Protocol):
         return None
 
     def force(self, texts: Sequence[str]) -> None:
-        """Called before `look_up`, if it `reads_forced_text`, with the text that must come next in each row, or ""."""
+        """Called before `look_up` if it `reads_forced_text`.
+
+        Args:
+            texts: [B] the text that must come next in each row; "" if there is a choice.
+        """
         return
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -70,7 +70,7 @@ class CustomDrafter(PerRow, Drafter):
         self._device = setup.device
         self._vocab_size = setup.vocab_size
         self._num_rows = setup.batch_size  # at the last look-up
-        self._hides_kept = False  # whether `kept` of the next call is among the query, because it is the first one
+        self._hides_kept = False  # whether the next call is the first one, whose query is the whole text
 
     def begin(self, token_ids: Tensor) -> None:
         if self.proposes:

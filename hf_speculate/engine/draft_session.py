@@ -226,7 +226,7 @@ class DraftSession(PerRow):
 
         Args:
             batch: the rows.
-            forced_texts: [B] texts that must come next in each row; empty unless the drafter reads them.
+            forced_texts: [B] texts that must come next; empty unless the drafter reads them.
         """
         proposed: list[list[float]] = [[] for _ in range(batch.num_rows)]
         if not self._is_drafting or not self.drafter.proposes or all(batch.is_finished):

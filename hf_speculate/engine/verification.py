@@ -89,7 +89,7 @@ class Verification(PerRow):
         return self.ranks.wrap_verifier(verifier)
 
     def forced_texts(self, batch: Batch) -> list[str]:
-        """Return [B] texts that the logits processors leave no choice about; "" for rows that need no draft."""
+        """Return [B] texts that the logits processors force; "" for rows that need no draft."""
         rows = zip(batch.is_finished, batch.num_left, strict=True)
         return self.processors.forced_texts(batch.host_tokens, [not ended and num > 1 for ended, num in rows])
 

@@ -160,7 +160,7 @@ def _with_forced_text(
     rows_leave: bool,
     stats: SpeculationStats,
 ) -> DraftSource:
-    """Return a source that drafts the text which processors force before the call's source, if that is asked for."""
+    """Return the source; if the call asks for it, one that drafts forced text before."""
     is_offered = any(map(offers_forced_text, processors))
     if choice is False or not (choice or (is_offered and source.drafts)):
         return source
@@ -172,7 +172,8 @@ def _with_forced_text(
     if tokenizer is None and choice:
         raise ConfigError("tokenizer must be given with grammar_draft, got None; pass tokenizer= to generate()")
     excluded = "" if source.takes_turns else source.argument
-    excluded = "synced_gpus" if is_synced else excluded  # ranks of different texts would run other numbers of forwards
+    # ranks of different texts would run different numbers of forwards
+    excluded = "synced_gpus" if is_synced else excluded
     if excluded and choice:
         raise UnsupportedGenerationError(f"grammar_draft must be left out with {excluded}, got True; omit one of them")
     if tokenizer is None or excluded:

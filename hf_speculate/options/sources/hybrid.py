@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 
 class RowChoice:
-    """One row's choice between a free proposal and a draft of a model or head: their expected tokens."""
+    """One row's choice between a free proposal and a draft of a model or head, by expected tokens."""
 
     def __init__(self) -> None:
         self.model_rates = RowRates(model_rates())
@@ -34,7 +34,12 @@ class RowChoice:
         self.is_live = False  # whether the last round emitted tokens
 
     def prefers(self, probabilities: Sequence[float], num_model: int) -> bool:
-        """Return whether a proposal of these probabilities is expected to gain at least as much as the model's."""
+        """Return whether a proposal is expected to gain at least as much as `num_model` tokens.
+
+        Args:
+            probabilities: of each proposed token that it is accepted with all before it.
+            num_model: tokens that the model would draft; 0 if it cannot.
+        """
         if not probabilities or not num_model:
             return bool(probabilities)
         return sum(probabilities) >= self.model_rates.expected(model_buckets(num_model))

@@ -240,7 +240,7 @@ class Engine:
 
     @property
     def _with_grammar(self) -> dict[str, Any]:
-        """Arguments of `generate()` that draft what a grammar forces; none if the model's config says so."""
+        """Return arguments of `generate()` that draft what a grammar forces, unless that is off."""
         has_grammars = importlib.util.find_spec("xgrammar") is not None
         is_off = getattr(self.target.generation_config, "grammar_draft", None) is False
         return {"grammar_draft": True, "tokenizer": self.tokenizer} if has_grammars and not is_off else {}
