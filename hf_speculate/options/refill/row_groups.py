@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 from hf_speculate.engine.call import RowLists
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors, StopVerdict, TokenRows
+from hf_speculate.processors.registry import offers_forced_text
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 
@@ -75,6 +76,8 @@ class ProcessorGroups:
     def forced_texts(self, tokens: TokenRows, is_asked: Sequence[bool]) -> list[str]:
         texts = [""] * len(is_asked)
         for processors, rows in self._groups:
+            if not any(map(offers_forced_text, processors)):
+                continue
             some = _some_of(tokens, rows)
             for row, text in zip(rows, processors.forced_texts(some, [is_asked[row] for row in rows]), strict=True):
                 texts[row] = text
