@@ -8,10 +8,12 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from hf_speculate.draft.acceptance_rates import forced_rates
+from hf_speculate.draft.no_drafts import NoDrafter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.options.refill.continuous import ContinuousDecoder
 from hf_speculate.options.refill.row_prompts import RowPrompt
-from hf_speculate.options.sources.forced_text import Continuation
+from hf_speculate.options.sources.forced_text import Continuation, ForcedTextDrafter
 from hf_speculate.types import DraftOut
 from tests.cases import VERIFIERS, assert_equal_ids, each_value, pair
 from tests.generation.test_distribution import SIGNIFICANCE, draw, p_value, step_distribution
@@ -214,7 +216,7 @@ class NoTokenizer:
 @pytest.mark.fallback("raised TypeError")
 def test_an_error_of_the_tokenizer_ends_the_drafts_alone():
     inputs = ragged_prompts(2, seed=3)
-    ours, _ = decode("model", inputs, tokenizer=NoTokenizer())
+    ours, _ = decode("alone", inputs, tokenizer=NoTokenizer())
     assert_equal_ids(decode("", inputs)[0], ours)
 
 
@@ -271,6 +273,19 @@ def test_forced_text_is_split_as_it_continues_the_row(tokenizer, before, forced,
     written = [tokenizer.encode(piece, add_special_tokens=False) for piece in expected]
     assert token_ids == [token_id for piece in written for token_id in piece]
     assert is_whole
+
+
+def test_forced_text_follows_the_emitted_tokens():
+    tokenizer = byte_level_tokenizer([*WORDS, "\n\n"])
+    (brace,), (newline,) = tokenizer.encode("{"), tokenizer.encode("\n")
+    continuation = Continuation(tokenizer, 10, len(tokenizer))
+    drafter = ForcedTextDrafter(NoDrafter(), continuation, forced_rates, 5, torch.device("cpu"))
+    drafter.begin(torch.tensor([[brace], [newline]]))
+    drafter.force(["\nname", "\nname"])
+    drafter.look_up([[newline], [brace]])
+    # two newlines would be one token
+    assert drafter.cut_proposal(5).token_ids.tolist()[1] == [newline, *tokenizer.encode("name")]
+    assert drafter.cut_proposal(5).lens.tolist() == [0, 2]
 
 
 class Counted:
