@@ -33,7 +33,7 @@ class Pieces:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        return "".join(self.pieces[token_id] for token_id in token_ids)
+        return "".join(self.pieces[token_id] for token_id in token_ids if token_id < len(self.pieces))
 
 
 @cache
