@@ -14,6 +14,7 @@ import compilation
 import drafters
 import end_to_end
 import fitted_heads
+import grammar_drafts
 import hybrids
 import memory
 import never_slower
@@ -51,6 +52,7 @@ SECTIONS = (
     Section("Never slower", never_slower.NAME, never_slower.table),
     Section("Real models", real_models.NAME, real_models.table),
     Section("Ten tasks", ten_tasks.NAME, ten_tasks.table),
+    Section("Drafts of forced text", grammar_drafts.NAME, grammar_drafts.table),
     Section("Scaling", scaling.NAME, scaling.table),
     Section("Overhead", overhead.NAME, overhead.table),
     Section("Counts of a round on a GPU", round_counts.NAME, round_counts.table),

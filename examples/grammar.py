@@ -5,6 +5,7 @@
 
 `GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of `hf_speculate.RollbackProcessor`.
 So drafts obey the grammar, rows advance by their own counts, and tokens that are not accepted are taken back.
+`forced_text` tells what the grammar leaves no choice about. With `tokenizer=` this is drafted first.
 """
 
 import argparse
@@ -80,6 +81,18 @@ class GrammarProcessor(LogitsProcessor):
         copy.num_lost = list(self.num_lost)
         return copy
 
+    def forced_text(self, row: int, input_ids: Tensor) -> str:
+        """Return the text that must follow `input_ids` [n]; the last token is new to the matcher."""
+        matcher, text = self.matchers[row], ""
+        if self._takes(row, int(input_ids[-1])):
+            if not matcher.is_terminated():
+                try:
+                    text = matcher.find_jump_forward_string()
+                except UnicodeDecodeError as error:  # a choice of characters that begin with the same bytes
+                    text = error.object[: error.start].decode()
+            matcher.rollback(1)
+        return text
+
     def _takes(self, row: int, token_id: int) -> bool:
         """Whether the matcher follows a token; after one that it does not, it follows none until that is taken back."""
         matcher = self.matchers[row]
@@ -115,6 +128,7 @@ def main() -> None:
             **inputs,
             assistant_model=draft,
             logits_processor=[processor],
+            tokenizer=tokenizer,
             max_new_tokens=args.max_new_tokens,
             num_assistant_tokens=args.num_assistant_tokens,
             speculation_stats=stats,

@@ -57,6 +57,7 @@ _CHECKS: dict[str, Check] = {
     "prompt_lookup_num_tokens": integer(
         f"in 1..{MAX_ASSISTANT_TOKENS}", 1, MAX_ASSISTANT_TOKENS, "leave it out to copy none"
     ),
+    "grammar_draft": Check("be True or False", lambda value: isinstance(value, bool), "leave it out for the default"),
     "max_matching_ngram_size": integer("at least 1", 1, torch.inf, "leave it out for the longest match"),
     "relax_only_inside": Check(
         "be two different token ids, one that opens a span and one that closes it",
@@ -110,6 +111,9 @@ class SpeculationConfig:
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
         prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text, 1..128. With an
             assistant, each row uses the source with the higher throughput estimate. `None` disables prompt lookup.
+        grammar_draft: whether to draft first the text that a logits processor with `forced_text()`
+            leaves no choice about; needs `tokenizer`. `None` does so if a processor offers it and the
+            call has a draft source; `True` needs no other source.
         max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1; `None` and larger
             numbers mean 64.
         suffix_store: a `SuffixStore` with texts of earlier calls, which prompt lookup searches too; the outputs of this
@@ -151,6 +155,7 @@ class SpeculationConfig:
     num_assistant_tokens_schedule: str | None = None
     assistant_confidence_threshold: float | None = None
     prompt_lookup_num_tokens: int | None = None
+    grammar_draft: bool | None = None
     max_matching_ngram_size: int | None = None
     suffix_store: Any = None
     draft_state: Any = None

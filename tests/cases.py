@@ -118,7 +118,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "batch": ("1", "2", "3", "8"),
     "padding": ("none", "left", "right", "holes"),
     "cache": ("auto", "dynamic", "preallocated", "static"),
-    "processors": ("none", "pure", "warpers", "custom"),
+    "processors": ("none", "pure", "warpers", "custom", "grammar"),
     "stops": ("length", "eos", "two eos", "criterion"),
     "outputs": ("ids", "scores", "states", "passed cache"),
 }

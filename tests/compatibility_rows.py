@@ -291,6 +291,8 @@ OWN_FIELDS = (
     ),
     refused("relax_only_inside", value=(3, 5)),
     same("draft_sampling", "under `do_sample=True`", "argmax", samples=True),
+    same("grammar_draft", "needs `tokenizer` and a processor with `forced_text()`", False),
+    refused("grammar_draft", "without such a processor", True),
     supported("suffix_store", OBJECT),
     same("verifier_backend", value="torch", samples=True),
     same("speculation_cache", value="dynamic", rows=3),

@@ -94,6 +94,7 @@ def case_of(row: Row, seed: int) -> Case:
         draft_sampling="argmax" if row["drafter"] == "argmax" else "",
         ends={"eos": (6,), "two eos": (4, 9)}.get(row["stops"], ()),
         own_processor=row["processors"] == "custom",
+        has_grammar=row["processors"] == "grammar",
         own_criterion=row["stops"] == "criterion",
         processors=processors.get(row["processors"], ()),
         outputs={"scores": ("scores", "logits"), "states": ("hidden_states",)}.get(row["outputs"], ()),

@@ -19,6 +19,7 @@ from hf_speculate.models.language_model import vocab_size_of
 from tests.compatibility_rows import Shift, StopAtSum
 from tests.options.heads.kinds import KINDS as HEADS
 from tests.reliability.bad_drafts import with_fault
+from tests.support.forced_texts import ForcedGrammar, TextMachine, pieces
 from tests.support.tiny import MORE_FAMILIES, TINY_FAMILIES, make_model, noisy_copy, ragged_prompts
 from tests.support.tiny_configs import RECURRENT_FAMILIES
 from tests.support.tiny_encoders import make_bart, make_t5, make_whisper, speech
@@ -82,6 +83,7 @@ class Case:
     num_return_sequences: int = 1
     ends: tuple[int, ...] = ()  # EOS ids: the tokens at these places of the plain text's first row
     own_processor: bool = False
+    has_grammar: bool = False  # whether a grammar forces a part of the text, which is drafted
     own_criterion: bool = False
     processors: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -146,6 +148,7 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES, f
         outputs=tuple(outputs),
         prefill_chunk_size=draw.choice((0, 0, 0, 3)) if not is_reader else 0,
         embeds=not is_reader and draw.random() < 0.1,
+        has_grammar=not is_reader and family != "whisper" and draw.random() < 0.1,
     )
     if is_head:
         case = replace(case, drafter="head", embeds=False)
@@ -228,6 +231,10 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
     options |= {name: (PROCESSORS | WARPERS)[name] for name in case.processors}
     own = {"eos_token_id": eos_token_ids, "prefill_chunk_size": case.prefill_chunk_size, "verifier": case.verifier}
     own["logits_processor"] = [Shift()] if case.own_processor else []
+    if case.has_grammar:
+        size = min(vocab_size_of(target_of(case.family)[0]), LARGEST_PROMPT_ID)
+        own["logits_processor"] += [ForcedGrammar(TextMachine(size))]
+        options["tokenizer"] = pieces(size)
     own["stopping_criteria"] = [StopAtSum()] if case.own_criterion else []
     options |= {name: value for name, value in own.items() if value}
     if case.samples:

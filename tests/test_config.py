@@ -15,6 +15,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import read_config
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify import register_verifier
+from tests.support.forced_texts import PureForcedGrammar, TextMachine, pieces
 from tests.support.tiny import make_model, noisy_copy, ragged_prompts
 from tests.verify.test_verifiers import KeepNothing
 
@@ -31,6 +32,7 @@ VALUES = {
     "num_assistant_tokens_schedule": ("heuristic", "constant", "heuristic_transient", "heuristic", None),
     "assistant_confidence_threshold": (0.1, 0.2, 0.3, 0.4, None),
     "prompt_lookup_num_tokens": (5, 6, 7, 8, None),
+    "grammar_draft": (False, True, False, True, None),
     "max_matching_ngram_size": (2, 3, 4, 5, None),
     "verifier": ("rejection", "seeing", "rejection", "seeing", "rejection"),
     "verifier_backend": ("auto", "torch", "auto", "torch", "auto"),
@@ -95,7 +97,8 @@ def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, see
     assert all(value != later for values in VALUES.values() for value, later in itertools.pairwise(values))
     places = [strength for strength in range(len(SOURCES)) if strength >= strongest]
     sources = {SOURCES[strength]: {name: values[strength] for name, values in VALUES.items()} for strength in places}
-    models.generate_from(sources, do_sample=True, max_new_tokens=3)
+    grammar = {"logits_processor": [PureForcedGrammar(TextMachine(64), 0)], "tokenizer": pieces(64)}
+    models.generate_from(sources, do_sample=True, max_new_tokens=3, **grammar)
     expected = {name: values[strongest] for name, values in VALUES.items()}
     assert expected in [{name: getattr(config, name) for name in VALUES} for config in seen]
 

@@ -12,6 +12,8 @@ _WEIGHT = 6.0  # weight of the shared rate, in tokens
 _PRIOR_WEIGHT = 4.0  # weight of the prior in the shared counts, in tokens
 # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more tokens
 _SUFFIX_PRIORS = (0.3, 0.5, 0.7, 0.8, 0.9)
+# a token within a forced text, and its last one, which the target may join with what follows
+_FORCED_PRIORS = (0.95, 0.6)
 _MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 
 
@@ -30,6 +32,11 @@ class SharedRates:
         """Return the rates of tokens after suffix matches in all calls with a target."""
         return model_state(model).get(cls, suffix_rates)
 
+    @classmethod
+    def of_forced_texts(cls, model: nn.Module) -> "SharedRates":
+        """Return the rates of forced tokens in all calls with a target."""
+        return model_state(model).get((cls, "forced texts"), forced_rates)
+
     def add(self, bucket: int, is_accepted: bool) -> None:
         """Count one verified token."""
         accepted, verified = self.counts[bucket]
@@ -40,6 +47,11 @@ class SharedRates:
 def suffix_rates() -> SharedRates:
     """Return the rates of tokens after suffix matches before any was verified."""
     return SharedRates(_SUFFIX_PRIORS)
+
+
+def forced_rates() -> SharedRates:
+    """Return the rates of forced tokens before any was verified."""
+    return SharedRates(_FORCED_PRIORS)
 
 
 def model_rates() -> SharedRates:
@@ -85,6 +97,11 @@ def suffix_buckets(match_len: int, num_tokens: int) -> list[int]:
     """
     last = len(_SUFFIX_PRIORS)
     return [min((match_len + at).bit_length(), last) - 1 for at in range(num_tokens)]
+
+
+def forced_buckets(num_tokens: int, is_whole: bool) -> list[int]:
+    """Return [num_tokens] kinds of forced tokens; if `is_whole`, the last one ends the forced text."""
+    return [int(is_whole and at == num_tokens - 1) for at in range(num_tokens)]
 
 
 def model_buckets(num_tokens: int) -> list[int]:

@@ -154,6 +154,8 @@ class Drafter(Protocol):
     """Tokens of each row that it is fed at least, some of them again."""
     proposes: bool = False
     """Whether it proposes tokens that cost no time, known before the round; see `look_up`."""
+    reads_forced_text: bool = False
+    """Whether it proposes the text that logits processors leave no choice about; see `force`."""
     is_free: bool = False
     """Whether it proposes alone, so that `draft` is never called."""
     is_compiled: bool = False
@@ -182,9 +184,21 @@ class Drafter(Protocol):
         """
         return True
 
+    def serves_all(self, num_draft_tokens: int) -> bool:
+        """Return whether its proposals serve all rows, so that `draft` need not be called."""
+        return False
+
     def has_numbers(self) -> Tensor | None:
         """[B] bool, whether the last drafted token of each row was chosen from finite logits; None if unknown."""
         return None
+
+    def force(self, texts: Sequence[str]) -> None:
+        """Called before `look_up` if it `reads_forced_text`.
+
+        Args:
+            texts: [B] the text that must come next in each row; "" if there is a choice.
+        """
+        return
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Find a proposal for every row before a round; called only if it `proposes`, after `begin`.

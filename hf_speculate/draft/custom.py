@@ -70,10 +70,12 @@ class CustomDrafter(PerRow, Drafter):
         self._device = setup.device
         self._vocab_size = setup.vocab_size
         self._num_rows = setup.batch_size  # at the last look-up
+        self._hides_kept = False  # whether the next call is the first one, whose query is the whole text
 
     def begin(self, token_ids: Tensor) -> None:
         if self.proposes:
             self.drafter.begin(token_ids)
+        self._hides_kept = not self.proposes and self.hidden_layers is None
 
     def look_up(self, new_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         probabilities: list[list[float]] = self.drafter.look_up(new_ids)
@@ -97,6 +99,8 @@ class CustomDrafter(PerRow, Drafter):
     def draft(self, request: DraftRequest) -> DraftOut:
         """Ids outside the vocabulary become -1, which no verifier accepts."""
         request.check()
+        if self._hides_kept:
+            request, self._hides_kept = request._replace(kept=None), False
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
         draft, logits = self._valid(draft), draft.token_logits

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
-from hf_speculate.draft.source import DraftSource
+from hf_speculate.draft.source import DraftSource, hint_of
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut
 
@@ -39,6 +39,7 @@ class NoDrafts(DraftSource):
 
 
 CONTINUOUS = NoDrafts("continuous batching", "decode static batches")
+FORCED_TEXT_ALONE = NoDrafts("grammar_draft", hint_of("grammar_draft"))
 COUPLED_ALONE = NoDrafts(
     "verifier='coupled'", "set verifier='rejection' to sample as transformers does", is_token_by_token=True
 )

@@ -35,6 +35,7 @@ VARIANTS = {
     "a draft head": "hf_speculate.options.heads.source",
     "a name": "hf_speculate.options.heads.named:find_head",
     "suffix_store": "hf_speculate.options.sources.stored_lookup",
+    "forced text": "hf_speculate.options.sources.forced_text",
     "pictures": "hf_speculate.options.pictures.draft_inputs:read_media",
     # `model_type` of transformers' models that draft for their own target alone
     "gemma4_assistant": "hf_speculate.options.gemma4.source",
@@ -68,6 +69,7 @@ class DraftSource:
     reads_embeds = True  # whether it serves prompts of embeddings
     reads_keys = False  # whether it reads the keys of the noise even if it does not sample
     reads_prepared = False  # whether it reads `DrafterSetup.for_generators`
+    takes_turns = True  # whether another source may draft in its place in some rounds
     unsynced = ""  # argument with which ranks of different texts would run different numbers of forwards
     hidden_layers: Sequence[int] | None = None  # see `Drafter.hidden_layers`; known after `begin`
     is_compiled = False  # whether it drafts with compiled units of its own; known after `begin`

@@ -88,7 +88,8 @@ class SpeculativeDecoder:
         enter = self.clock.enter
         self.second_scoring.join_others(batch)
         enter(Stage.DRAFT, batch.num_rounds + (not all(batch.is_finished)))
-        room, proposed = self.drafts.room(batch), self.drafts.look_up(batch)
+        forced_texts = self.verification.forced_texts(batch) if self.drafts.reads_forced_text else []
+        room, proposed = self.drafts.room(batch), self.drafts.look_up(batch, forced_texts)
         num_unread = self.drafts.num_unread(batch)
         choice = self.draft_length.next(batch, room, proposed, num_unread, self.target.room)
         if choice is None:

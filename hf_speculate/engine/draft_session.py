@@ -28,7 +28,7 @@ from hf_speculate.rows.row_lens import RowLens
 from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.schedule import Choice
 from hf_speculate.transfers import upload
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
+from hf_speculate.types import CachedDraft, DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
 _REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
 _NO_END = 1 << 30  # a column that no row reaches
@@ -216,8 +216,18 @@ class DraftSession(PerRow):
             num_unread = max(batch.tokens.lens[row.index] - row.num_seen for row in self._rows)
         return num_unread + sum(group._num_in_chunk(batch) for group in self._waiting) // batch.num_rows
 
-    def look_up(self, batch: Batch) -> list[list[float]]:
-        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost."""
+    @property
+    def reads_forced_text(self) -> bool:
+        """Whether `look_up` wants the texts that logits processors force."""
+        return self._is_drafting and self.drafter.reads_forced_text
+
+    def look_up(self, batch: Batch, forced_texts: Sequence[str] = ()) -> list[list[float]]:
+        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost.
+
+        Args:
+            batch: the rows.
+            forced_texts: [B] texts that must come next; empty unless the drafter reads them.
+        """
         proposed: list[list[float]] = [[] for _ in range(batch.num_rows)]
         if not self._is_drafting or not self.drafter.proposes or all(batch.is_finished):
             return proposed
@@ -230,6 +240,8 @@ class DraftSession(PerRow):
             row.num_looked_up = end
         with self._catching():
             self._show_prompts(batch)
+            if forced_texts:
+                self.drafter.force([forced_texts[row.index] for row in self._rows])
             for row, probabilities in zip(self._rows, self.drafter.look_up(new_ids), strict=True):
                 proposed[row.index] = probabilities
         return proposed
@@ -268,6 +280,7 @@ class DraftSession(PerRow):
         is_part = view is not batch
         with self._catching():
             runs_model = choice.num_model_tokens > 0 and self._can_be_even(view)
+            runs_model = runs_model and not self.drafter.serves_all(num_draft_tokens)
             if runs_model:
                 num_read += self._read_prompt_alone(view) + self._make_even(view)
                 own_keys = view.keys() if is_part else keys
@@ -276,6 +289,8 @@ class DraftSession(PerRow):
                 self._seen_lens = self._tokens(view).row_lens.copy()
             else:
                 draft = self.drafter.cut_proposal(num_draft_tokens)
+                if choice.num_model_tokens:  # it was not called
+                    draft = draft._replace(cached=CachedDraft(0, [False] * view.num_rows))
             self.faults.meet()
             has_cache = runs_model and self.kv_cache is not None
             draft = self.faults.ranks.broadcast_draft(draft, num_draft_tokens, has_cache)

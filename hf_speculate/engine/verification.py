@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.plan import Plan
 from hf_speculate.engine.ranks import Ranks
+from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.rows.per_row import PerRow
@@ -52,6 +52,7 @@ class Verification(PerRow):
     verifier: Verifier  # the verification rule
     spans: VerifierSpans | None  # restricts a lossy verifier to spans; None if it decides everywhere
     ranks: Ranks  # the processes that decode the call together
+    processors: RowProcessors  # the logits processors of each row
 
     @staticmethod
     def of(plan: Plan) -> "Verification":
@@ -87,6 +88,11 @@ class Verification(PerRow):
             verifier = self.spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
         return self.ranks.wrap_verifier(verifier)
 
+    def forced_texts(self, batch: Batch) -> list[str]:
+        """Return [B] texts that the logits processors force; "" for rows that need no draft."""
+        rows = zip(batch.is_finished, batch.num_left, strict=True)
+        return self.processors.forced_texts(batch.host_tokens, [not ended and num > 1 for ended, num in rows])
+
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round that were not emitted."""
 
@@ -98,7 +104,7 @@ class RowWiseVerification(Verification):
     PARTS = ("spans",)
     REPLACED = ("processors",)
 
-    processors: RowProcessors  # the logits processors of each row, all of them row-wise
+    # all processors are row-wise
     keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
@@ -146,7 +152,7 @@ class RowWiseVerification(Verification):
 class LockStepVerification(Verification):
     """Verifies one position at a time until a row finishes or rejects; processors are called as in plain `generate`."""
 
-    processors: LogitsProcessorList  # the call's whole list
+    processors: BlockLogitsProcessorList  # the call's whole list
     criteria: BlockStoppingCriteria  # the call's whole list
     # what finished rows go on with; None if finished rows go on decoding, as without an EOS token
     pad_token_id: int | None

@@ -58,7 +58,7 @@ class SpeculativeDecoding:
                 row_lists=self.row_lists,
                 num_run=self.num_runs - 1,
             )
-        source, stats = self.request.source, self.request.stats
+        source, stats = call.source, self.request.stats
         comparison = self_test(call, source)
         reason = "" if self.on_prepared is not None else plain_reason(call, source, stats)
         if reason and call.config.verifier != "coupled":

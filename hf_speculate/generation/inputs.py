@@ -26,7 +26,7 @@ from hf_speculate.engine.call import Call, Prompts, RowLists
 from hf_speculate.engine.draft_faults import DraftFaults
 from hf_speculate.engine.plan import gains_nothing
 from hf_speculate.engine.ranks import Ranks, find_ranks
-from hf_speculate.errors import SpeculateError, UnsupportedGenerationError, counted
+from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedGenerationError, counted
 from hf_speculate.generation.request import Request
 from hf_speculate.generation.validate_call import (
     check_extra_inputs,
@@ -41,6 +41,7 @@ from hf_speculate.models.extra_inputs import MEDIA, ExtraInputs
 from hf_speculate.models.foreign_code import foreign_code
 from hf_speculate.models.language_model import cache_name, device_of, dtype_of, takes_positions, text_prefix
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.registry import offers_forced_text
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.processors.used import check_unused
 from hf_speculate.stats import SpeculationStats
@@ -116,6 +117,15 @@ def read_call(
     if draft_inputs is None:
         source = source.without_model()
         config = source.settings(config)
+    source = _with_forced_text(
+        source,
+        config.grammar_draft,
+        logits_processor,
+        passed.get("tokenizer"),
+        is_synced=ranks.is_synced,
+        rows_leave=row_lists.rows_leave,
+        stats=request.stats,
+    )
     return Call(
         target=model,
         source=source,
@@ -138,6 +148,40 @@ def read_call(
         row_lists=row_lists,
         foreign_code=foreign_code(model),
     )
+
+
+def _with_forced_text(
+    source: DraftSource,
+    choice: bool | None,  # `grammar_draft`
+    processors: LogitsProcessorList,
+    tokenizer: Any,
+    *,
+    is_synced: bool,
+    rows_leave: bool,
+    stats: SpeculationStats,
+) -> DraftSource:
+    """Return the source; if the call asks for it, one that drafts forced text before."""
+    is_offered = any(map(offers_forced_text, processors))
+    if choice is False or not (choice or (is_offered and source.drafts)):
+        return source
+    if not is_offered and not rows_leave:  # rows that join may have such a processor
+        raise ConfigError(
+            "grammar_draft must be left out unless a logits processor has forced_text(), got True; pass a processor "
+            "that has, or leave grammar_draft out"
+        )
+    if tokenizer is None and choice:
+        raise ConfigError("tokenizer must be given with grammar_draft, got None; pass tokenizer= to generate()")
+    excluded = "" if source.takes_turns else source.argument
+    # ranks of different texts would run different numbers of forwards
+    excluded = "synced_gpus" if is_synced else excluded
+    if excluded and choice:
+        raise UnsupportedGenerationError(f"grammar_draft must be left out with {excluded}, got True; omit one of them")
+    if tokenizer is None or excluded:
+        why = f"because of {excluded}" if excluded else "because the call has no tokenizer"
+        stats.add_fallback(f"no drafts of forced text, {why}")
+        return source
+    forced_text: DraftSource = load_entry(VARIANTS["forced text"])(source, tokenizer)
+    return forced_text
 
 
 def _replace_static_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cache | None:

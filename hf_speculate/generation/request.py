@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
-from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE
+from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE, FORCED_TEXT_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source, is_set
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
@@ -74,7 +74,7 @@ def refusals(is_default: bool) -> Iterator[None]:
     """Turn a refused call into one that decodes plainly if the call itself names no draft source."""
     try:
         yield
-    except (UnsupportedGenerationError, UnsupportedModelError) as error:
+    except (ConfigError, UnsupportedGenerationError, UnsupportedModelError) as error:
         if not is_default:
             raise
         raise RefusedDefaultError(str(error)) from error
@@ -244,6 +244,8 @@ def find_source_of(
         take_over_all(model, call, values)
         return Found(source, source.settings(config), [], is_default)
     declined = [name for name, value in values.items() if value]
+    if config.grammar_draft:
+        return Found(FORCED_TEXT_ALONE, config, declined, is_default="grammar_draft" in fields)
     draws_coupled = config.verifier == "coupled" and samples(model, plain, call)
     return Found(COUPLED_ALONE if draws_coupled else None, config, declined, is_default=False)
 

@@ -30,8 +30,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.encoder_ids import by_row
+from hf_speculate.processors.of_rows import TokenRows
 from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.processors.registry import (
     Reads,
@@ -41,6 +42,7 @@ from hf_speculate.processors.registry import (
     find_reads,
     keeps_nan,
     name_of,
+    offers_forced_text,
 )
 from hf_speculate.processors.used import note_lost_rows
 from hf_speculate.rows.per_row import PerRow, RowIndices
@@ -134,6 +136,17 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         """Processors for position-by-position calls as in plain `generate()`, in list order."""
         return [processor for processor in self if find_reads(processor) is None]
 
+    def forced_texts(self, tokens: TokenRows, is_asked: Sequence[bool]) -> list[str]:
+        """Return [B] texts that must follow the rows, as the first processor with one says."""
+        offering = [processor for processor in self if offers_forced_text(processor)]
+        texts = [""] * len(is_asked)
+        for row, length in enumerate(tokens.lens if offering else ()):
+            if is_asked[row]:
+                input_ids = tokens.token_ids[row, :length]
+                asked = (_forced_text(processor, row, input_ids) for processor in offering)
+                texts[row] = next(filter(None, asked), "")
+        return texts
+
     def row_wise_part(self) -> "BlockLogitsProcessorList":
         """Return the pure row-wise processors. They may run on any model."""
         parts = [p for p in self if find_reads(p) not in (None, Reads.HISTORY, Reads.ROW)]
@@ -186,6 +199,16 @@ class _ForkedProcessor(PerRow):
 
     def rollback(self, num_calls: Sequence[int]) -> None:
         """Do nothing: a fork is discarded after its draft."""
+
+
+def _forced_text(processor: Any, row: int, input_ids: Tensor) -> str:
+    text = processor.forced_text(row, input_ids)
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"forced_text of a logits processor must return a str, got {type(text).__name__}; decode bytes as far as "
+            "they are whole characters"
+        )
+    return text
 
 
 def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:

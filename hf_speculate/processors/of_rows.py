@@ -32,6 +32,9 @@ class RowProcessors(Protocol):
     def keep_nan(self) -> bool:
         """Whether the scores of a position are NaN where its logits are."""
 
+    def forced_texts(self, tokens: "TokenRows", is_asked: Sequence[bool]) -> list[str]:
+        """[B] texts that must follow the rows; "" for rows with a choice, or not asked for."""
+
     def forked(self) -> "RowProcessors":
         """Return the processors of one draft, with a fork in place of each one with state."""
 

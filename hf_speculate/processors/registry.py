@@ -43,6 +43,11 @@ class RollbackProcessor(Protocol):
     A round may show a row a token that the processor has just forbidden. The ids after it, as after
     a drafted EOS, are meaningless; scores for them are never read, and those calls are taken back.
     So a call must not fail for any ids, and each call counts.
+
+    A processor may also have `forced_text(row, input_ids) -> str`, as row-wise ones may. It returns
+    the text that must follow `input_ids` [n] int64, the row as the next `__call__` shows it, on the
+    host; "" if there is a choice. The row's newest token was not shown before. The method leaves
+    the state as it is. `grammar_draft` drafts this text.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -215,6 +220,11 @@ def find_reads(processor: object) -> Reads | None:
         return processor.reads
     reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
     return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
+
+
+def offers_forced_text(processor: object) -> bool:
+    """Return whether a processor can tell which text must come next."""
+    return callable(getattr(processor, "forced_text", None))
 
 
 def keeps_nan(processor: object) -> bool:

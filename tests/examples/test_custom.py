@@ -114,9 +114,10 @@ def test_both_processors_give_the_greedy_text_of_plain(models):
     assert not torch.equal(plain, target.generate(**inputs, **options))
     for processor, is_lock_step in ((grammars.LockStepProcessor, True), (grammars.GrammarProcessor, False)):
         options |= {"assistant_model": noisy_copy(target, 0.2), "logits_processor": [processor(grammar)]}
+        options["tokenizer"] = tokenizer
         stats = options["speculation_stats"] = hf_speculate.SpeculationStats()
         assert_equal_ids(plain, target.generate(**inputs, **options, num_assistant_tokens=4))
-        assert stats.lock_step == is_lock_step
+        assert stats.lock_step == is_lock_step == ("forced text" not in stats.plan)
 
 
 def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(models):

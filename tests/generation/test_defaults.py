@@ -232,6 +232,15 @@ def refuse(*args, **kwargs):
     raise UnsupportedGenerationError("it must not be so, got it; leave it out")
 
 
+@pytest.mark.fallback("plain decoding: ")
+def test_a_call_without_a_grammar_decodes_plainly_where_grammars_draft_by_default(models):
+    target, _ = models
+    plain = target.generate(**ragged_prompts(2), **N)
+    hf_speculate.enable(target, grammar_draft=True)
+    with pytest.warns(UserWarning, match="a call decodes plainly: grammar_draft must be left out unless"):
+        assert_equal_ids(plain, target.generate(**ragged_prompts(2), **N))
+
+
 def test_copies_share_the_draft_and_pickles_leave_it_out(models):
     target, draft = models
     hf_speculate.enable(target, assistant_model=draft, **K)

@@ -33,7 +33,7 @@ def assert_accepts_and_rejects(num_accepted: int, num_rejected: int) -> None:
         assert num_accepted > 0 and num_rejected > 0, "run python -m tests.pairs"
 
 
-@pytest.mark.fallback("lock step")
+@pytest.mark.fallback("lock step", "because of candidate_generator")
 @rows_where(has_plain_twin)
 def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed: int) -> None:
     """In float64, where the row asks for them."""
@@ -42,7 +42,7 @@ def test_ids_scores_states_and_cache_are_those_of_plain_generate(row: Row, seed:
     assert_accepts_and_rejects(result.num_accepted, result.num_rejected)
 
 
-@pytest.mark.fallback("lock step", "rejection in place of block")
+@pytest.mark.fallback("lock step", "rejection in place of block", "because of candidate_generator")
 @rows_where(lambda row: not has_plain_twin(row))
 def test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted(row: Row, seed: int) -> None:
     case, stats = case_of(row, seed), hf_speculate.SpeculationStats()

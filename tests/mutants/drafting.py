@@ -28,13 +28,27 @@ MUTANTS = mutants_of(
             ),
             "the model is not told of matched tokens": Fault("self.unread += ids", "self.unread = list(ids)"),
             "the rates of matches and model are swapped": Fault(
-                "expected >= self.model_rates", "expected < self.model_rates"
+                "sum(probabilities) >= self.model_rates", "sum(probabilities) < self.model_rates"
             ),
             "a matched token has the model's probabilities": Fault(
                 "torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)", "model_logits"
             ),
             "a matched token has no probability": Fault(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
+            ),
+        },
+        ("hf_speculate/options/sources/forced_text.py", "options/sources/test_forced_text.py"): {
+            "forced text is split without the row": Fault("list(tail[-num:])", "[]"),
+            "a text that the row changes is split at its border": Fault("_encode(_BORDER + text)", "_encode(text)"),
+            "all of an enormous text is tokenised": Fault("text[: _CHARS_PER_TOKEN * self.max_tokens]", "text"),
+            "ids past the vocabulary are drafted": Fault("if token_id >= self._vocab_size", "if False"),
+            "emitted tokens are not followed": Fault("[*self.tail, *ids]", "[*self.tail]"),
+            "rows are not compacted": Fault('BY_ROW = ("_rows",)', "BY_ROW = ()"),
+            "an error of the tokenizer ends the call": Fault("error is not self._tokenizer_error and ", ""),
+        },
+        ("hf_speculate/draft/custom.py", "options/sources/test_forced_text.py"): {
+            "the first call of a custom drafter has a part of the text": Fault(
+                "request._replace(kept=None)", "request"
             ),
         },
         ("hf_speculate/options/pictures/draft_inputs.py", "options/pictures/test_draft_inputs.py"): {

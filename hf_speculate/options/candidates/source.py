@@ -25,6 +25,7 @@ class CandidateSource(FactorySource):
     reads_embeds = False
     reads_prepared = True
     unsynced = argument
+    takes_turns = False  # a generator takes the emitted tokens for its own candidates
     reads_outputs = "whose hidden states a candidate generator reads"
     drafter: CandidateGeneratorDrafter
 

@@ -54,7 +54,7 @@ class ContinuousDecoder:
         self._clock = StageClock()
         self._readings: list[Reading] = []  # in order of arrival; short ones may overtake long ones
         self._may_overtake = False  # whether the oldest reading had its chunk since others overtook it
-        self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier and draft length
+        self._running: dict[tuple[Any, ...], RunningBatch] = {}  # by sampling, verifier, length and source
         self._prompts: dict[int, RowPrompt] = {}  # prompts of the rows that are not finished
         self._observer = RowsObserver(self._prompts)
         self._num_begun = 0
@@ -190,7 +190,8 @@ class ContinuousDecoder:
         """Let the rows that are not finished join a running batch; returns the others."""
         decoder, plan, finished = reading.decoder, reading.plan, reading.finished()
         if len(finished) < len(plan.call.row_ids):
-            batch_key = plan.call.do_sample, plan.config.verifier or "", _most_drafted(plan.config)
+            kind = type(plan.source)  # drafters of one kind only can join
+            batch_key = plan.call.do_sample, plan.config.verifier or "", _most_drafted(plan.config), kind
             running = self._running.pop(batch_key, None)  # an error leaves it half joined
             with torch.no_grad(), self._clock:
                 self._clock.enter(Stage.DRAFT)

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 from hf_speculate.engine.call import RowLists
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors, StopVerdict, TokenRows
+from hf_speculate.processors.registry import offers_forced_text
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 
@@ -72,6 +73,16 @@ class ProcessorGroups:
     def keep_nan(self) -> bool:
         return all(processors.keep_nan for processors, _ in self._groups)
 
+    def forced_texts(self, tokens: TokenRows, is_asked: Sequence[bool]) -> list[str]:
+        texts = [""] * len(is_asked)
+        for processors, rows in self._groups:
+            if not any(map(offers_forced_text, processors)):
+                continue
+            some = _some_of(tokens, rows)
+            for row, text in zip(rows, processors.forced_texts(some, [is_asked[row] for row in rows]), strict=True):
+                texts[row] = text
+        return texts
+
     def forked(self) -> "ProcessorGroups":
         """Return the groups themselves: rows of different calls join only if no processor has state."""
         return self
@@ -99,10 +110,7 @@ class StoppingGroups:
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
         for criteria, rows in self._groups:
-            some = tokens
-            if len(rows) < len(new_ids):
-                some = _SomeRows(tokens.token_ids[rows], [tokens.lens[row] for row in rows])
-            verdict = criteria(some, [new_ids[row] for row in rows])
+            verdict = criteria(_some_of(tokens, rows), [new_ids[row] for row in rows])
             for row, num, done in zip(rows, *verdict, strict=True):
                 num_emitted[row], is_done[row] = num, done
         for row, (length, most, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
@@ -124,6 +132,14 @@ class _SomeRows(NamedTuple):
 
     token_ids: Tensor
     lens: list[int]
+
+
+def _some_of(tokens: TokenRows, rows: Sequence[int]) -> TokenRows:
+    """Select rows, in ascending order."""
+    if len(rows) == len(tokens.lens):
+        return tokens
+    index = slice(rows[0], rows[0] + 1) if len(rows) == 1 else list(rows)  # a slice copies nothing
+    return _SomeRows(tokens.token_ids[index], [tokens.lens[row] for row in rows])
 
 
 def _kept(

@@ -25,31 +25,49 @@ from hf_speculate.types import CachedDraft, DraftNames, DraftOut, Kept
 _HOST = torch.device("cpu")
 
 
-class HybridRow:
-    """One row of the hybrid drafter: the acceptance rates of the model, and what it has not read."""
+class RowChoice:
+    """One row's choice between a free proposal and a draft of a model or head, by expected tokens."""
 
     def __init__(self) -> None:
         self.model_rates = RowRates(model_rates())
         self.num_model = 0  # tokens of the model in the last draft
-        self.unread: list[int] = []  # tokens emitted since the model ran
         self.is_live = False  # whether the last round emitted tokens
 
-    def prefers_match(self, text: RowText, num_match: int, num_model: int) -> bool:
-        """Return whether the match is expected to gain at least as much as `num_model` tokens."""
-        if not num_match or not num_model:
-            return num_match > 0
-        expected = sum(text.probabilities()[:num_match])
-        return expected >= self.model_rates.expected(model_buckets(num_model))
+    def prefers(self, probabilities: Sequence[float], num_model: int) -> bool:
+        """Return whether a proposal is expected to gain at least as much as `num_model` tokens.
+
+        Args:
+            probabilities: of each proposed token that it is accepted with all before it.
+            num_model: tokens that the model would draft; 0 if it cannot.
+        """
+        if not probabilities or not num_model:
+            return bool(probabilities)
+        return sum(probabilities) >= self.model_rates.expected(model_buckets(num_model))
 
     def learn(self, ids: Sequence[int]) -> None:
         """Learn from the tokens that a round has emitted; a finished row has none."""
-        self.unread += ids
         self.is_live = bool(ids)
         if ids and self.num_model:
             num_accepted = min(len(ids) - 1, self.num_model)
             num_verified = min(num_accepted + 1, self.num_model)
             self.model_rates.observe(model_buckets(num_verified), num_accepted)
         self.num_model = 0
+
+
+class HybridRow(RowChoice):
+    """One row of the hybrid drafter, with what the model has not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: list[int] = []  # tokens emitted since the model ran
+
+    def prefers_match(self, text: RowText, num_match: int, num_model: int) -> bool:
+        """Return whether the match is expected to gain at least as much as `num_model` tokens."""
+        return self.prefers(text.probabilities()[:num_match], num_model)
+
+    def learn(self, ids: Sequence[int]) -> None:
+        self.unread += ids
+        super().learn(ids)
 
 
 class HybridDrafter(PerRow, Drafter):
@@ -110,7 +128,7 @@ class HybridDrafter(PerRow, Drafter):
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
-        return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
+        return mixed_draft(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
     def is_callers(self, error: Exception) -> bool:
         return self.matches.is_callers(error) or self.model.is_callers(error)
@@ -144,7 +162,7 @@ class HybridDrafter(PerRow, Drafter):
         return drafted
 
 
-def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:
+def mixed_draft(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:
     """One draft of both by `uses_match` [B] bool; matched tokens have kept logits 0 at the token, -inf elsewhere."""
     num_drafted = drafted.token_ids.shape[1]
     width = max(matched.token_ids.shape[1], num_drafted)

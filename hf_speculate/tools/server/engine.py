@@ -1,6 +1,7 @@
 """Engine: a queue of requests in front of a decoder in a thread of its own, which streams their texts."""
 
 import asyncio
+import importlib.util
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -271,11 +272,18 @@ class Engine:
         lens = [row.max_tokens for row in (*self._begun, answer)]
         return self.max_cache_tokens is None or len(lens) * max(lens) <= self.max_cache_tokens
 
+    @property
+    def _with_grammar(self) -> dict[str, Any]:
+        """Return arguments of `generate()` that draft what a grammar forces, unless that is off."""
+        has_grammars = importlib.util.find_spec("xgrammar") is not None
+        is_off = getattr(self.target.generation_config, "grammar_draft", None) is False
+        return {"grammar_draft": True, "tokenizer": self.tokenizer} if has_grammars and not is_off else {}
+
     def _make_decoder(self) -> ContinuousDecoder:
         pad_id = int(self.tokenizer.pad_token_id or 0)
-        return ContinuousDecoder(
-            self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
-        )
+        # for all rows, because those without a grammar share the batch
+        options = {**self._with_grammar, **self.options}
+        return ContinuousDecoder(self.target, self.num_rows, options, pad_id, on_tokens=_add_tokens, ends_rows=True)
 
     def _submit(self, requests: Sequence[TextRequest]) -> list[Answer]:
         with self._lock:
@@ -306,7 +314,7 @@ class Engine:
     def _checked(self, result: RowResult) -> RowResult:
         """A result with an error if its grammar led to no JSON."""
         for processor in result.prompt.arguments.get("logits_processor", ()) if result.error is None else ():
-            if isinstance(processor, GrammarProcessor):
+            if _is_grammar(processor):
                 result = result._replace(error=processor.error_of(result.token_ids, self.tokenizer))
         return result
 
@@ -324,7 +332,8 @@ class Engine:
         while (prompt := self._next()) is not None:
             stats, streamer = SpeculationStats(), _Streamer(prompt)
             input_ids = torch.tensor([prompt.token_ids], device=self.target.device)  # [1, T]
-            arguments = {**self.options, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
+            own = self._with_grammar if any(map(_is_grammar, prompt.arguments.get("logits_processor", ()))) else {}
+            arguments = {**own, **self.options, **prompt.arguments, "streamer": streamer, "speculation_stats": stats}
             if prompt.seed is not None:
                 arguments["seed"] = prompt.seed
             if prompt.on_round is not None:
@@ -369,6 +378,10 @@ class Engine:
             answer.put(error)
             answer.is_wanted = False
         self._waiting.clear()
+
+
+def _is_grammar(processor: object) -> bool:
+    return isinstance(processor, GrammarProcessor)
 
 
 def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:

@@ -213,6 +213,16 @@ class GrammarProcessor(LogitsProcessor):
         self._xgrammar.apply_token_bitmask_inplace(scores, bitmask.to(scores.device), vocab_size=num_masked)
         return scores
 
+    def forced_text(self, row: int, input_ids: Tensor) -> str:
+        """Return the text that must follow `input_ids` [n] int64; "" if there is a choice."""
+        is_right = self._follow(input_ids[self._prompt_len :].tolist())
+        if not is_right or self._matcher.is_terminated():
+            return ""
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError as error:  # a choice of characters that begin with the same bytes
+            return bytes(error.object[: error.start]).decode()
+
     def error_of(self, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> ConfigError | None:
         """The error of a finished answer: it ended where its grammar allows no token, or is no JSON."""
         is_ended = bool(token_ids) and token_ids[-1] in self._end_ids  # not cut by its length or a stop string

@@ -5,7 +5,7 @@ import torch
 
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
-from hf_speculate.options.sources.hybrid import HybridDrafter, _mixed
+from hf_speculate.options.sources.hybrid import HybridDrafter, mixed_draft
 from hf_speculate.schedule import Choice
 from hf_speculate.types import DraftOut, SampleStrategy
 from tests.cases import assert_decodes_as_plain, pair
@@ -93,7 +93,7 @@ def test_each_source_learns_from_its_own_rounds(llama):
 def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
     logits = torch.randn(2, 2, 5)
     drafted = DraftOut(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), logits, logits.logsumexp(-1))
-    mixed = _mixed(point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False]))
+    mixed = mixed_draft(point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False]))
     assert mixed.token_ids.tolist() == [[4, 0, 2], [3, 4, 0]]
     assert mixed.lens.tolist() == [3, 2]
     assert torch.equal(mixed.token_logits[0].softmax(-1), torch.eye(5)[[4, 0, 2]])

@@ -6,12 +6,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 import hf_speculate
+from hf_speculate import register_row_wise
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.prompts import text_requests
-from hf_speculate.tools.server.response_format import GrammarLimits
+from hf_speculate.tools.server.response_format import GrammarLimits, GrammarProcessor
 from hf_speculate.tools.server.schemas import CompletionRequest, parse
 from tests.support.tiny import make_small_model, noisy_copy
 from tests.support.tiny_tokenizers import byte_level_tokenizer
@@ -69,6 +71,49 @@ def test_rows_of_different_formats_get_the_texts_of_plain_decoding(engine):
         assert 0 < sum(row.num_accepted for row in rows) < sum(row.num_drafted for row in rows)
     text = engine.tokenizer.decode(results[0].row.token_ids, skip_special_tokens=True)
     assert (results[0].finish_reason, set(json.loads(text))) == ("stop", {"a", "b"})
+
+
+@register_row_wise
+class FailsInside(GrammarProcessor):
+    """Has a fault of its own."""
+
+    def forced_text(self, row, input_ids):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_forced_text_is_drafted_without_a_draft_model_and_fails_alone(engine, num_rows):
+    options = {"num_assistant_tokens": 6}
+    alone = Engine(engine.target, engine.tokenizer, "tiny", options, num_rows=num_rows)
+    forced, free, other, wrong = [
+        text_requests(request_of(prompt=f"x{index} =", response_format=FORMATS[kind]), alone)[0]
+        for index, kind in enumerate((0, 1, 0, 0))
+    ]
+    (processor,) = wrong.prompt.arguments["logits_processor"]
+    processor.__class__ = FailsInside
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(collect_all, alone, [forced, free, other])
+        with pytest.raises(RequestError, match="ZeroDivisionError") as caught:
+            collect_all(alone, [wrong])
+        rows = [result.row for result in answers.result()]
+    alone.close()
+    assert caught.value.status == 500
+    for index, kind in enumerate((0, 1, 0)):
+        assert rows[index].token_ids == plain_ids(engine, f"x{index} =", FORMATS[kind])
+        assert (rows[index].num_accepted > 5) == (kind == 0)
+
+
+def test_characters_that_begin_alike_are_forced_as_far_as_they_are_whole(engine):
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {
+            "schema": {"enum": ["a\N{LATIN SMALL LETTER E WITH ACUTE}", "a\N{LATIN SMALL LETTER E WITH GRAVE}"]}
+        },
+    }
+    (text,) = text_requests(request_of(prompt="x", response_format=wanted), engine)
+    (processor,) = text.prompt.arguments["logits_processor"]
+    ids = torch.tensor(text.prompt.token_ids)
+    assert processor.forced_text(0, ids) == '"a'
 
 
 def test_sampled_json_fits_its_schema(engine):
