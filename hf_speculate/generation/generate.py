@@ -29,15 +29,19 @@ from hf_speculate.generation.decode import SpeculativeDecoding
 from hf_speculate.generation.defaults import Defaults, decodes_plainly, nested_calls
 from hf_speculate.generation.mistyped import name_mistyped
 from hf_speculate.generation.request import (
+    OUR_FIELDS,
     RefusedDefaultError,
-    Undrafted,
     bind,
-    decode_without_source,
+    call_by_name,
     find_source_of,
+    hide_settings,
     name_cache,
     read_request,
+    source_arguments,
     speculative_request,
+    take_over_all,
 )
+from hf_speculate.generation.undrafted import Undrafted, WithoutPrompt, add_tokenizer, undrafted_config
 from hf_speculate.models.text_decoder import unwrapped
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -152,7 +156,7 @@ def _generate(
     clock = _started_clock()
     name_cache(model, kwargs)
     if decodes_plainly(model):
-        return decode_without_source(model, plain, args, kwargs)
+        return _decode_without_source(model, plain, args, kwargs)
     decoding = None
     try:
         request = read_request(model, plain, args, kwargs, saved, clock)
@@ -164,13 +168,48 @@ def _generate(
         output = _decode(model, decoding)
     except RefusedDefaultError as refused:
         Defaults.of(model).warn_once(f"a call decodes plainly: {refused}")
-        return decode_without_source(model, plain, args, kwargs, str(refused), has_prompt=decoding is not None)
+        return _decode_without_source(model, plain, args, kwargs, str(refused), has_prompt=decoding is not None)
     request.source.after_call(model, request.stats)
     request.report(request.stats)
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", request.stats.summary())
     if isinstance(output, ModelOutput):
         output.speculation = request.stats
+    return output
+
+
+def _decode_without_source(
+    model: PreTrainedModel,
+    plain: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refusal: str = "",
+    has_prompt: bool = False,
+) -> GenerateOutput | Tensor:
+    """Decode a call as transformers does without a draft source, whoever names one.
+
+    Args:
+        model: the target.
+        plain: the model's own `generate`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        refusal: why what `enable` was given cannot be used, for the statistics.
+        has_prompt: whether the call's streamer has the prompt already.
+    """
+    call, positional_names = bind(plain, args, kwargs)
+    sources = getattr(model, "draft_sources", SOURCES)
+    config = undrafted_config(model, call)
+    add_tokenizer(model, call, call)
+    for name in OUR_FIELDS & call.keys():
+        del call[name]
+    call.pop("assistant_tokenizer", None)
+    take_over_all(model, call, source_arguments(model, call, sources))
+    hide_settings(model, call, sources)
+    if has_prompt and call.get("streamer") is not None:
+        call["streamer"] = WithoutPrompt(call["streamer"])
+    undrafted = Undrafted.of(config, refusal)
+    output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
+    undrafted.report(undrafted.stats)
     return output
 
 

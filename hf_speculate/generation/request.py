@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.compat import CACHE_NAME, CACHE_NAMES, OLD_CACHE_NAMES, TAKES_CACHE, check_private_names
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig
 from hf_speculate.draft.no_drafts import CONTINUOUS, COUPLED_ALONE, FORCED_TEXT_ALONE
 from hf_speculate.draft.source import SOURCES, DraftSource, find_source, is_set
-from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.config_sources import fields_of, read_config, setting
-from hf_speculate.generation.defaults import Defaults, is_nested, value_in
+from hf_speculate.generation.defaults import Defaults
+from hf_speculate.generation.undrafted import Undrafted, add_tokenizer, stats_of
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_models, check_weights
 from hf_speculate.models.language_model import cache_name
@@ -31,7 +29,7 @@ from hf_speculate.verify.base import check_verifier
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _DEFAULTS = GenerationConfig()
 # arguments of ours alone: transformers has the others, too
-_OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(_DEFAULTS, name)}
+OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(_DEFAULTS, name)}
 _FRAMES_PER_POSITION = 2  # strides of the two convolutions before Whisper's encoder
 
 
@@ -119,102 +117,10 @@ def read_request(
             check_row_lists(model, plain, call, found.config)
             return speculative_request(model, plain, call, found, clock, positional_names)
     check_verifier(found.config.resolve(do_sample=False))
-    for name in _OUR_FIELDS & kwargs.keys():
+    for name in OUR_FIELDS & kwargs.keys():
         del kwargs[name]
     add_tokenizer(model, call, kwargs)
     return Undrafted.of(found.config)
-
-
-def decode_without_source(
-    model: PreTrainedModel,
-    plain: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    refusal: str = "",
-    has_prompt: bool = False,
-) -> GenerateOutput | Tensor:
-    """Decode a call as transformers does without a draft source, whoever names one.
-
-    Args:
-        model: the target.
-        plain: the model's own `generate`.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        refusal: why what `enable` was given cannot be used, for the statistics.
-        has_prompt: whether the call's streamer has the prompt already.
-    """
-    call, positional_names = bind(plain, args, kwargs)
-    sources = getattr(model, "draft_sources", SOURCES)
-    config = find_config(model, call)
-    add_tokenizer(model, call, call)
-    for name in _OUR_FIELDS & call.keys():
-        del call[name]
-    call.pop("assistant_tokenizer", None)
-    take_over_all(model, call, source_arguments(model, call, sources))
-    hide_settings(model, call, sources)
-    if has_prompt and call.get("streamer") is not None:
-        call["streamer"] = WithoutPrompt(call["streamer"])
-    undrafted = Undrafted.of(config, refusal)
-    output: GenerateOutput | Tensor = call_by_name(plain, call, positional_names)
-    undrafted.report(undrafted.stats)
-    return output
-
-
-def find_config(model: PreTrainedModel, call: Mapping[str, Any]) -> SpeculationConfig:
-    """Return the settings of a call that no source drafts for: its statistics alone count."""
-    if is_nested():
-        return SpeculationConfig()
-    given = value_in(call, "speculation_stats")
-    given = Defaults.of(model).values.get("speculation_stats") if given is None else given
-    return SpeculationConfig(speculation_stats=given)
-
-
-def add_tokenizer(model: PreTrainedModel, call: Mapping[str, Any], arguments: dict[str, Any]) -> None:
-    """Add the tokenizer that `enable` was given to the arguments of a call without one; stop strings need it."""
-    tokenizer = Defaults.of(model).values.get("tokenizer")
-    if tokenizer is not None and call.get("tokenizer") is None:
-        arguments["tokenizer"] = tokenizer
-
-
-class WithoutPrompt(BaseStreamer):
-    """Hands tokens on to a streamer that has the prompt already."""
-
-    def __init__(self, streamer: BaseStreamer):
-        self._streamer, self._is_prompt = streamer, True
-
-    def put(self, value: Tensor) -> None:
-        if not self._is_prompt:
-            self._streamer.put(value)
-        self._is_prompt = False
-
-    def end(self) -> None:
-        self._streamer.end()
-
-
-class Undrafted(NamedTuple):
-    """The statistics of a call that transformers decodes, and what gets them when it has ended."""
-
-    stats: SpeculationStats
-    report: Callable[[SpeculationStats], object]
-
-    @classmethod
-    def of(cls, config: SpeculationConfig, refusal: str = "") -> "Undrafted":
-        """Return empty statistics, with the reason if a source was refused."""
-        undrafted = cls(*stats_of(config))
-        undrafted.stats.has_draft_source = False
-        if refusal:
-            undrafted.stats.add_fallback(f"plain decoding: {refusal}")
-        return undrafted
-
-
-def stats_of(config: SpeculationConfig) -> tuple[SpeculationStats, Callable[[SpeculationStats], object]]:
-    """Return the statistics that a call fills in, empty, and what gets them when it has ended."""
-    given = config.speculation_stats
-    if given is None or isinstance(given, SpeculationStats):
-        stats = SpeculationStats() if given is None else given
-        stats.reset()
-        return stats, lambda stats: None
-    return SpeculationStats(), given
 
 
 def call_by_name(plain: Callable[..., Any], call: Mapping[str, Any], positional_names: Sequence[str]) -> Any:
