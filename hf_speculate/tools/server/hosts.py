@@ -1,4 +1,4 @@
-"""Host check: rejects requests that name another machine, as a web page does whose own name leads to this server."""
+"""Host check against DNS rebinding: reject requests with the name of another machine."""
 
 import ipaddress
 from collections.abc import Collection
@@ -11,9 +11,10 @@ from hf_speculate.tools.server.errors import RequestError, error_body
 
 
 class HostCheck:
-    """ASGI application that hands on requests to `localhost`, to an IP address and to the `names`.
+    """ASGI middleware that checks the Host header.
 
-    It hands on all requests if the names have "*", or 0.0.0.0 or ::, the addresses of a server that is open to all.
+    Requests to `localhost`, to an IP address and to the `names` pass. With "*", 0.0.0.0 or :: among the names all
+    requests pass: the last two are the addresses of a server open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]):
