@@ -1,4 +1,4 @@
-"""Replaces files atomically."""
+"""Replace files atomically."""
 
 import os
 from collections.abc import Iterable
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
-    """Replace a file's content; after a crash it holds the old one or the new one.
+    """Replace a file's content; after a crash the file holds the old or the new content.
 
-    The new file has the permissions `mode`, less what the process masks.
+    The new file has the permissions `mode` without the process's umask.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -23,7 +23,7 @@ def replace_file(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names of a folder to the disk, if the system can."""
+    """Flush a folder's entries to the disk, if the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

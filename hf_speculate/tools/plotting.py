@@ -16,8 +16,8 @@ def make_figure(
     num_rounds: int,
     seconds_by_stage: Mapping[str, float],
 ) -> Any:
-    """A `matplotlib.figure.Figure` with three panels side by side: acceptance, draft lengths, seconds by stage."""
-    # The class itself, not pyplot: no window system is chosen, and nothing is kept.
+    """Make a `matplotlib.figure.Figure` of acceptance, draft lengths and time by stage."""
+    # Unlike pyplot, the class starts no window system and keeps no reference to the figure.
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
     figure.suptitle(headline)
     acceptance, lens, stages = figure.subplots(1, 3)
@@ -33,7 +33,7 @@ def make_figure(
     rounds = range(1, len(draft_lens) + 1)
     lens.step(rounds, draft_lens, where="mid", color=_COLOR)
     if len(draft_lens) == 1:
-        lens.plot(rounds, draft_lens, marker="o", color=_COLOR)  # a step plot of one point shows nothing
+        lens.plot(rounds, draft_lens, marker="o", color=_COLOR)  # a step plot of one point is empty
     label = "round" if num_rounds <= len(draft_lens) else f"round, the first {len(draft_lens)} of {num_rounds}"
     lens.set(title="draft length", xlabel=label, ylabel="drafted tokens", ylim=(0, max(draft_lens, default=0) + 1))
     lens.locator_params(integer=True)

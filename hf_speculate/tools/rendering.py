@@ -1,4 +1,4 @@
-"""Renders speculation statistics: one line, the lines of `print(stats)`, and a table of rich."""
+"""Render speculation statistics: one line, the lines of `print(stats)`, and a rich table."""
 
 from rich.markup import escape
 from rich.table import Table
@@ -10,21 +10,21 @@ _NOTHING_DRAFTED = "nothing was drafted"
 
 
 def headline(stats: SpeculationStats) -> str:
-    """Return the estimated speed-up over plain decoding, or why there is none."""
+    """Return the estimated speed-up over plain decoding, or the reason for its absence."""
     if not stats.has_draft_source:
         return "plain decoding: no draft source"
     if not stats.num_rounds:
         return "no token was decoded after the prompt"
     if (speedup := stats.speedup) is None:
         return "speed-up over plain decoding not measured (no call of this type has taken a plain step yet)"
-    num_own = sum(map(len, stats.plain_step_s_by_rows.values()))
-    num = sum(map(len, stats.measured_steps().values()))
-    steps = counted(num, "plain step") + (f", {num - num_own} of earlier calls" if num > num_own else "")
+    num_steps = sum(map(len, stats.measured_steps().values()))
+    num_earlier = num_steps - sum(map(len, stats.plain_step_s_by_rows.values()))
+    steps = counted(num_steps, "plain step") + (f", {num_earlier} of earlier calls" if num_earlier > 0 else "")
     return f"about {speedup:.2f}x the speed of plain decoding (estimated from {steps})"
 
 
 def summary(stats: SpeculationStats) -> str:
-    """Return one line: speed-up, target forwards, mean acceptance length, acceptance rate, seconds."""
+    """Return one line with speed-up, forwards, mean acceptance length, acceptance rate, seconds."""
     if not stats.num_rounds and stats.has_draft_source:
         return f"{stats.verifier or 'no'} verification: no rounds in {stats.total_s:.2f} s"
     if not stats.has_draft_source:
@@ -40,12 +40,12 @@ def summary(stats: SpeculationStats) -> str:
 
 
 def text(stats: SpeculationStats) -> str:
-    """Return a headline and a line for each name and value."""
+    """Return the headline, and one line per value."""
     return "\n".join([headline(stats), *(f"{name}: {value}" for name, value in _lines(stats))])
 
 
 def as_table(stats: SpeculationStats) -> Table:
-    """Return a table for rich; `rich.print(stats)` shows it."""
+    """Return a rich table, shown by `rich.print(stats)`."""
     table = Table(title=headline(stats), show_header=False)
     for name, value in _lines(stats):
         table.add_row(name, escape(value))
@@ -58,7 +58,7 @@ def _lines(stats: SpeculationStats) -> list[tuple[str, str]]:
         return []
     total_s = stats.total_s
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_position)
-    lens = " ".join(f"{num}:{count}" for num, count in sorted(stats.rounds_by_draft_len.items()))
+    lens = " ".join(f"{draft_len}:{count}" for draft_len, count in sorted(stats.rounds_by_draft_len.items()))
     stages = ", ".join(
         f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
         for stage, seconds in stats.seconds_by_stage.items()
@@ -89,5 +89,5 @@ def _lines(stats: SpeculationStats) -> list[tuple[str, str]]:
         "from graphs": ", ".join(stats.graphed),
         "rows": "moved in lock step" if stats.lock_step else "",
     }
-    shown = [(name, value) for name, value in lines.items() if value]
-    return shown + [("fallback", reason) for reason in stats.fallbacks]
+    known = [(name, value) for name, value in lines.items() if value]
+    return known + [("fallback", reason) for reason in stats.fallbacks]

@@ -1,4 +1,4 @@
-"""Groups prompts into batches, and times methods that decode them in turn, through public `generate()`."""
+"""Batches of prompts, and timed calls of public `generate()` by several methods in turn."""
 
 import copy
 import itertools
@@ -21,18 +21,18 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.methods import OURS, PLAIN, SAMPLING_NAMES, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8
-# Raised by transformers' assisted generation for pairs that it does not support.
+# Errors of transformers' assisted generation for unsupported pairs.
 _ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 ItemT = TypeVar("ItemT")
 
 
 class Batch(NamedTuple):
-    """Prompts that one call decodes."""
+    """Prompts of one call."""
 
-    number: int  # among all batches, from 0
+    number: int  # index among all batches
     input_ids: Tensor  # [B, T] int64, left-padded
     attention_mask: Tensor  # [B, T] int64, left-padded
-    category: str = ""  # category of all its prompts; empty if they have none, or several
+    category: str = ""  # category of all its prompts; empty if they differ or there is none
 
     @property
     def rows(self) -> list[Tensor]:
@@ -45,7 +45,14 @@ class Batch(NamedTuple):
 
 
 def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | None) -> list[ItemT]:
-    """The first `num` items (None for all), taken from each category in turn."""
+    """Take items from each category in turn.
+
+    Args:
+        items: any objects.
+        categories: category of each item.
+        num: number of items to take.
+            None takes all.
+    """
     by_category: dict[str, list[ItemT]] = defaultdict(list)
     for item, category in zip(items, categories, strict=True):
         by_category[category].append(item)
@@ -59,16 +66,16 @@ def make_batches(
     batch_size: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Group prompts into full batches of one category each; the remaining prompts form mixed batches."""
+    """Group prompts into full batches of one category; remaining prompts form mixed batches."""
     groups: list[tuple[str, Sequence[Sequence[int]]]] = []
     waiting: dict[str, list[Sequence[int]]] = defaultdict(list)
     for ids, category in zip(prompts, categories, strict=True):
         waiting[category].append(ids)
         if len(waiting[category]) == batch_size:
             groups.append((category, waiting.pop(category)))
-    rest = [(category, ids) for category, group in waiting.items() for ids in group]
-    for start in range(0, len(rest), batch_size):
-        group_categories, group = zip(*rest[start : start + batch_size], strict=True)
+    remaining = [(category, ids) for category, group in waiting.items() for ids in group]
+    for start in range(0, len(remaining), batch_size):
+        group_categories, group = zip(*remaining[start : start + batch_size], strict=True)
         groups.append((group_categories[0] if len(set(group_categories)) == 1 else "", group))
     return [
         Batch(number, *left_padded(group, pad_token_id, device), category)
@@ -80,16 +87,16 @@ class Run(NamedTuple):
     """A timed call."""
 
     batch: Batch
-    repeat: int  # number of the repetition
+    repeat: int  # index of the repetition
     seconds: float
-    texts: list[list[int]]  # new token ids of each row up to its end
+    texts: list[list[int]]  # new token ids of each row, up to EOS
     stats: SpeculationStats | None  # None for other engines
-    first_token_s: float | None = None  # time to the first token: until the target's first forward has ended
+    first_token_s: float | None = None  # time from the call to the end of the target's first forward
     peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
 
     @property
     def key(self) -> tuple[int, int]:
-        """Number of the batch and repetition, by which runs of several methods are compared."""
+        """Numbers of batch and repetition; runs with equal keys are compared."""
         return self.batch.number, self.repeat
 
     @property
@@ -102,36 +109,47 @@ class Run(NamedTuple):
 
     @property
     def ms_per_token(self) -> float | None:
-        """Milliseconds per token of the longest row after its first token; None if that is not known."""
-        num_later = max(map(len, self.texts)) - 1
-        if self.first_token_s is None or num_later < 1:
+        """Milliseconds per token of the longest row after its first token.
+
+        None if the row has one token, or the time to the first token is not known.
+        """
+        num_later_tokens = max(map(len, self.texts)) - 1
+        if self.first_token_s is None or num_later_tokens < 1:
             return None
-        return 1000 * (self.seconds - self.first_token_s) / num_later
+        return 1000 * (self.seconds - self.first_token_s) / num_later_tokens
 
 
 class Decoder:
-    """Decodes batches with views of one target and draft; `arguments` of `generate()` are those of all methods."""
+    """Timed calls of `generate()` on one target.
+
+    The caller's models stay unchanged: the decoder uses views of them.
+
+    Args:
+        target: the target model.
+        draft_arguments: draft source of the methods: `assistant_model`, `drafter` or the like, and tokenizers.
+        arguments: arguments of `generate()` for all methods.
+    """
 
     def __init__(self, target: PreTrainedModel, draft_arguments: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.target = _view(unwrapped(target))
         self.tokenizer: PreTrainedTokenizerBase | None = draft_arguments.get("tokenizer")
         eos = getattr(self.target.generation_config, "eos_token_id", None)
         self.eos_token_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
-        self.draft: PreTrainedModel | None = None  # also if a head drafts
+        self.draft: PreTrainedModel | None = None  # None for a draft head too
         self._draft_arguments = dict(draft_arguments)
         draft = unwrapped(draft_arguments.get("assistant_model"), "assistant_model")
         if isinstance(draft, PreTrainedModel):
             self.draft = self._draft_arguments["assistant_model"] = _view(draft)
-        self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' method
+        self._assistants: dict[str, PreTrainedModel] = {}  # name of the method -> view of the draft
         self._arguments = arguments
 
     def options(self, do_sample: bool) -> dict[str, Any]:
-        """The arguments of all methods that sample, or of all greedy ones."""
-        used = {name: value for name, value in self._arguments.items() if do_sample or name not in SAMPLING_NAMES}
-        return used | {"do_sample": do_sample}
+        """Return the common arguments of all sampling methods, or of all greedy methods."""
+        arguments = {name: value for name, value in self._arguments.items() if do_sample or name not in SAMPLING_NAMES}
+        return arguments | {"do_sample": do_sample}
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Run:
-        """Decode a batch, and wait for the device."""
+        """Decode a batch, wait for the device and return the timed run."""
         options = {**self.options(method.do_sample), **method.options}
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
@@ -169,7 +187,7 @@ class Decoder:
         return Run(batch, 0, seconds, texts, stats, first_s[0] if first_s else None, peak_bytes)
 
     def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
-        """Assisted generation of transformers, row by row, because it takes one row."""
+        """Run transformers' assisted generation row by row, because it supports one row only."""
         arguments = dict(self._draft_arguments)
         if "prompt_lookup_num_tokens" in method.fields:
             arguments = {"tokenizer": self.tokenizer, **method.fields}
@@ -184,7 +202,10 @@ class Decoder:
         return new_ids
 
     def _assistant(self, method: Method, draft: PreTrainedModel) -> PreTrainedModel:
-        """View of the draft with the method's draft length, which transformers reads from its generation config."""
+        """Return a view of the draft with the method's draft length.
+
+        transformers reads the draft length from the assistant's generation config.
+        """
         if method.name not in self._assistants:
             view = self._assistants[method.name] = _view(draft)
             if method.fields:
@@ -193,7 +214,7 @@ class Decoder:
 
 
 def up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    end = next((at for at, token_id in enumerate(ids) if token_id in eos_token_ids), len(ids))
+    end = next((index for index, token_id in enumerate(ids) if token_id in eos_token_ids), len(ids))
     return ids[: end + 1]
 
 
@@ -203,22 +224,25 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, not enabled, without speculative fields in the generation config: plain decoding reads them."""
+    """Copy a model without its weights, not enabled and without speculative fields.
+
+    Plain decoding would read such fields from the generation config.
+    """
     view = disable(copy.copy(model))
     view.generation_config = copy.deepcopy(model.generation_config)
     vars(view.generation_config).update(dict.fromkeys(fields_of(view.generation_config)))
     return view
 
 
-Runs = dict[str, list[Run]]  # by name of the method
-OnStep = Callable[[Method, Run | None], object]  # is called after each call; the run is None for a warm-up
+Runs = dict[str, list[Run]]  # name of the method -> its runs
+OnStep = Callable[[Method, Run | None], object]  # called after each call; the run is None for a warm-up
 
 
 class Measured(NamedTuple):
-    """Timed calls, and the reasons for methods of transformers that failed, by name of the method."""
+    """Timed calls of several methods."""
 
     runs: Runs
-    left_out: dict[str, str]
+    left_out: dict[str, str]  # name of a failed method of transformers -> error
     is_interrupted: bool = False
 
 
@@ -228,19 +252,32 @@ def measure(
     decode: Decoder,
     *,
     repeats: int = 1,
-    is_warm: bool = False,  # else every method first decodes a few tokens untimed
+    is_warm: bool = False,
     seed: int = 0,
     on_step: OnStep = lambda method, run: None,
 ) -> Measured:
-    """Decode each batch with each method in turn: all meet the same load. Ctrl-C returns the calls so far."""
+    """Time all methods on all batches.
+
+    The methods decode each batch in turn, so a change of the machine's load hits all of them. Ctrl-C ends the
+    measurement and returns the calls so far.
+
+    Args:
+        methods: methods with different names.
+        batches: at least one batch.
+        decode: runs one call.
+        repeats: number of calls per method and batch.
+        is_warm: whether to skip the warm-up, a few untimed tokens per method.
+        seed: seed of the first call; each batch and repetition has its own seed.
+        on_step: called after each call.
+    """
     runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}
 
-    def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Run | None:
+    def attempt(method: Method, batch: Batch, index: int, max_new_tokens: int | None = None) -> Run | None:
         if method.name in left_out:
             return None
         try:
-            return decode(method, batch, seed + num, max_new_tokens)
+            return decode(method, batch, seed + index, max_new_tokens)
         except _ASSISTED_ERRORS as error:
             if method.engine != TRANSFORMERS:
                 raise
@@ -256,9 +293,9 @@ def measure(
                 attempt(method, batches[0], 0, _WARM_UP_TOKENS)
                 on_step(method, None)
             for repeat, batch in itertools.product(range(repeats), batches):
-                num = repeat * len(batches) + batch.number
-                for method in methods if num % 2 == 0 else reversed(methods):
-                    if (run := attempt(method, batch, num)) is not None:
+                index = repeat * len(batches) + batch.number
+                for method in methods if index % 2 == 0 else reversed(methods):
+                    if (run := attempt(method, batch, index)) is not None:
                         runs[method.name].append(run._replace(repeat=repeat))
                         on_step(method, run)
         except KeyboardInterrupt:
@@ -267,28 +304,30 @@ def measure(
 
 
 def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
-    """Tokens per second over plain decoding's on the same batch and repetition."""
+    """Compute each run's speed-up over the plain run of the same batch and repetition."""
     speeds = {run.key: run.tokens_per_s for run in plain}
     return [run.tokens_per_s / speeds[run.key] for run in runs]
 
 
 def of_equal_texts(runs: Runs, methods: Iterable[Method]) -> Runs:
-    """The calls on batches and repetitions for which all exact greedy methods wrote the same text.
+    """Select the batches and repetitions with equal texts in all exact greedy methods.
 
-    A method that follows another text at a near-tie meets other drafts, and perhaps fewer tokens: its speed says
-    nothing of the others. Sampled texts differ anyway; lossy methods keep the calls that are counted of the others.
+    After a near-tie a method may decode another text, with other drafts and perhaps fewer tokens. Its speed is then
+    not comparable. Sampling and lossy methods are not compared; their runs are selected by the same keys.
     """
     exact = [method.name for method in methods if not (method.do_sample or method.is_lossy) and method.name in runs]
     by_key: dict[tuple[int, int], set[str]] = defaultdict(set)
     for name in exact:
         for run in runs[name]:
             by_key[run.key].add(str(run.texts))
-    return {name: [run for run in of_it if len(by_key.get(run.key, ())) < 2] for name, of_it in runs.items()}
+    return {
+        name: [run for run in method_runs if len(by_key.get(run.key, ())) < 2] for name, method_runs in runs.items()
+    }
 
 
 def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
-    """Calls on batches that all plain methods have decoded; methods without any are left out."""
-    plain = [{run.key for run in runs[method.name]} for method in methods if method.engine == PLAIN]
-    done = set.intersection(*plain) if plain else set()
-    kept = {name: [run for run in of_it if run.key in done] for name, of_it in runs.items()}
-    return {name: of_it for name, of_it in kept.items() if of_it}
+    """Select the batches decoded by all plain methods, and leave out methods without any."""
+    plain_keys = [{run.key for run in runs[method.name]} for method in methods if method.engine == PLAIN]
+    keys = set.intersection(*plain_keys) if plain_keys else set()
+    comparable = {name: [run for run in method_runs if run.key in keys] for name, method_runs in runs.items()}
+    return {name: method_runs for name, method_runs in comparable.items() if method_runs}

@@ -1,4 +1,4 @@
-"""Decoding methods that are compared: plain decoding, transformers' assisted generation and this library's."""
+"""Decoding methods of a benchmark: plain, transformers' assisted generation and ours."""
 
 import itertools
 import math
@@ -11,14 +11,14 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.verify.base import check_verifier, is_lossless
 
 PLAIN, TRANSFORMERS, OURS = "plain", "transformers", "ours"
-SAMPLING_NAMES = ("temperature", "top_k", "top_p")  # arguments of `generate()` that only sampling reads
+SAMPLING_NAMES = ("temperature", "top_k", "top_p")  # arguments of `generate()` for sampling only
 _ADAPTIVE = "adaptive"
 
 
 class DraftLen(NamedTuple):
-    """Draft length: `num` tokens in each round, or with `is_adaptive` up to `num` tokens (None for the default)."""
+    """Constant or adaptive draft length."""
 
-    num: int | None
+    num: int | None  # tokens per round, the maximum if adaptive; None for the default
     is_adaptive: bool
 
     @property
@@ -36,7 +36,7 @@ class DraftLen(NamedTuple):
 @dataclass(frozen=True)
 class Method:
     name: str  # unique among the methods of a comparison
-    engine: str  # `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`
+    engine: str  # `PLAIN`, `TRANSFORMERS` (assisted generation or prompt lookup) or `OURS`
     # fields of `SpeculationConfig`; for transformers only draft length and prompt lookup
     fields: Mapping[str, Any] = field(default_factory=dict)
     do_sample: bool = False  # whether tokens are sampled
@@ -57,9 +57,9 @@ class Method:
 
 def parse_draft_len(text: str) -> DraftLen:
     """Parse `5`, `adaptive` or `adaptive:16`."""
-    name, colon, most = text.partition(":")
+    name, colon, max_len = text.partition(":")
     is_adaptive = name == _ADAPTIVE
-    digits = most if is_adaptive else text
+    digits = max_len if is_adaptive else text
     if not digits.isdecimal() and (colon or not is_adaptive):
         raise ConfigError(
             f"--num-assistant-tokens must be a number, adaptive or adaptive:16, got {text!r}; write 5 or adaptive"
@@ -87,7 +87,7 @@ def parse_thresholds(text: str) -> list[float]:
 
 
 def split(text: str) -> list[str]:
-    """Words separated by commas, without repetitions."""
+    """Split at commas, without empty or repeated words."""
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
@@ -100,7 +100,7 @@ def plain_method(do_sample: bool) -> Method:
 
 
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
-    """Assisted generation of transformers with its defaults, and with the first constant draft length."""
+    """Make methods of transformers: its defaults, and the first constant draft length."""
     compared = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
     constant = [draft_len for draft_len in lens if not draft_len.is_adaptive and draft_len.num]
     return compared + [
@@ -118,20 +118,31 @@ def our_methods(
     verifiers: Iterable[str],
     lens: Sequence[DraftLen],
     do_sample: bool,
-    fields: Mapping[str, Any],  # fields of `SpeculationConfig`, for all methods
+    fields: Mapping[str, Any],
     thresholds: Sequence[float | None] = (None,),
 ) -> list[Method]:
-    """Each verifier with each draft length; with thresholds only the lossy ones, each with each threshold."""
+    """Combine each verifier with each draft length and each threshold.
+
+    Args:
+        verifiers: names of verifiers.
+        lens: draft lengths.
+        do_sample: whether tokens are sampled.
+        fields: fields of `SpeculationConfig` for all methods.
+        thresholds: posterior thresholds, for lossy verifiers only.
+            None keeps the default threshold and includes lossless verifiers.
+    """
     methods = []
     for verifier, threshold, draft_len in itertools.product(verifiers, thresholds, lens):
-        own, name = dict(fields), verifier
-        if threshold is not None:  # alpha as in the defaults; a threshold above alpha would have no effect
-            own = {"posterior_alpha": round(math.sqrt(threshold), 6), **fields, "posterior_threshold": threshold}
+        method_fields, name = dict(fields), verifier
+        if threshold is not None:
+            # Like the defaults, alpha is the square root. A threshold above alpha would have no effect.
+            alpha = round(math.sqrt(threshold), 6)
+            method_fields = {"posterior_alpha": alpha, **fields, "posterior_threshold": threshold}
             name = f"{verifier} {threshold:g}"
-        own |= {"verifier": verifier, **draft_len.fields}
-        config = SpeculationConfig(**own).resolve(do_sample)
+        method_fields |= {"verifier": verifier, **draft_len.fields}
+        config = SpeculationConfig(**method_fields).resolve(do_sample)
         check_verifier(config)
         is_lossy = not is_lossless(config)
         if is_lossy or threshold is None:
-            methods.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
+            methods.append(Method(f"{name}, {draft_len.label}", OURS, method_fields, do_sample, is_lossy))
     return methods

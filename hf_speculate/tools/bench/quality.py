@@ -1,7 +1,7 @@
-"""Checks the outputs of methods before their speed counts.
+"""Check the outputs of methods before their speed counts.
 
-Greedy outputs of lossless methods are compared with plain decoding's. Outputs of lossy methods drift from the target's,
-which quality rules bound.
+Greedy outputs of lossless methods are compared with plain decoding's. Outputs of lossy methods drift from the target's;
+quality rules bound the drift.
 """
 
 import math
@@ -24,8 +24,8 @@ from hf_speculate.tools.bench.decoding import Decoder, Run
 from hf_speculate.tools.bench.methods import OURS, Method, split
 from hf_speculate.tools.checks.near_ties import DifferenceCheck, GapRecorder, ParityRow, keep_logits, logits_after_text
 
-_TRANSFORMERS_TOKENS = 20  # default of its assisted generation
-_NUM_WIDE = 64  # rows of logits that are held in float32 at once
+_TRANSFORMERS_TOKENS = 20  # default draft length of transformers' assisted generation
+_NUM_WIDE = 64  # rows of logits converted to float32 at once
 _EXACT = "exact"
 _BOUNDS = {
     "agreement": real("in [0, 1]", lambda share: 0 <= share <= 1, "write agreement=0.95, for example"),
@@ -36,11 +36,11 @@ _BOUNDS = {
 
 
 class Compared(NamedTuple):
-    """Numbers of rows that equal plain decoding's, differ at a near-tie, or differ for another reason."""
+    """Numbers of rows by comparison with plain decoding."""
 
     num_equal: int = 0
-    num_ties: int = 0
-    num_wrong: int = 0
+    num_ties: int = 0  # rows with a near-tie at the first difference
+    num_wrong: int = 0  # other different rows
 
     def __str__(self) -> str:
         text = f"{self.num_equal} of {counted(sum(self), 'row')} equal"
@@ -50,14 +50,17 @@ class Compared(NamedTuple):
 
 
 class TextCheck:
-    """Compares greedy outputs; at a difference the target is run again, as `check_parity` does."""
+    """Comparison of greedy outputs with plain decoding's.
+
+    At a difference it runs the target again, like `check_parity`.
+    """
 
     def __init__(self, decoder: Decoder):
         self._target, self._options = decoder.target, decoder.options(do_sample=False)
         self._check = DifferenceCheck(decoder.target)
 
     def __call__(self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run]) -> Compared:
-        """Compare the calls of a greedy, lossless method with plain decoding's of the same batches."""
+        """Compare the runs of a greedy, lossless method with plain runs of the same batches."""
         plain = {run.key: run.texts for run in plain_runs}
         verdicts: Counter[str] = Counter()
         for run in runs:
@@ -70,23 +73,23 @@ class TextCheck:
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
         if not reads_prompts_in_chunks(self._target):
-            num_drafted = 0  # the target's own forward over several tokens loses states
+            num_drafted = 0  # a forward of the target over several tokens loses states
         num_rows = len(plain) if method.engine == OURS else 1
         positions = [_first_difference(*pair) for pair in zip(plain, run.texts, strict=True)]
-        last = max((at for at in positions if at is not None), default=None)
+        last = max((position for position in positions if position is not None), default=None)
         gaps = [] if last is None else self._gaps(run, last + 1)
-        for row, (ids, others, at) in enumerate(zip(plain, run.texts, positions, strict=True)):
-            if at is None:
+        for row, (ids, others, position) in enumerate(zip(plain, run.texts, positions, strict=True)):
+            if position is None:
                 reason = f"a text ends after {len(others)} tokens, plain decoding's after {len(ids)}"
                 yield ParityRow() if len(ids) == len(others) else ParityRow(verdict="bug", reason=reason)
                 continue
             prompt = run.batch.rows[row]
-            text = torch.cat([prompt, prompt.new_tensor(others[:at])])
+            text = torch.cat([prompt, prompt.new_tensor(others[:position])])
             logits_of = partial(logits_after_text, token_ids=text, block_len=num_drafted + 1, num_rows=num_rows)
-            yield self._check((ids[at], others[at]), float(gaps[at][row]), at, logits_of)
+            yield self._check((ids[position], others[position]), float(gaps[position][row]), position, logits_of)
 
     def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
-        """Gaps [B] of plain decoding's tokens to those of a run, for each step."""
+        """Decode plainly and return each step's score gaps [B] float64 to the run's tokens."""
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
         recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
         options = self._options | {"max_new_tokens": num_steps, "logits_processor": LogitsProcessorList([recorder])}
@@ -96,20 +99,22 @@ class TextCheck:
 
 
 def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first position at which two texts differ; None if one begins with the other."""
-    return next(
-        (at for at, (token_id, other_id) in enumerate(zip(ids, others, strict=False)) if token_id != other_id), None
-    )
+    """Find the first position with different tokens; None if one text is a prefix of the other."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((position for position, (token_id, other_id) in pairs if token_id != other_id), None)
 
 
 class Drift(NamedTuple):
-    """Drift of outputs from the target's, as sums, which `+` adds."""
+    """Drift of outputs from the target's.
 
-    log_likelihood: float = 0.0  # under the target in nats, without temperature and other processors
-    num_best: int = 0  # tokens that are the target's most likely ones after the text before them
+    The fields are sums over tokens; `+` adds them.
+    """
+
+    log_likelihood: float = 0.0  # log-likelihood under the target in nats, without temperature and other processors
+    num_best: int = 0  # tokens equal to the target's greedy choice
     num_tokens: int = 0  # tokens of the outputs
 
-    def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # tuples are joined
+    def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # `+` of tuples joins them
         return Drift(*map(operator.add, self, other))
 
     @property
@@ -118,18 +123,19 @@ class Drift(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """Share of tokens that greedy decoding would have chosen, in [0, 1]."""
+        """Share of tokens equal to the target's greedy choice, in [0, 1]."""
         return self.num_best / self.num_tokens
 
 
 @torch.no_grad()
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
-    """Drift of all outputs, each of which has at least one token."""
+    """Measure the drift of all outputs; each has at least one token."""
     total = Drift()
     for prompt_ids, new_ids in (pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True)):
-        text, num = prompt_ids.new_tensor(new_ids), len(new_ids)  # [N]
+        text, num_new = prompt_ids.new_tensor(new_ids), len(new_ids)  # [N]
         ids = torch.cat([prompt_ids, text])[None]  # [1, T+N]
-        logits = model(input_ids=ids, use_cache=False, **keep_logits(model, num + 1)).logits[0, -num - 1 : -1]  # [N, V]
+        output = model(input_ids=ids, use_cache=False, **keep_logits(model, num_new + 1))
+        logits = output.logits[0, -num_new - 1 : -1]  # [N, V]
         for rows, chosen in zip(logits.split(_NUM_WIDE), text.to(logits.device).split(_NUM_WIDE), strict=True):
             wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
             log_likelihood = -float(cross_entropy(wide, chosen, reduction="none").double().sum())
@@ -138,9 +144,12 @@ def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
 
 
 class Rule(NamedTuple):
-    """Bounds for lossy methods; without bounds only lossless ones are allowed."""
+    """Bounds on the drift of lossy methods.
 
-    min_agreement: float | None = None  # smallest share of tokens that greedy decoding would have chosen, in [0, 1]
+    Without bounds only lossless methods are allowed.
+    """
+
+    min_agreement: float | None = None  # smallest `Drift.agreement`, in [0, 1]
     # largest drop of the log-likelihood below plain decoding's in nats per token; when sampling also the largest rise
     # above it
     max_drop: float | None = None
@@ -150,11 +159,17 @@ class Rule(NamedTuple):
         return self.min_agreement is None and self.max_drop is None
 
     def complaint(self, drift: Drift, plain: Drift, do_sample: bool) -> str:
-        """The broken bound, or an empty string; `plain` is plain decoding's drift on the same prompts."""
+        """Return the broken bound in words, or an empty string.
+
+        Args:
+            drift: drift of a lossy method.
+            plain: drift of plain decoding on the same prompts.
+            do_sample: whether tokens were sampled.
+        """
         drop = drop_of(drift, plain, do_sample)
         if self.min_agreement is not None and drift.agreement < self.min_agreement:
             return f"agreement {drift.agreement:.3f} < {self.min_agreement:g}"
-        if self.max_drop is not None and not drop <= self.max_drop:  # NaN and infinity are not allowed
+        if self.max_drop is not None and not drop <= self.max_drop:  # NaN breaks the bound too
             return f"drop {drop:.3f} > {self.max_drop:g}"
         return ""
 
@@ -164,13 +179,19 @@ class Rule(NamedTuple):
 
 
 def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
-    """Drop of the log-likelihood below plain decoding's in nats per token; when sampling its absolute value."""
+    """Return the drop of the log-likelihood below plain decoding's, in nats per token.
+
+    When sampling the absolute value is returned.
+    """
     drop = plain.log_likelihood_per_token - drift.log_likelihood_per_token
     return abs(drop) if do_sample else drop
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse `exact`, or bounds separated by commas: `agreement>=0.95`, `drop<=0.05`; `=` needs no quotes in a shell."""
+    """Parse `exact`, or bounds separated by commas: `agreement>=0.95`, `drop<=0.05`.
+
+    `=` is accepted too, because it needs no quotes in a shell.
+    """
     words = split(text)
     if words == [_EXACT]:
         return Rule()

@@ -1,4 +1,4 @@
-"""Compares decoding methods, and summarises timed calls as values for JSON."""
+"""Compare decoding methods, and summarise timed calls as values for JSON."""
 
 import functools
 import math
@@ -27,17 +27,17 @@ from hf_speculate.tools.checks.cost_model import size_of
 MIN_CALLS = 5
 MAX_SPREAD = 1.5  # maximum over minimum of plain decoding's time per token; below 1.2 on idle machines
 NOISE_MARGIN = 1.1
-_SAMPLE_TOKENS = 120  # tokens of the text that is shown for each method
+_SAMPLE_TOKENS = 120  # tokens of each method's sample text
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     try:
-        own_version = version("hf-speculate")
+        package_version = version("hf-speculate")
     except PackageNotFoundError:  # run from a clone
-        own_version = "not installed"
+        package_version = "not installed"
     return {
         "versions": {
-            "hf_speculate": own_version,
+            "hf_speculate": package_version,
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -58,18 +58,18 @@ def device_name(device: torch.device) -> str:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Minimum, median and maximum; None if there is no value."""
+    """Compute minimum, median and maximum; None if there is no value."""
     known = [value for value in values if value is not None]
     return {"min": min(known), "median": median(known), "max": max(known)} if known else None
 
 
 def finite(value: float) -> float | None:
-    """None if the value is infinite or NaN, which JSON cannot hold."""
+    """Replace infinity and NaN by None, because JSON has neither."""
     return value if math.isfinite(value) else None
 
 
 def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
-    """Sum of the statistics of all calls; None for other engines."""
+    """Add up the statistics of all calls; None for other engines."""
     stats = [run.stats for run in runs if run.stats is not None]
     return functools.reduce(operator.add, stats) if stats else None
 
@@ -77,7 +77,7 @@ def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
 def method_entry(
     method: Method, runs: Sequence[Run], plain: Sequence[Run], checked: str | None, cost: float = 0.0
 ) -> dict[str, Any]:
-    """Entry of one method; values that its engine does not count are None."""
+    """Summarise one method; values not counted by its engine are None."""
     stats, first = total_stats(runs), runs[0].stats
     speedups, bound = ratios(runs, plain), None
     if stats is not None:
@@ -110,7 +110,7 @@ def method_entry(
 
 
 def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) -> list[dict[str, Any]]:
-    """Entries of one method by category of prompts; empty if prompts have no category."""
+    """Summarise one method by category of prompts; empty without categories."""
     categories: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         categories[run.batch.category].append(run)
@@ -118,17 +118,17 @@ def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) 
         {
             "category": category,
             "method": method.name,
-            "speedup": median(ratios(of_it, plain)),
-            "acceptance_rate": (stats := total_stats(of_it)) and stats.acceptance_rate,
-            "num_prompts": sum(len(run.texts) for run in of_it if run.repeat == 0),
+            "speedup": median(ratios(category_runs, plain)),
+            "acceptance_rate": (stats := total_stats(category_runs)) and stats.acceptance_rate,
+            "num_prompts": sum(len(run.texts) for run in category_runs if run.repeat == 0),
         }
-        for category, of_it in sorted(categories.items())
+        for category, category_runs in sorted(categories.items())
         if category
     ]
 
 
 def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift: Drift) -> dict[str, Any]:
-    """Entry of a lossy method, or of plain decoding for reference, with the drift of its outputs."""
+    """Summarise speed and drift of a lossy method, or of plain decoding for reference."""
     return {
         "verifier": method.verifier or method.name,
         "posterior_threshold": method.fields.get("posterior_threshold"),
@@ -142,11 +142,11 @@ def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift
 
 
 def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[str, Any]:
-    """Whether a benchmark is reliable, and the reasons why not, in words."""
+    """Decide whether a benchmark is reliable, and give the reasons if not."""
     reasons = []
     if len(plain) < MIN_CALLS:
         counts = ((num_prompts, "prompt"), (repeats, "repeat"))
-        words = ", ".join(f"{num} {noun}{'s' * (num != 1)}" for num, noun in counts)
+        words = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
         reasons.append(f"{words}: not reliable; use more prompts or repeats")
     times = [time for run in plain if (time := run.ms_per_token) is not None]
     if times and max(times) > MAX_SPREAD * min(times):
@@ -157,52 +157,67 @@ def reliability(plain: Sequence[Run], repeats: int, num_prompts: int) -> dict[st
 
 
 def counted_runs(runs: Runs, methods: Sequence[Method], reasons: list[str]) -> tuple[Runs, str]:
-    """The calls whose texts are equal, and how many these are in words; all calls and a reason to doubt if none are."""
+    """Select the calls with equal texts.
+
+    Without any, all calls are returned, and a reason for doubt is appended to `reasons`.
+
+    Returns:
+        The runs by method, and a sentence with their number.
+    """
     equal, plain = of_equal_texts(runs, methods), methods[0].name
-    num, num_all = len(equal[plain]), len(runs[plain])
-    words = f"{num} of {num_all} calls of each method, whose greedy texts are equal in all exact methods"
-    if num or not num_all:
+    num_equal, num_runs = len(equal[plain]), len(runs[plain])
+    words = f"{num_equal} of {num_runs} calls of each method, whose greedy texts are equal in all exact methods"
+    if num_equal or not num_runs:
         return equal, words
     reasons.append("no greedy text is equal in all exact methods: speeds are of different texts; use --dtype float32")
     return runs, words
 
 
 def draft_cost(target: PreTrainedModel, draft: PreTrainedModel | None) -> float:
-    """Bytes that a draft step reads over those that a target step reads; 0 without a draft model."""
+    """Estimate a draft step's cost in target steps by bytes read; 0 without a draft model."""
     if draft is None:
         return 0.0
     return size_of(draft).num_read_bytes() / size_of(target).num_read_bytes()
 
 
 def speedup_bound(stats: SpeculationStats, cost: float) -> float | None:
-    """Speed-up with the realised acceptance if a round took one plain step and `cost` for each drafted position."""
-    num_drafted = sum(num * count for num, count in stats.rounds_by_draft_len.items())
+    """Bound the speed-up for the measured acceptance.
+
+    A round is assumed to take one plain step, and `cost` plain steps for each drafted position.
+    """
+    num_drafted = sum(draft_len * count for draft_len, count in stats.rounds_by_draft_len.items())
     steps = stats.num_batch_rounds + cost * num_drafted
     return stats.num_longest / steps if steps else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    methods: Sequence[Method]  # at least one, besides plain decoding; all sample, or none does
-    drift_methods: Sequence[Method]  # lossy ones, measured for speed and drift only
-    batches: Sequence[Batch]  # batches of prompts, at least one
-    repeats: int = 1  # how often each method decodes each batch
-    seed: int = 0  # used for sampling
+    methods: Sequence[Method]  # at least one method besides plain decoding; all or none of them sample
+    drift_methods: Sequence[Method]  # lossy methods, measured for speed and drift only
+    batches: Sequence[Batch]  # at least one
+    repeats: int = 1  # calls per method and batch
+    seed: int = 0  # seed for sampling
 
     @property
     def all_methods(self) -> list[Method]:
-        """All timed methods, plain decoding first; for drift also plain decoding of the other kind."""
+        """All timed methods, plain decoding first.
+
+        Drift is measured for greedy and for sampled plain decoding.
+        """
         do_sample = self.methods[0].do_sample
         others = [plain_method(not do_sample)] if self.drift_methods else []
         return [plain_method(do_sample), *others, *self.methods, *self.drift_methods]
 
     @property
     def num_steps(self) -> int:
-        """Calls, warm-ups included."""
+        """Number of calls, warm-ups included."""
         return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
     def run(self, decoder: Decoder, on_step: OnStep) -> dict[str, Any]:
-        """Time all methods; unless Ctrl-C ended that, compare outputs with plain decoding's and measure drift."""
+        """Time all methods, compare their outputs with plain decoding's and measure drift.
+
+        Ctrl-C while timing skips the comparison and the drift.
+        """
         methods = self.all_methods
         measured = measure(methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step)
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
@@ -210,7 +225,7 @@ class Comparison:
         plain = measured.runs.get(base.name, [])
         entries, categories, drift, is_interrupted = [], [], [], measured.is_interrupted
         doubts = reliability(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))["reasons"]
-        kept, checked = [base] if plain else [], {}
+        reported, checked = [base] if plain else [], {}
         for method in self.methods:
             if (runs := measured.runs.get(method.name)) is None:
                 continue
@@ -224,12 +239,12 @@ class Comparison:
                     if compared.num_wrong:
                         left_out[method.name] = f"its output differs from plain decoding's: {compared}"
                         continue
-            kept.append(method)
+            reported.append(method)
         counted, num_counted = measured.runs, None
-        if kept and not base.do_sample:
-            counted, num_counted = counted_runs(measured.runs, kept, doubts)
-        for method in kept:
-            if not (runs := counted[method.name]):  # Ctrl-C came before any that counts
+        if reported and not base.do_sample:
+            counted, num_counted = counted_runs(measured.runs, reported, doubts)
+        for method in reported:
+            if not (runs := counted[method.name]):  # Ctrl-C came before the first counted run
                 continue
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}
             entries.append(method_entry(method, runs, counted[base.name], checked.get(method.name), cost) | sample)

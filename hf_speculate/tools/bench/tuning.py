@@ -1,4 +1,4 @@
-"""Tuning: finds the fastest fields for given prompts under a quality rule."""
+"""Find the fastest fields for given prompts under a quality rule."""
 
 import json
 import math
@@ -19,9 +19,9 @@ from hf_speculate.tools.bench.results import counted_runs, finite, reliability, 
 
 _VERIFIERS = {False: ("greedy", "typical"), True: ("rejection", "block", "coupled", "typical")}  # by do_sample
 _FIRST_BATCHES = 2
-_MIN_LEFT = 2  # methods that decode all batches
+_MIN_LEFT = 2  # methods in the last rung
 FILE = "generation_config.json"
-# Fields that tuning sets. Old values of these are removed.
+# Fields set by tuning. Their old values are removed from the file.
 TUNED_NAMES = {*DraftLen(1, False).fields, "posterior_alpha", "posterior_threshold", "verifier"}
 
 
@@ -34,27 +34,27 @@ class Instruments(NamedTuple):
 
 @dataclass
 class Trial:
-    method: Method  # that is tried
+    method: Method
     runs: list[Run] = field(default_factory=list)  # its calls so far
-    # those whose greedy texts are equal in all exact methods in the race, unless there are none; only these are timed
+    # runs compared for speed: those with equal greedy texts in all exact methods, or all runs if there are none
     counted: list[Run] = field(default_factory=list)
     drift: Drift = field(default_factory=Drift)  # drift of a lossy method's outputs
-    complaint: str = ""  # why it was dropped; empty while it is in the race
+    complaint: str = ""  # reason for leaving the race; empty before
 
 
 @dataclass(frozen=True)
 class Tuned:
     winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
     trials: list[Trial]  # trials of all methods, best first
-    plain_runs: list[Run]  # plain decoding's calls
-    plain_drift: Drift  # drift of its outputs, if the rule has bounds
+    plain_runs: list[Run]  # runs of plain decoding
+    plain_drift: Drift  # drift of plain decoding's outputs, if the rule has bounds
     do_sample: bool  # whether tokens were sampled
     is_interrupted: bool = False  # whether Ctrl-C ended the measurement; there is no winner then
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields for a generation config, without the verifier if it is the default one."""
-        default = ("verifier", default_verifier(self.do_sample))  # sampling and greedy decoding have different ones
+        """Fields for a generation config, without a default verifier."""
+        default = ("verifier", default_verifier(self.do_sample))
         return {} if self.winner is None else dict(item for item in self.winner.fields.items() if item != default)
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +91,10 @@ def candidates(
     fields: Mapping[str, Any],
     verifiers: str = "",
 ) -> list[Method]:
-    """The grid: each allowed verifier with each draft length, and each lossy one with each threshold."""
+    """Make the grid of methods.
+
+    Each allowed verifier is combined with each draft length, and each lossy verifier with each threshold too.
+    """
     names = split(verifiers) or _VERIFIERS[do_sample]
     methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
     if not rule.is_exact:
@@ -100,7 +103,11 @@ def candidates(
 
 
 def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
-    """Methods at most and further batches of each rung: methods are halved and batches doubled."""
+    """Plan the race: each rung halves the methods and doubles the batches.
+
+    Returns:
+        The maximum number of methods and the number of new batches of each rung.
+    """
     sizes, size = [], _FIRST_BATCHES
     while num_batches > 0:
         sizes.append((num_methods, min(size, num_batches)))
@@ -110,36 +117,39 @@ def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
 
 
 def num_steps(num_methods: int, num_batches: int) -> int:
-    """Largest number of calls, plain decoding and warm-ups included."""
-    return num_methods + 1 + sum((num + 1) * size for num, size in rungs(num_methods, num_batches))
+    """Return the maximum number of calls, plain decoding and warm-ups included."""
+    return num_methods + 1 + sum((max_methods + 1) * size for max_methods, size in rungs(num_methods, num_batches))
 
 
 def tune(
     methods: Sequence[Method], batches: Sequence[Batch], rule: Rule, instruments: Instruments, seed: int = 0
 ) -> Tuned:
-    """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on."""
+    """Find the fastest allowed method by successive halving.
+
+    All methods decode a few batches. The faster half of the allowed methods decodes twice as many, and so on.
+    """
     do_sample = methods[0].do_sample
     plain = plain_method(do_sample)
     plain_runs: list[Run] = []
     plain_drift = Drift()
-    ranked = [Trial(method) for method in methods]  # the fastest first
-    out: list[Trial] = []  # the last one dropped first
-    used, is_interrupted = 0, False
+    ranked = [Trial(method) for method in methods]  # fastest first
+    dropped: list[Trial] = []  # last dropped first
+    num_batches, is_interrupted = 0, False
     for number, (num_methods, size) in enumerate(rungs(len(methods), len(batches))):
         for trial in ranked[num_methods:]:
             trial.complaint = "slower"
-        ranked, out = ranked[:num_methods], ranked[num_methods:] + out
+        ranked, dropped = ranked[:num_methods], ranked[num_methods:] + dropped
         if not ranked:
             break
         measured = measure(
             [plain, *(trial.method for trial in ranked)],
-            batches[used : used + size],
+            batches[num_batches : num_batches + size],
             instruments.decode,
             is_warm=number > 0,
             seed=seed,
             on_step=instruments.on_step,
         )
-        used += size
+        num_batches += size
         new_plain = measured.runs.get(plain.name, [])
         plain_runs += new_plain
         for trial in ranked:
@@ -150,28 +160,28 @@ def tune(
         if not rule.is_exact:
             plain_drift += instruments.read(new_plain)
         for trial in ranked:
-            method, new = trial.method, measured.runs[trial.method.name]
+            method, new_runs = trial.method, measured.runs[trial.method.name]
             if method.is_lossy:
-                trial.drift += instruments.read(new)
+                trial.drift += instruments.read(new_runs)
                 trial.complaint = rule.complaint(trial.drift, plain_drift, do_sample)
             elif not do_sample:
-                compared = instruments.check(method, new, new_plain)
+                compared = instruments.check(method, new_runs, new_plain)
                 trial.complaint = f"differs from plain decoding: {compared}" if compared.num_wrong else ""
-        out = [trial for trial in ranked if trial.complaint] + out
+        dropped = [trial for trial in ranked if trial.complaint] + dropped
         ranked = [trial for trial in ranked if not trial.complaint]
         all_runs = {plain.name: plain_runs} | {trial.method.name: trial.runs for trial in ranked}
         counted, _ = counted_runs(all_runs, [plain, *(trial.method for trial in ranked)], [])
         for trial in ranked:
             trial.counted = counted[trial.method.name]
         ranked.sort(key=lambda trial: median(ratios(trial.counted, plain_runs)), reverse=True)
-    trials = [trial for trial in ranked + out if trial.runs]
+    trials = [trial for trial in ranked + dropped if trial.runs]
     is_faster = ranked and not is_interrupted and median(ratios(ranked[0].counted, plain_runs)) > 1
     winner = ranked[0].method if is_faster else None
     return Tuned(winner, trials, plain_runs, plain_drift, do_sample, is_interrupted)
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Entries of a folder's generation config, or those that transformers derives from its model config."""
+    """Read a folder's generation config, or derive one from its model config."""
     path = folder / FILE
     if not path.is_file():
         if not (folder / "config.json").is_file():
@@ -190,8 +200,12 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
-    """Write fields of `SpeculationConfig` into the folder's generation config, among its others; returns the file."""
-    replaced = {*TUNED_NAMES, "_from_model_config"}  # if the latter is set, transformers drops unknown fields
+    """Write fields of `SpeculationConfig` into a folder's generation config; other fields stay.
+
+    Returns:
+        Path of the file.
+    """
+    replaced = {*TUNED_NAMES, "_from_model_config"}  # with `_from_model_config` transformers drops unknown fields
     settings = {name: value for name, value in settings_in(folder).items() if name not in replaced}
     path = folder / FILE
     replace_file(path, [json.dumps(settings | dict(fields), indent=2, sort_keys=True).encode(), b"\n"])

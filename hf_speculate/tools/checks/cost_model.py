@@ -1,4 +1,4 @@
-"""Estimates an upper bound of the speed-up of a pair from the bytes that its models read per token."""
+"""Estimate an upper bound of a pair's speed-up from the bytes read per token."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,33 +17,43 @@ _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe
 
 
 class ModelSize(NamedTuple):
-    """Size of a model's parameters and of its KV cache."""
+    """Size of a model and of its cache."""
 
     num_params: int
     num_bytes: int
-    num_lookup_bytes: int = 0  # bytes of an input embedding that is not the output embedding too: a token reads one row
+    num_lookup_bytes: int = 0  # bytes of an untied input embedding: a token reads one row
     num_expert_bytes: int = 0  # bytes of routed experts
     num_experts: int = 1
-    num_chosen: int = 1  # experts that a token reads
+    num_chosen: int = 1  # experts per token
     kv_bytes_per_token: int = 0
 
     def num_read_bytes(self, num_tokens: int = 1) -> float:
-        """Bytes that a forward over `num_tokens` tokens reads if each token's experts are chosen independently."""
+        """Estimate the bytes read by a forward over `num_tokens` tokens.
+
+        Each token's experts are assumed to be chosen independently.
+        """
         share = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self.num_bytes - self.num_lookup_bytes - self.num_expert_bytes * (1 - share)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The best draft length and its speed-up over plain decoding for one verified acceptance rate."""
+    """Best draft length for one verified acceptance rate."""
 
     acceptance_probability: float  #: accepted over verified drafted tokens
     num_draft_tokens: int  #: 0 if no draft length is faster than plain decoding
-    speedup: float  #: 1.0 then
+    speedup: float  #: speed-up over plain decoding; 1.0 without drafts
 
 
 def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_per_value: float = 2.0) -> ModelSize:
-    """Measure a model, which may be on the meta device."""
+    """Count a model's parameters and bytes; it may be on the meta device.
+
+    Args:
+        model: any model with a text config.
+        bytes_per_param: size of each parameter in bytes.
+            None counts each parameter in its own dtype.
+        bytes_per_value: size of a value in the KV cache, in bytes.
+    """
     config, lookup = model.config.get_text_config(decoder=True), _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
@@ -70,19 +80,35 @@ def size_of(model: PreTrainedModel, bytes_per_param: float | None = None, bytes_
 def expected_speedup(
     acceptance_probability: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0
 ) -> float:
-    """Tokens per second over plain decoding's if all time is spent in the models: (1 + a + ... + a^K) / (K c + v)."""
+    """Return the speed-up over plain decoding, (1 + a + ... + a^K) / (K c + v).
+
+    All time is assumed to be spent in the models.
+
+    Args:
+        acceptance_probability: verified acceptance rate a, in [0, 1].
+        num_draft_tokens: draft length K.
+        draft_cost: time c of a draft step, in target steps.
+        verify_cost: time v of the target's forward over K + 1 tokens, in target steps.
+    """
     num_tokens = sum(acceptance_probability**position for position in range(num_draft_tokens + 1))
     return num_tokens / (num_draft_tokens * draft_cost + verify_cost)
 
 
 def estimate_gains(target: ModelSize, draft: ModelSize) -> tuple[Gain, ...]:
-    """The best draft length for each of `ACCEPTANCE_PROBABILITIES`, for one row and a short context."""
+    """Find the best draft length for each of `ACCEPTANCE_PROBABILITIES`.
+
+    The estimate holds for one row and a short context.
+    """
     plain_bytes = target.num_read_bytes()
     draft_cost = draft.num_read_bytes() / plain_bytes
-    costs = [(num, target.num_read_bytes(num + 1) / plain_bytes) for num in range(DEFAULT_MAX_ASSISTANT_TOKENS + 1)]
+    draft_lens = range(DEFAULT_MAX_ASSISTANT_TOKENS + 1)
+    verify_costs = [target.num_read_bytes(draft_len + 1) / plain_bytes for draft_len in draft_lens]
 
     def best(probability: float) -> Gain:
-        speedups = [expected_speedup(probability, num, draft_cost, cost) for num, cost in costs]
+        speedups = [
+            expected_speedup(probability, draft_len, draft_cost, verify_cost)
+            for draft_len, verify_cost in enumerate(verify_costs)
+        ]
         return Gain(probability, speedups.index(max(speedups)), max(speedups))
 
     return tuple(map(best, ACCEPTANCE_PROBABILITIES))

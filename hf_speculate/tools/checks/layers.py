@@ -1,4 +1,4 @@
-"""Measures whether a draft head reads the layers that it was trained on, on texts of a real pair."""
+"""Measure on a real pair whether a draft head reads the layers of its training."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,19 +17,22 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.tools.checks.positions import FEWEST_READ, MARGIN, texts_of
 from hf_speculate.types import Kept, Stream
 
-_SHIFTS = (0, 1, -1)  # shifts of layers' ids that are compared
+_SHIFTS = (0, 1, -1)  # shifts of the layer ids
 
 
 class LayerCheck(NamedTuple):
-    """How often a head's first token was the target's own choice, by what it read."""
+    """Accuracy of a head by layer shift.
 
-    layers: tuple[int, ...]  # read by the head
-    accuracies: dict[int, float]  # by shift of all ids: 0, and +1 and -1 where there are such layers
-    num_tokens: int  # predicted with each
+    Its first draft token counts as correct if it is the target's greedy choice.
+    """
+
+    layers: tuple[int, ...]  # layer ids of the head
+    accuracies: dict[int, float]  # accuracy by shift of all ids: 0, and +1 and -1 if these layers exist
+    num_tokens: int  # predictions per shift
 
     @property
     def best_layers(self) -> tuple[int, ...]:
-        """The ids with the highest accuracy, pass them as `aux_layers`."""
+        """Layer ids with the highest accuracy, for `aux_layers`."""
         best = max(self.accuracies, key=lambda shift: self.accuracies[shift])
         return tuple(layer + best for layer in self.layers)
 
@@ -38,19 +41,20 @@ class LayerCheck(NamedTuple):
 def check_layers(
     head: DraftHead, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
 ) -> LayerCheck:
-    """Measure whether the head reads the layers that it was trained on: an id that is off by one is silent.
+    """Measure whether a draft head reads the layers of its training.
 
-    The head predicts each next token of the prompts from the target's states, with its ids as they are and shifted
-    by one, and each prediction is compared with the target's own choice.
+    A layer id off by one raises no error, it only lowers the acceptance rate. The head predicts each next token of the
+    prompts from the target's states, with its layer ids and with the ids shifted by one. Each prediction is compared
+    with the target's greedy choice.
 
     Args:
-        head: whose layers are checked.
-        target: that it was loaded for.
-        prompts: [B, T] int64, or what a tokenizer returns: `input_ids`, and `attention_mask` for padding.
-        num_tokens: that are predicted, at most.
+        head: draft head with auxiliary layers.
+        target: model of the head.
+        prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for padding.
+        num_tokens: number of predictions per shift, at most.
 
     Returns:
-        The accuracies by shift; a warning is given if a shift is clearly better.
+        The accuracies by shift. A warning is given if a shift is clearly better.
 
     Raises:
         ConfigError: the head reads no layers, or the prompts hold fewer than three tokens.
@@ -64,26 +68,37 @@ def check_layers(
     shifted = {shift: tuple(layer + shift for layer in head.hidden_layers) for shift in _SHIFTS}
     shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= head.shape.num_layers}
     texts = texts_of(prompts, device_of(target), num_tokens)
-    hits: dict[int, list[bool]] = {shift: [] for shift in shifted}
+    is_correct: dict[int, list[bool]] = {shift: [] for shift in shifted}
     with LayerCapture(target, sorted({layer for ids in shifted.values() for layer in ids})) as capture:
         for text in texts:
             choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
             for shift, ids in shifted.items():
                 states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)
-                hits[shift] += _hits(head.with_layers(ids), target, text, states, choices)
-    accuracies = {shift: sum(shifted_hits) / len(shifted_hits) for shift, shifted_hits in hits.items()}
-    check = LayerCheck(head.hidden_layers, accuracies, len(hits[0]))
+                is_correct[shift] += _predictions(head.with_layers(ids), target, text, states, choices)
+    accuracies = {shift: sum(predictions) / len(predictions) for shift, predictions in is_correct.items()}
+    check = LayerCheck(head.hidden_layers, accuracies, len(is_correct[0]))
     if accuracies[0] + MARGIN < max(accuracies.values()):
         warn_user(
-            f"the head predicts {max(accuracies.values()):.0%} of {len(hits[0])} tokens from layers "
+            f"the head predicts {max(accuracies.values()):.0%} of {len(is_correct[0])} tokens from layers "
             f"{check.best_layers}, and {accuracies[0]:.0%} from {head.hidden_layers}; load it with "
             f"aux_layers={list(check.best_layers)}"
         )
     return check
 
 
-def _hits(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:
-    """Whether the first drafted token was the target's choice, token by token of a text."""
+def _predictions(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:
+    """Draft one token after each prefix of a text, and compare it with the target's choice.
+
+    Args:
+        head: draft head with the layer ids of `states`.
+        target: model of the head.
+        text: [T] int64.
+        states: [1, T, H], the target's states of the head's layers, concatenated.
+        choices: [T] int64, the target's greedy choices.
+
+    Returns:
+        True for each draft token equal to the target's choice.
+    """
     setup = DrafterSetup(
         target=target,
         batch_size=1,
@@ -96,12 +111,12 @@ def _hits(head: DraftHead, target: PreTrainedModel, text: Tensor, states: Tensor
         processors=BlockLogitsProcessorList(),
         stream=Stream.DRAFT,
     )
-    drafter, ids, hits, told = head(setup), text[None], [], 1
+    drafter, ids, is_correct, num_drafter_read = head(setup), text[None], [], 1
     states = drafter.project_states(states)
     for num_read in range(min(FEWEST_READ, len(text) // 2) + 1, len(text) + 1):
-        count = torch.tensor([num_read - told], dtype=torch.int32, device="cpu")
-        kept = Kept(ids[:, told:num_read], count, states[:, told - 1 : num_read - 1])
-        draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=kept))
-        hits.append(bool(draft.token_ids[0, 0] == choices[num_read - 1]))
-        told = num_read
-    return hits
+        count = torch.tensor([num_read - num_drafter_read], dtype=torch.int32, device="cpu")
+        emitted = Kept(ids[:, num_drafter_read:num_read], count, states[:, num_drafter_read - 1 : num_read - 1])
+        draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=emitted))
+        is_correct.append(bool(draft.token_ids[0, 0] == choices[num_read - 1]))
+        num_drafter_read = num_read
+    return is_correct

@@ -1,8 +1,8 @@
-"""Tells near-ties from errors where two greedy sequences differ.
+"""Classify the first difference of two greedy sequences: a near-tie or an error.
 
-Kernels sum in another order for one row than for several, so the logits of a token change slightly with the shape of
-the forward. Two tokens with nearly equal logits may then swap. This noise is small compared with the logits and
-shrinks with a wider dtype. A gap within the noise measured at that position is a near-tie; a larger one is an error.
+The order of summation in a kernel depends on the shape of the forward, and so do the last bits of the logits. Two
+tokens with nearly equal logits may then swap. This noise is small compared with the logits and shrinks with a wider
+dtype. A gap within the noise measured at the position is a near-tie; a larger gap is an error.
 """
 
 import copy
@@ -23,7 +23,7 @@ from hf_speculate.generation.defaults import plain as without_drafts
 from hf_speculate.generation.generate import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
-_MAX_ULPS = 64  # largest noise that counts without a confirmation in float64
+_MAX_ULPS = 64  # largest noise accepted without a confirmation in float64
 _NOISE_MARGIN = 2.0  # the measured noise is one sample, and each of the two logits has its own
 _EXACT_TOLERANCE = 1e-4  # relative, in float64: many models compute norms and softmax in float32 there too
 _EXACT_BYTES = 2**31  # largest copy in float64
@@ -32,10 +32,13 @@ _SOURCES = ("assistant_model", "drafter", "prompt_lookup_num_tokens", "max_match
 
 @dataclass(frozen=True)
 class ParityRow:
-    """Comparison of one prompt's two outputs; all but `index` and `verdict` describe the first difference, if any."""
+    """Comparison of one prompt's two outputs.
 
-    index: int = 0  #: of the prompt, over all calls
-    verdict: str = "equal"  #: or "tie" or "bug"
+    All fields but `index` and `verdict` describe the first difference, and are empty without one.
+    """
+
+    index: int = 0  #: index of the prompt, over all calls
+    verdict: str = "equal"  #: "equal", "tie" or "bug"
     position: int | None = None  #: number of new tokens before the difference
     plain_id: int | None = None  #: plain decoding's token
     speculative_id: int | None = None  #: speculative decoding's token
@@ -43,8 +46,8 @@ class ParityRow:
     exact_top_gap: float | None = None  #: the same in float64, if it was computed
     gap: float | None = None  #: score of the plain token minus the other's, after all logits processors
     noise: float | None = None  #: change of the two logits between forwards over one row and several, one token and K+1
-    bound: float | None = None  #: the largest gap that rounding explains
-    reason: str = ""  #: of the verdict
+    bound: float | None = None  #: the largest gap explained by rounding
+    reason: str = ""  #: reason of the verdict
 
     def __str__(self) -> str:
         if self.verdict == "equal":
@@ -57,7 +60,7 @@ class ParityRow:
 
 
 class _LogitNoise(NamedTuple):
-    """Measurement of a model's logits at a difference, in one dtype; see `ParityRow`."""
+    """Noise of logits in one dtype, see `ParityRow`."""
 
     top_gap: float
     noise: float
@@ -65,7 +68,7 @@ class _LogitNoise(NamedTuple):
 
 
 def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
-    """Compare the first of some forwards' logits [N, V] float64 with the others."""
+    """Compare the first row of logits [N, V] float64 with the rows of other forwards."""
     at_chosen = logits[:, list(chosen)]  # [N, 2]
     noise = (at_chosen[0] - at_chosen[1:]).abs().max()
     top = logits[0].topk(2).values
@@ -73,14 +76,20 @@ def _noise_in(logits: Tensor, chosen: tuple[int, int]) -> _LogitNoise:
 
 
 class DifferenceCheck:
-    """Decides whether rounding explains the first difference between the two sequences of a row."""
+    """Check of a row's first difference.
+
+    It decides whether rounding explains the difference between the plain and the speculative sequence.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
 
     @cached_property
     def _exact(self) -> PreTrainedModel | None:
-        """The model in float64: itself, or a copy; None for a large, quantised or distributed model."""
+        """The model in float64, itself or a copy.
+
+        None for a large, quantised or distributed model.
+        """
         model = self.model
         if model.dtype == torch.float64:
             return model
@@ -93,16 +102,21 @@ class DifferenceCheck:
     def __call__(
         self, chosen: tuple[int, int], gap: float, position: int, logits_of: Callable[[PreTrainedModel], Tensor]
     ) -> ParityRow:
-        """Classify the tokens of a plain and a speculative run, whose scores in the plain run are `gap` apart.
+        """Classify two different tokens at the same position of a row.
 
-        `logits_of` runs a model: [N, V] float64, the first of a forward over one token of one row.
+        Args:
+            chosen: the token ids of the plain and of the speculative run.
+            gap: score of the plain token minus the other token's, in the plain run.
+            position: number of new tokens before the difference.
+            logits_of: runs a model and returns [N, V] float64 logits.
+                The first row comes from a forward over one token of one row.
         """
         exactly = None if self._exact is None else _noise_in(logits_of(self._exact), chosen)
         measured = _noise_in(logits_of(self.model), chosen)
         is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
         eps = max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32))  # scores are float32 at best
         ulp = eps * measured.magnitude
-        # noise of many units counts only if float64 confirms rounding
+        # Large noise counts as rounding only if float64 confirms it.
         noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
         bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
         verdict, reason = "tie", "the gap is within rounding"
@@ -126,7 +140,10 @@ class DifferenceCheck:
 
 
 class GapRecorder(LogitsProcessor):
-    """Records at each step of a plain run how far the tokens of `token_ids` [B, T] are from the best."""
+    """Recorder of score gaps in a plain run.
+
+    At each step it records the best score minus the score of the token in `token_ids` [B, T] int64.
+    """
 
     def __init__(self, token_ids: Tensor):
         self.token_ids = token_ids
@@ -146,14 +163,27 @@ class GapRecorder(LogitsProcessor):
 
 @torch.no_grad()
 def logits_after_text(model: PreTrainedModel, *, token_ids: Tensor, block_len: int, num_rows: int) -> Tensor:
-    """Logits [3, V] after a text [T]: of its last token in one row and in `num_rows`, and of their last `block_len`."""
+    """Compute the logits after a text by three forwards of different shapes.
+
+    Args:
+        model: a decoder.
+        token_ids: [T] int64, the text.
+        block_len: number of tokens in the last forward, draft tokens plus one.
+        num_rows: batch size of the second and third forward.
+
+    Returns:
+        Logits [3, V] float64: one token of one row, one token of `num_rows`, `block_len` tokens of `num_rows`.
+    """
     ids = token_ids[None].to(model.device)  # [1, T]
     forwards = (1, 1), (num_rows, 1), (num_rows, block_len)
-    return torch.stack([_last_logits(model, ids.expand(rows, -1), num) for rows, num in forwards])
+    return torch.stack([_last_logits(model, ids.expand(rows, -1), num_tokens) for rows, num_tokens in forwards])
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
-    """[V] float64, the first row's last logits of `token_ids` [B, T], whose last `block_len` are one cached forward."""
+    """Return the first row's last logits [V] float64 after `token_ids` [B, T].
+
+    The last `block_len` tokens are one forward on the cache of the others.
+    """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     options = {CACHE_NAME: cache, "use_cache": True} | keep_logits(model, 1)
     num_before = max(token_ids.shape[1] - block_len, 0)
@@ -164,21 +194,37 @@ def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> T
 
 
 def keep_logits(model: PreTrainedModel, num: int) -> dict[str, Any]:
-    """Arguments of a forward that computes the last `num` logits, if the model can leave out the others."""
+    """Return a forward's arguments for computing the last `num` logits only.
+
+    The result is empty for models without `logits_to_keep`.
+    """
     return {"logits_to_keep": num} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def logits_in_call(
     model: PreTrainedModel,
     *,
-    options: Mapping[str, Any],  # arguments of both calls: an encoder's inputs, images or the like
-    speculation: Mapping[str, Any],  # what the speculative call adds
+    options: Mapping[str, Any],
+    speculation: Mapping[str, Any],
     token_ids: Tensor,
     row: int,
     position: int,
     block_len: int,
 ) -> Tensor:
-    """Logits [2, V] after the `position` new tokens of a row of `token_ids` [B, T], by plain and speculative calls."""
+    """Compute the logits of one position by a plain and by a speculative call of `generate()`.
+
+    Args:
+        model: any target, with an encoder or image inputs for example.
+        options: arguments of both calls, such as an encoder's inputs or images.
+        speculation: further arguments of the speculative call.
+        token_ids: [B, T] int64, the tokens forced in both calls.
+        row: index of the row.
+        position: number of new tokens before the logits.
+        block_len: number of tokens in a verification, draft tokens plus one.
+
+    Returns:
+        Logits [2, V] float64.
+    """
     options = dict(options)
     if model.dtype == torch.float64:  # pixels and the like
         reals = {
@@ -203,7 +249,10 @@ def logits_in_call(
 
 
 class _ForcedTokens(LogitsProcessor):
-    """Forces the tokens of `token_ids` [B, T]; not registered as row-wise, so it is called for all rows at once."""
+    """Logits processor that forces given tokens.
+
+    It is not registered as row-wise: each call gets the scores of all rows, like `token_ids` [B, T] int64.
+    """
 
     def __init__(self, token_ids: Tensor):
         self.token_ids = token_ids

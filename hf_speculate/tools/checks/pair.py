@@ -1,4 +1,4 @@
-"""Checks whether a draft model fits a target, before weights are loaded."""
+"""Check whether a draft model fits a target, before weights are loaded."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -30,8 +30,8 @@ LEVELS = ("ok", "warning", "does not fit", "not supported")
 class Finding:
     """A fact about a pair."""
 
-    #: one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if hf_speculate supports one
-    #: of the two models with no other model
+    #: one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if one of the two models
+    #: is not supported in any pair
     level: str
     text: str  #: the fact in words
 
@@ -45,12 +45,12 @@ class Overlap:
 
     num_target: int  #: tokens of the target
     num_draft: int  #: tokens of the draft
-    num_shared: int  #: tokens of the target that the draft spells the same
-    num_same_id: int  #: those of them that have one id
+    num_shared: int  #: tokens with the same spelling in both
+    num_same_id: int  #: shared tokens with the same id in both
 
     @property
     def share(self) -> float:
-        """Share of the target's tokens that the draft also has, in [0, 1]."""
+        """Share of the target's tokens in the draft's vocabulary, in [0, 1]."""
         return self.num_shared / max(self.num_target, 1)
 
     @property
@@ -63,9 +63,9 @@ class Overlap:
 class Memory:
     """Estimate of a model's memory."""
 
-    dtype: str  #: of the weights, without "torch."
-    weight_bytes: int  #: of all weights
-    kv_bytes_per_token: int  #: of the KV cache, per token of each row
+    dtype: str  #: dtype of the weights, without "torch."
+    weight_bytes: int  #: size of all weights
+    kv_bytes_per_token: int  #: size of the KV cache per token of each row
 
     def __str__(self) -> str:
         text = f"{decimal(self.weight_bytes)} in {self.dtype}"
@@ -76,16 +76,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class PairReport:
-    """Result of `check_pair`, which prints as text."""
+    """Result of `check_pair`; `print` shows it as text."""
 
     target: str  #: name of the target
     draft: str  #: name of the draft
     level: str  #: "ok", "warning", "does not fit" or "not supported", the worst of the findings
     findings: tuple[Finding, ...]  #: facts about the pair
-    overlap: Overlap | None  #: of the tokenizers; None if one was not found
+    overlap: Overlap | None  #: overlap of the tokenizers; None if one was not found
     target_params: int  #: number of the target's parameters
     draft_params: int  #: number of the draft's parameters
-    size_ratio: float  #: bytes that a draft step reads over those that a target step reads
+    size_ratio: float  #: bytes read by a draft step over bytes read by a target step
     gains: tuple[Gain, ...]  #: upper bounds of the speed-up by verified acceptance rate
     target_memory: Memory  #: estimate for loading and running the target
     draft_memory: Memory  #: the same of the draft
@@ -96,7 +96,7 @@ class PairReport:
         return self.level in ("ok", "warning")
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as values that JSON can hold."""
+        """Convert the report to JSON-serialisable values."""
         overlap = None if self.overlap is None else {**asdict(self.overlap), "share": self.overlap.share}
         return asdict(self) | {"overlap": overlap}
 
@@ -137,19 +137,21 @@ def check_pair(
 ) -> PairReport:
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
 
-    Only configs and tokenizers are read, never weights. Models that are not passed as objects are created on the meta
-    device. `generate(assistant_model=draft)` raises the same errors.
+    Only configs and tokenizers are read, never weights. A config, name or path becomes a model on the meta device.
+    `generate(assistant_model=draft)` raises the same errors.
 
     Args:
         target: a model, a config, or the name or path of a model.
-        draft: the same of the draft model.
-        target_tokenizer: the target's; None to read the one beside its config.
-        draft_tokenizer: the same of the draft.
-        dtype: "float32", for example, into which weights will be loaded; None for that of the configs.
-        **options: of `from_pretrained`: `local_files_only`, `revision` (of the target), `trust_remote_code`.
+        draft: the same for the draft model.
+        target_tokenizer: tokenizer of the target.
+            None loads the tokenizer beside the config.
+        draft_tokenizer: the same for the draft.
+        dtype: dtype of the weights after loading, for example "float32".
+            None takes the dtype in each config.
+        **options: options of `from_pretrained`: `local_files_only`, `revision` (of the target), `trust_remote_code`.
 
     Returns:
-        A report that prints as text; `.ok` is False if `generate()` would refuse the pair.
+        A printable report; `.ok` is False if `generate()` would refuse the pair.
 
     Raises:
         ConfigError: a model has no config, or an argument is none of the above.
@@ -158,7 +160,7 @@ def check_pair(
     of_target = describe("target", target, target_tokenizer, dtype, options)
     draft_options = {name: value for name, value in options.items() if name != "revision"}
     of_draft = describe("draft", draft, draft_tokenizer, dtype, draft_options)
-    reads_target = variant_of(of_draft.model) is not None  # its states and its tokens
+    reads_target = variant_of(of_draft.model) is not None  # the draft uses the target's KV states and tokenizer
     if reads_target:
         size = of_draft.size._replace(kv_bytes_per_token=0)
         of_draft = of_draft._replace(tokenizer=of_target.tokenizer, eos_token_ids=of_target.eos_token_ids, size=size)
@@ -171,7 +173,7 @@ def check_pair(
         text_findings(of_target, of_draft),
         size_findings(of_target, of_draft),
     )
-    findings = tuple(dict.fromkeys(all_findings))  # both models may have the same one
+    findings = tuple(dict.fromkeys(all_findings))  # both models may yield the same finding
     return PairReport(
         target=of_target.name,
         draft=of_draft.name,
@@ -188,7 +190,7 @@ def check_pair(
 
 
 def assistant_findings(target: Described, assistant: Described) -> Iterator[Finding]:
-    """Why a Gemma 4 assistant cannot draft for a target."""
+    """Yield the reason if a Gemma 4 assistant cannot draft for a target."""
     if text := unsupported(target.model):
         yield Finding("not supported", text)
         return
@@ -206,7 +208,7 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 
 def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
-    """Models that `generate()` does not support, always or for long sequences."""
+    """Yield findings about models without support in `generate()`, always or for long sequences."""
     alone = [unsupported(described.model) for described in (target, draft)]
     yield from (Finding("not supported", text) for text in alone if text)
     if not any(alone) and (text := unsupported(target.model, draft.model)):
@@ -256,7 +258,7 @@ def unsupported(*models: PreTrainedModel) -> str:
 
 
 def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | None) -> Iterator[Finding]:
-    """Consequences of the tokenizers and of the vocabulary sizes."""
+    """Compare the tokenizers and the vocabulary sizes."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokenizer is None or draft.tokenizer is None or overlap is None:
         missing = " and ".join(described.role for described in (target, draft) if described.tokenizer is None)
@@ -283,7 +285,7 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
 
 
 def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
-    """Reasons why the two models continue one text differently."""
+    """Compare EOS token ids and chat templates."""
     if target.eos_token_ids != draft.eos_token_ids:
         ids = [", ".join(map(str, sorted(described.eos_token_ids))) or "none" for described in (target, draft)]
         yield _warning(
@@ -295,15 +297,15 @@ def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
 
 
 def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
-    """Limits of the speed-up that follow from the models' sizes."""
+    """Yield limits of the speed-up caused by the models' sizes."""
     for described in (target, draft):
         yield from quantisation_findings(described)
     yield from expert_findings(target)
     if draft.size.num_bytes >= target.size.num_bytes:
         yield _warning("the draft has as many bytes as the target: the adaptive schedule never calls it")
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
-        most = max(ACCEPTANCE_PROBABILITIES)
-        yield _warning(f"the draft is too large for a speed-up up to a verified acceptance rate of {most:.0%}")
+        max_rate = max(ACCEPTANCE_PROBABILITIES)
+        yield _warning(f"the draft is too large for a speed-up up to a verified acceptance rate of {max_rate:.0%}")
 
 
 def quantisation_findings(described: Described) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Compares greedy speculative decoding with plain greedy decoding, row by row."""
+"""Compare greedy speculative decoding with plain greedy decoding, row by row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from hf_speculate.tools.checks.near_ties import (
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
-_SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments that plain decoding does not take
+_SPECULATIVE = {*FIELD_NAMES, "assistant_model"}  # arguments of the speculative call only
 _REFUSED = [
     "assistant_model",
     "cache",
@@ -42,11 +42,11 @@ _REFUSED = [
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Result of `check_parity`, which prints as text."""
+    """Result of `check_parity`; `print` shows it as text."""
 
     rows: tuple[ParityRow, ...]  #: one per prompt
-    dtype: str  #: of the target, without "torch."
-    num_drafted: int  #: drafted tokens that were verified, over all rows
+    dtype: str  #: dtype of the target, without "torch."
+    num_drafted: int  #: verified draft tokens, over all rows
 
     @property
     def ok(self) -> bool:
@@ -74,26 +74,27 @@ def check_parity(
 ) -> ParityReport:
     """Decode greedily with and without speculation, and classify the first difference of each row.
 
-    At a difference the target is run again on the common prefix, token by token and as a verification would, in its
-    own dtype and, if a copy takes less than 2 GiB, in float64. The row is a "tie" if the gap between the two tokens is
-    within the noise between these forwards; a wrong token with a logit that close counts as a tie. Otherwise it is a
-    "bug" of this library, the verifier or the model. Tokens after the first difference are not compared. For a target
-    with an encoder, or one that reads images, the whole call is repeated instead.
+    At a difference the target runs again on the common prefix: over one token and over several as in a verification,
+    in its own dtype and, if a copy takes less than 2 GiB, in float64. The row is a "tie" if the gap between the two
+    tokens is within the noise between these forwards; a wrong token with such a close logit counts as a tie too.
+    Otherwise it is a "bug" of this library, the verifier or the model. Tokens after the first difference are not
+    compared. For a target with an encoder or with image inputs the whole call is repeated instead.
 
     Args:
-        model: the target, enabled or not, which PEFT may wrap; it and the assistant are not changed.
-        assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
+        model: the target, enabled or not, with or without a PEFT wrapper. Neither model is changed.
+        assistant: the draft model.
+            None with `prompt_lookup_num_tokens` or `drafter`.
         prompts: one call or a sequence of calls: token ids [T] or [B, T] int64, or a mapping of tensors with
             `input_ids` and other model inputs such as `attention_mask`, `pixel_values`, `decoder_input_ids`. Batches
             of a decoder are left-padded. Strings need the tokenizer and form one batch.
-        tokenizer: encodes strings; without a padding token each string is decoded alone.
-        max_new_tokens: tokens of each row at most.
+        tokenizer: encodes strings. Without a padding token each string is decoded alone.
+        max_new_tokens: maximum number of new tokens per row.
         **generate_kwargs: other arguments of both `generate()` calls, and fields of `SpeculationConfig`. Without
             `num_assistant_tokens` and its schedule, 5 tokens are drafted in every round.
 
     Raises:
         ConfigError: an argument cannot be used in the comparison.
-        UnsupportedModelError: the target's main input is not token ids, as Whisper's; and see `generate`.
+        UnsupportedModelError: the target's main input is not token ids (Whisper); and see `generate`.
         UnsupportedGenerationError: see `generate`.
     """
     model = unwrapped(model)
@@ -170,21 +171,21 @@ def _compared(
 ) -> Iterator[ParityRow]:
     """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
     model = check.model
-    ours: Any = generate(model, **{**options, **inputs, "speculation_stats": stats})
-    recorder = GapRecorder(ours)
+    speculative: Any = generate(model, **{**options, **inputs, "speculation_stats": stats})
+    recorder = GapRecorder(speculative)
     plain_options = {name: value for name, value in options.items() if name not in _SPECULATIVE} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     with without_drafts(model):
         plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
     prompt_len, block_len = plain.shape[1] - len(recorder.gaps), max(stats.rounds_by_draft_len, default=0) + 1
-    num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
+    num_both, pad = min(plain.shape[1], speculative.shape[1]) - prompt_len, _pad_token_id(model, options)
     passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
     is_text = not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
-    is_text = is_text and reads_prompts_in_chunks(model)  # or its own forward over several tokens loses states
-    for row in range(len(ours)):
-        plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
-        pairs = enumerate(zip_longest(plain_ids, our_ids, fillvalue=pad))
-        difference = next(((at, ids) for at, ids in pairs if ids[0] != ids[1]), None)
+    is_text = is_text and reads_prompts_in_chunks(model)  # otherwise a forward over several tokens loses states
+    for row in range(len(speculative)):
+        plain_ids, speculative_ids = (ids[row, prompt_len:].tolist() for ids in (plain, speculative))
+        pairs = enumerate(zip_longest(plain_ids, speculative_ids, fillvalue=pad))
+        difference = next(((index, ids) for index, ids in pairs if ids[0] != ids[1]), None)
         if difference is None:
             yield ParityRow()
             continue
@@ -200,8 +201,9 @@ def _compared(
             continue
         if is_text:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
-            text = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
-            logits_of = partial(logits_after_text, token_ids=text, num_rows=len(ours))
+            new_ids = speculative[row, prompt_len : prompt_len + position]
+            text = torch.cat([inputs["input_ids"][row][mask[row]], new_ids])
+            logits_of = partial(logits_after_text, token_ids=text, num_rows=len(speculative))
         else:
             text = plain[:, : prompt_len + position]
             logits_of = partial(logits_in_call, options=plain_options, speculation=options, token_ids=text)
@@ -211,7 +213,7 @@ def _compared(
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
-    """The token that pads finished rows; -1, which is no token, if nothing is set."""
+    """Return the token id that pads finished rows, or -1 if none is set."""
     values = (setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     value = next((value for value in values if value is not None), -1)
     return int(value[0] if isinstance(value, list | tuple) else value)

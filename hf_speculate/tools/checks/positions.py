@@ -1,4 +1,4 @@
-"""Measures at which position a Gemma 4 assistant predicts best, on texts of a real pair."""
+"""Measure on a real pair at which query position a Gemma 4 assistant predicts best."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,19 +11,22 @@ from hf_speculate.errors import ConfigError, warn_user
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.options.gemma4.assistant import LAST_READ, NEWEST, Context, Gemma4Assistant
 
-FEWEST_READ = 8  # tokens before the first that it predicts, if the texts are that long
-MARGIN = 0.05  # by which the other position must be better, about two standard deviations of 200 tokens
+FEWEST_READ = 8  # tokens before the first prediction, if the texts are long enough
+MARGIN = 0.05  # gain in accuracy before a warning, about two standard deviations of 200 tokens
 
 
 class PositionCheck(NamedTuple):
-    """How often an assistant's first token was the target's own choice, by the position of its query."""
+    """Accuracy of an assistant by query position.
 
-    accuracies: dict[int, float]  # by the `position` of a `Gemma4Assistant`
-    num_tokens: int  # predicted with each
+    Its first draft token counts as correct if it is the target's greedy choice.
+    """
+
+    accuracies: dict[int, float]  # accuracy by the `position` of a `Gemma4Assistant`
+    num_tokens: int  # predictions per position
 
     @property
     def best(self) -> int:
-        """The position with the highest accuracy."""
+        """Position with the highest accuracy."""
         return max(self.accuracies, key=lambda position: self.accuracies[position])
 
 
@@ -31,16 +34,19 @@ class PositionCheck(NamedTuple):
 def check_positions(
     assistant: Gemma4Assistant, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
 ) -> PositionCheck:
-    """Let an assistant predict each next token of the prompts at both positions, and count the target's own choices.
+    """Measure an assistant's accuracy at both query positions.
+
+    The assistant predicts each next token of the prompts, and each prediction is compared with the target's greedy
+    choice.
 
     Args:
-        assistant: whose `position` is compared with the other one.
-        target: that it drafts for.
-        prompts: [B, T] int64, or what a tokenizer returns: `input_ids`, and `attention_mask` for padding.
-        num_tokens: that are predicted, at most.
+        assistant: Gemma 4 assistant with a `position`.
+        target: model of the assistant.
+        prompts: [B, T] int64, or a tokenizer's output: `input_ids`, and `attention_mask` for padding.
+        num_tokens: number of predictions per position, at most.
 
     Returns:
-        The accuracies by position; a warning is given if the other one is clearly better.
+        The accuracies by position. A warning is given if the other position is clearly better.
 
     Raises:
         ConfigError: the prompts hold fewer than three tokens.
@@ -49,17 +55,18 @@ def check_positions(
     target = unwrapped(target, "target")
     assistant.check_target(target)
     texts = texts_of(prompts, target.device, num_tokens)
-    hits: dict[int, list[bool]] = {LAST_READ: [], NEWEST: []}
+    is_correct: dict[int, list[bool]] = {LAST_READ: [], NEWEST: []}
     for text in texts:
         output: Any = target(text[None], use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
         embeddings, choices = target.get_input_embeddings()(text), output.logits[0].argmax(-1)  # [T, D], [T]
         for num_read in range(min(FEWEST_READ, len(text) // 2), len(text)):
-            for position, hits_there in hits.items():
+            for position, predictions in is_correct.items():
                 context = _context_of(assistant, output.shared_kv_states, num_read, position)
                 state = output.hidden_states[-1][:, num_read - 1]  # [1, D]
                 logits, _ = assistant.step(embeddings[num_read][None], state, context)
-                hits_there.append(bool(logits.argmax(-1)[0] == choices[num_read]))
-    check = PositionCheck({position: sum(there) / len(there) for position, there in hits.items()}, len(hits[NEWEST]))
+                predictions.append(bool(logits.argmax(-1)[0] == choices[num_read]))
+    accuracies = {position: sum(predictions) / len(predictions) for position, predictions in is_correct.items()}
+    check = PositionCheck(accuracies, len(is_correct[NEWEST]))
     if check.accuracies[assistant.position] + MARGIN < check.accuracies[check.best]:
         warn_user(
             f"the assistant predicts {check.accuracies[check.best]:.0%} of {check.num_tokens} tokens at position "
@@ -70,23 +77,30 @@ def check_positions(
 
 
 def texts_of(prompts: Tensor | Mapping[str, Tensor], device: torch.device, num_tokens: int) -> list[Tensor]:
-    """Return the texts [T] int64 of prompts without padding, cut so that `num_tokens` tokens are predicted in all."""
+    """Remove padding and cut the prompts to `num_tokens` predictions in all.
+
+    Returns:
+        The texts, each [T] int64.
+
+    Raises:
+        ConfigError: no prompt has three tokens.
+    """
     batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts
     masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     texts = [row[mask.bool()].to(device) for row, mask in zip(batch["input_ids"], masks, strict=True)]
-    longest = FEWEST_READ + -(-num_tokens // max(len(texts), 1))
-    texts = [text[:longest] for text in texts if len(text) > 2]
+    max_len = FEWEST_READ + -(-num_tokens // max(len(texts), 1))
+    texts = [text[:max_len] for text in texts if len(text) > 2]
     if not texts:
         raise ConfigError("prompts must hold a text of at least three tokens, got none; pass some lines of text")
     return texts
 
 
 def _context_of(assistant: Gemma4Assistant, shared: Mapping[str, Any], num_read: int, position: int) -> Context:
-    """What a query sees of one row of which the target has read so many tokens."""
+    """Return the target KV states that a query attends to after `num_read` tokens."""
     states: dict[str, tuple[Tensor, Tensor]] = {}
     for layer_type, window in assistant.windows.items():
-        seen = slice(0 if window is None else max(num_read - window, 0), num_read)
+        in_window = slice(0 if window is None else max(num_read - window, 0), num_read)
         keys, values = shared[layer_type]
-        states[layer_type] = keys[:, :, seen], values[:, :, seen]
+        states[layer_type] = keys[:, :, in_window], values[:, :, in_window]
     positions = torch.tensor([[num_read + position]], device=assistant.model.device)
     return Context(states, dict.fromkeys(states), positions)

@@ -1,4 +1,4 @@
-"""Describes a model without its weights: config, tokenizer, generation config and parameter sizes."""
+"""Describe a model without its weights: config, tokenizer, generation config, sizes."""
 
 import copy
 from collections.abc import Mapping
@@ -19,21 +19,21 @@ _AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
     (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
 )
-_BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # if the quantisation config names none
+_BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # defaults for configs without `bits`
 
 
 class Described(NamedTuple):
-    """A model as described by its config, tokenizer and generation config."""
+    """Description of a model without its weights."""
 
     role: str  # "target" or "draft"
     name: str  # name or path, else the class
     model: PreTrainedModel  # the passed model, else one on the meta device
-    config: PreTrainedConfig  # the decoder's
+    config: PreTrainedConfig  # config of the decoder
     size: ModelSize  # size of its parameters after loading
     dtype: str  # dtype of its parameters after loading, without "torch."
-    quantisation: str  # name of the method; empty if it is not quantised
+    quantisation: str  # name of the method; empty without quantisation
     tokenizer: PreTrainedTokenizerBase | None  # None if none was found
-    eos_token_ids: frozenset[int]  # empty if there are none
+    eos_token_ids: frozenset[int]
 
 
 def describe(
@@ -43,7 +43,17 @@ def describe(
     dtype_name: str | None,
     options: Mapping[str, Any],
 ) -> Described:
-    """Describe a model without its weights, which will be loaded into a dtype; None or "auto" for its config's."""
+    """Describe a model without loading its weights.
+
+    Args:
+        role: "target" or "draft", for error messages.
+        source: a model, a config, or the name or path of a model.
+        tokenizer: the model's tokenizer.
+            None loads the tokenizer beside the config.
+        dtype_name: dtype of the weights after loading.
+            None or "auto" takes the config's dtype.
+        options: options of `from_pretrained`.
+    """
     source = unwrapped(source, role)
     if isinstance(source, PreTrainedModel):
         model, config, generation_config = source, source.config, source.generation_config
@@ -53,9 +63,9 @@ def describe(
         name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
         model = meta_model(role, config, **options)
         generation_config = _load_or_none(transformers.GenerationConfig, name, options) or model.generation_config
-        wanted = getattr(config, "dtype", None) if dtype_name in (None, "auto") else dtype_name
-        wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-        dtype = wanted if isinstance(wanted, torch.dtype) else torch.bfloat16
+        load_dtype = getattr(config, "dtype", None) if dtype_name in (None, "auto") else dtype_name
+        load_dtype = getattr(torch, load_dtype) if isinstance(load_dtype, str) else load_dtype
+        dtype = load_dtype if isinstance(load_dtype, torch.dtype) else torch.bfloat16
         bytes_per_param = _bytes_per_param(config, dtype)
     decoder_config = config.get_text_config(decoder=True)
     eos = getattr(generation_config, "eos_token_id", None)  # `generate()` reads it first
@@ -99,7 +109,7 @@ def read_config(role: str, source: object, options: Mapping[str, Any]) -> PreTra
 def _load_or_none(auto_class: Any, name: str, options: Mapping[str, Any]) -> Any:
     try:
         return auto_class.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError, ImportError):  # no files, or none that this machine can read
+    except (OSError, ValueError, KeyError, ImportError):  # the files are missing or unreadable here
         return None
 
 
@@ -112,7 +122,7 @@ def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool =
             f"{role} must have a language modelling head, got a {type(config).__name__}; name a causal language model"
         )
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    with torch.device("meta"):  # eager attention needs no package that may be missing
+    with torch.device("meta"):  # eager attention needs no optional package
         model: PreTrainedModel = classes[0].from_config(copy.deepcopy(config), attn_implementation="eager", **options)
     return model
 

@@ -1,4 +1,4 @@
-"""Checks whether a model can be a target, before weights are loaded and a draft is chosen."""
+"""Check whether a model can be a target, before weights are loaded and a draft is chosen."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from hf_speculate.tools.checks.sources import Described, ModelSource, describe
 
 @dataclass(frozen=True)
 class TargetReport:
-    """Result of `check_target`, which prints as text."""
+    """Result of `check_target`; `print` shows it as text."""
 
     target: str  #: name of the target
     level: str  #: "ok", "warning" or "not supported", the worst of the findings
@@ -39,7 +39,7 @@ class TargetReport:
         return self.level != "not supported"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as values that JSON can hold."""
+        """Convert the report to JSON-serialisable values."""
         return asdict(self) | {"ok": self.ok}
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class TargetReport:
 def check_target(
     target: ModelSource, *, tokenizer: PreTrainedTokenizerBase | None = None, dtype: str | None = None, **options: Any
 ) -> TargetReport:
-    """Check whether `target` can decode speculatively; arguments and errors are those of `check_pair`."""
+    """Check whether `target` can decode speculatively; arguments and errors as in `check_pair`."""
     described = describe("target", target, tokenizer, dtype, options)
     size = described.size
     return TargetReport(

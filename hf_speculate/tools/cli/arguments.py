@@ -1,4 +1,4 @@
-"""Turns options into prompts and arguments of `generate()`, and checks them before a model is loaded."""
+"""Convert options to prompts and arguments of `generate()`, checked before a model is loaded."""
 
 import io
 import json
@@ -19,10 +19,10 @@ from hf_speculate.tools.dataset.tables import read_data_set
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = ("max_new_tokens", *SAMPLING_NAMES, "repetition_penalty")
-# Left out of `--set`: these have an option, or change what `generate()` returns, or how many rows.
-_OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
-_THEIRS = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _OTHERS
-SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names that `--set` takes
+# Not supported by `--set`: these have an option, or change the number of rows or the return value of `generate()`.
+_EXCLUDED = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
+_THEIRS = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _EXCLUDED
+SETTINGS = {*PLAIN_NAMES, *_THEIRS}  # names for `--set`
 
 
 class Decoding(NamedTuple):
@@ -43,7 +43,7 @@ def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:
 
 
 def arguments_of(options: Speculation) -> dict[str, Any]:
-    """Arguments of `generate()`, also of speculative decoding."""
+    """Return all arguments of `generate()`, those of speculative decoding included."""
     decoding = decoding_of(options)
     named = {"verifier": options.verifier, "seed": options.seed}
     fields = {name: value for name, value in named.items() if value is not None} | drafting_of(options)
@@ -53,7 +53,7 @@ def arguments_of(options: Speculation) -> dict[str, Any]:
 
 
 def drafting_of(options: Drafting) -> dict[str, Any]:
-    """Fields of `SpeculationConfig` that set the draft length and prompt lookup."""
+    """Return the fields of `SpeculationConfig` for the draft length and prompt lookup."""
     num_tokens = options.num_assistant_tokens
     fields = {} if num_tokens is None else parse_draft_len(num_tokens).fields
     if options.lookup is not None:
@@ -63,7 +63,7 @@ def drafting_of(options: Drafting) -> dict[str, Any]:
 
 
 def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `SpeculationConfig`, and of `GenerationConfig`, that `--set` names."""
+    """Parse `--set` into fields of `SpeculationConfig` and of `GenerationConfig`."""
     fields: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for setting in settings:
@@ -102,12 +102,15 @@ def read_input_line() -> str | None:
 
 
 def _input_stream() -> Any:
-    """The standard input as bytes, so that a line of other bytes costs no other line; as text if it has no bytes."""
+    """Return the standard input as bytes if possible, else as text.
+
+    With bytes, a line with a decoding error leaves the next lines readable.
+    """
     return getattr(sys.stdin, "buffer", sys.stdin)
 
 
 def _decoded(content: bytes | str, source: str) -> str:
-    """The text of UTF-8 bytes, without a byte order mark and with each end of a line as a newline."""
+    """Decode UTF-8 bytes without a byte order mark, with all line ends as newlines."""
     if isinstance(content, str):
         return content
     try:
@@ -124,8 +127,10 @@ def read_prompts(
     Args:
         path: JSON lines if it is `.jsonl` or `-` (the standard input), or `text_as` is None; with a table also a data
             set; else text.
-        text_as: how many prompts a text is.
-        table: options of data sets; None for a command that reads none.
+        text_as: "prompt" for one prompt per text file, "lines" for one per line.
+            None reads all files as JSON lines.
+        table: options of data sets.
+            None for a command without data sets.
     """
     if table is not None and names_data_set(path):
         return read_data_set(path, table.column, table.split, table.subset)

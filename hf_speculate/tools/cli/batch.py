@@ -1,4 +1,4 @@
-"""`hf-speculate batch`: decodes a file of prompts into a file of results."""
+"""`hf-speculate batch`: decode a file of prompts into a file of results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -47,11 +47,11 @@ def run(options: Batch) -> int:
         )
     if ranks.state is not None and options.device == "auto":
         options = replace(options, device=str(ranks.state.device))
-    stored: dict[str, Any] = {}  # arguments of `generate()` that no manifest holds
+    stored: dict[str, Any] = {}  # arguments of `generate()` without an entry in the manifest
     progress = ProgressNotes(notes(), "loading", _LINE_EVERY_S)
 
-    def make_batches(left: Sequence[Row]) -> list[list[Row]]:
-        return batches_of(left, options.rows, load_tokenizer(options), options.chat)
+    def make_batches(rows: Sequence[Row]) -> list[list[Row]]:
+        return batches_of(rows, options.rows, load_tokenizer(options), options.chat)
 
     def engine(batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin) -> Iterator[Decoded]:
         load = partial(make_decoder, options, arguments | stored, options.chat)
@@ -69,8 +69,8 @@ def run(options: Batch) -> int:
     except KeyboardInterrupt:
         if ranks.is_main:
             paths = " and ".join(map(str, job.result_paths()))
-            kept = f"finished rows are in {paths}" if paths else "no row was finished"
-            note(f"interrupted: {kept}; run the same command to resume", style="")
+            finished = f"finished rows are in {paths}" if paths else "no row was finished"
+            note(f"interrupted: {finished}; run the same command to resume", style="")
         return INTERRUPTED
     if ranks.is_main:
         note(_line(report))

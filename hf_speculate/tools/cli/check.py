@@ -1,4 +1,4 @@
-"""`hf-speculate check`: checks whether a draft model or a draft head fits a target, or a target alone."""
+"""`hf-speculate check`: check whether a draft model or head fits a target, or a target alone."""
 
 import json
 from typing import Any
@@ -17,20 +17,20 @@ def run(options: Check) -> int:
     options = with_named_target(options)
     target, draft = options.target, options.draft
     pair = f"{draft} as a draft for {target}" if draft is not None else f"{target} as a target"
-    read: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    load_options: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     if options.trust_remote_code:
-        read["trust_remote_code"] = True
+        load_options["trust_remote_code"] = True
     report: PairReport | HeadFit | TargetReport
     dtype = None if options.dtype == "auto" else options.dtype
     try:
         if draft is None:
-            report = check_target(target, dtype=dtype, **read)
+            report = check_target(target, dtype=dtype, **load_options)
         elif names_head(options):
-            report = check_head(draft, read_config("target", target, read))
+            report = check_head(draft, read_config("target", target, load_options))
         else:
-            report = check_pair(target, draft, dtype=dtype, **read)
+            report = check_pair(target, draft, dtype=dtype, **load_options)
         ok, text, result = report.ok, str(report), report.as_dict()
-    except UnsupportedModelError as error:  # the model or head is not supported with any other
+    except UnsupportedModelError as error:  # the model or head is not supported in any pair
         ok, text = False, f"not supported: {pair}\n  not supported: {error}"
         result = {"target": target, "draft": draft, "reason": str(error), "ok": False, "level": "not supported"}
     answer(json.dumps(result, indent=2) if options.as_json else text)

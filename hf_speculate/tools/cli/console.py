@@ -1,4 +1,4 @@
-"""Prints answers on the standard output, and notes on the standard error."""
+"""Print answers to the standard output, and notes to the standard error."""
 
 import json
 import pkgutil
@@ -15,11 +15,11 @@ from rich.text import Text
 from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.cli.option_names import option_line
 
-OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 and the number of SIGINT
+OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 plus the number of SIGINT
 
 
 def notes(is_quiet: bool = False) -> Console:
-    """Console for progress and notes, so that answers can be piped; it shows text as it is."""
+    """Make a console for progress and notes on the standard error, without markup."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=is_quiet)
 
 
@@ -28,7 +28,10 @@ def note(text: str, style: str = "dim") -> None:
 
 
 class _TwoLines(Progress):
-    """Shows a bar, and below it a line of text, which a narrow terminal cuts."""
+    """Progress bar with a line of text below.
+
+    A narrow terminal cuts the line.
+    """
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -38,7 +41,10 @@ class _TwoLines(Progress):
 
 
 class ProgressNotes:
-    """Shows progress as a bar on a terminal, otherwise as lines, at most one per `every_s` seconds."""
+    """Progress as a bar or as lines.
+
+    A terminal gets a bar. Other outputs get at most one line per `every_s` seconds.
+    """
 
     def __init__(self, log: Console, task: str, every_s: float = 0.0, clock: Callable[[], float] = time.monotonic):
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -65,10 +71,10 @@ def first_line(error: BaseException) -> str:
 
 
 def error_line(error: Exception, hint: str = "") -> str:
-    """Describe an error in one line: an unexpected one with its type and the `hint`."""
+    """Describe an error in one line; an unexpected error with its type and the `hint`."""
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):  # typer's error of an unknown option
         return option_line(error)
-    format_message = getattr(error, "format_message", None)  # typer's and click's errors have it
+    format_message = getattr(error, "format_message", None)  # an error of typer or click
     if callable(format_message):
         return " ".join(str(format_message()).split())
     error_name, line = type(error).__name__, first_line(error)

@@ -1,4 +1,4 @@
-"""`hf-speculate doctor`: checks the devices of this machine."""
+"""`hf-speculate doctor`: check the devices of this machine."""
 
 import json
 

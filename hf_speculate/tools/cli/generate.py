@@ -24,7 +24,7 @@ _COMMANDS = "/clear starts over, /exit or Ctrl-D ends the chat, Ctrl-C ends an a
 
 
 class _Printer(TextStreamer):
-    """Prints text as it comes, and keeps it."""
+    """Streamer that keeps the printed text."""
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -47,8 +47,9 @@ def run(options: Generate) -> int:
                 answer("")
             if len(prompts) > 1 and not is_silent:
                 note(f"prompt {row.key}:", style="bold")
-            own = arguments | row.settings | ({"seed": seed} if (seed := row.extras.get("seed")) is not None else {})
-            fields, line = _decode(pair, token_ids, own, None if is_silent else _Printer(pair.tokenizer))
+            seeded = {"seed": seed} if (seed := row.extras.get("seed")) is not None else {}
+            row_arguments = arguments | row.settings | seeded
+            fields, line = _decode(pair, token_ids, row_arguments, None if is_silent else _Printer(pair.tokenizer))
             results.append({"id": row.id, **fields})
             if is_silent:
                 answer(json.dumps(results[-1]))
@@ -99,7 +100,7 @@ def _note_failed_turn(error: Exception) -> None:
 def _answer(
     pair: Pair, messages: list[dict[str, str]], arguments: dict[str, Any], printer: _Printer
 ) -> list[dict[str, str]]:
-    """Print the answer to the last message; returns the messages with the answer."""
+    """Print the answer to the last message, and return the messages with the answer."""
     token_ids = token_ids_of(Row(1, messages, source="the chat"), pair.tokenizer, is_chat=True)
     max_new_tokens, context = arguments["max_new_tokens"], context_len(pair.target.config)
     max_answer_len = max_new_tokens if context is None else context - len(token_ids)
@@ -120,7 +121,7 @@ def _answer(
 
 
 def _line() -> str | None:
-    """The next line; None at the end of the input."""
+    """Read the next line; None at the end of the input."""
     if sys.stdin.isatty():
         notes().print("> ", end="", style="bold")
     return read_input_line()
@@ -142,7 +143,7 @@ def _prompts(options: Generate) -> list[Row]:
 def _decode(
     pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer | None
 ) -> tuple[dict[str, Any], str]:
-    """Text and speed of one prompt, as values and as a line."""
+    """Decode one prompt; return text and speed as values and as a line."""
     input_ids = torch.tensor([token_ids], device=pair.target.device)  # [1, T]
     stats = SpeculationStats()
     begin = time.perf_counter()
@@ -156,9 +157,9 @@ def _decode(
     )
     seconds = time.perf_counter() - begin
     new_ids = output[0, len(token_ids) :]
-    num, text = len(new_ids), str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
-    fields = {"text": text, "num_tokens": num, "seconds": seconds}
-    line = f"{counted(num, 'token')} in {seconds:.1f} s, {num / seconds:.1f} tokens/s"
+    num_tokens, text = len(new_ids), str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
+    fields = {"text": text, "num_tokens": num_tokens, "seconds": seconds}
+    line = f"{counted(num_tokens, 'token')} in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s"
     if not stats.num_drafted:
         return fields, f"{line}, nothing was drafted"
     length, rate = stats.mean_acceptance_length, stats.acceptance_rate

@@ -1,4 +1,4 @@
-"""Loads the models that a command names."""
+"""Load the models of a command."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -22,22 +22,22 @@ from hf_speculate.options.heads.recognise import is_head, is_mtp_checkpoint, nam
 from hf_speculate.tools.cli.console import first_line, note, notes
 from hf_speculate.tools.cli.options import Models
 
-_REASON_LEN = 300  # characters; some messages of transformers list all its models before they say what to do
+_REASON_LEN = 300  # characters; some messages of transformers list all its models before the advice
 
 
 AnyModels = TypeVar("AnyModels", bound=Models)
 
 
 class Pair(NamedTuple):
-    """An enabled target, its tokenizer, which pads on the left, and arguments of `generate()`: what drafts for it."""
+    """An enabled target with its draft source."""
 
     target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    arguments: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase  # pads on the left
+    arguments: dict[str, Any]  # arguments of `generate()`: the draft source and tokenizers
 
 
 def load_pair(models: Models, is_quiet: bool = False) -> Pair:
-    """Load models and tokenizers; shows what is being loaded unless `is_quiet`."""
+    """Load models and tokenizers; unless `is_quiet` their names are shown while loading."""
     check_device(models.device)
     logging.disable_progress_bar()
     with notes(is_quiet).status(f"loading {models.target}") as status:
@@ -50,7 +50,7 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
                 arguments["assistant_model"] = load_drafter(models.draft, target)
             else:
                 arguments["assistant_model"] = draft = _load(models, models.draft)
-                if variant_of(draft) is None:  # others have their target's tokenizer
+                if variant_of(draft) is None:  # variants use their target's tokenizer
                     draft_tokenizer = _read(AutoTokenizer, models, models.draft)
                     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
                         arguments["assistant_tokenizer"] = draft_tokenizer
@@ -58,15 +58,15 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
 
 
 def with_named_target(models: AnyModels) -> AnyModels:
-    """Return the options of a command whose TARGET is a draft head, with the target that its config names.
+    """Replace a draft head as TARGET by the target in its config.
 
-    The head drafts for that target. Other options are returned as they are.
+    The head then drafts for this target. Options with a model as TARGET are returned unchanged.
     """
     head = models.target
     try:
         config = HeadFolder(head).config
     except ConfigError:
-        return models  # loading a model then says what is wrong
+        return models  # loading the model raises an error later
     if not is_head(config):
         return models
     target, remedy = named_target(config), f"pass the target as TARGET, and --draft {head}"
@@ -85,20 +85,20 @@ def with_named_target(models: AnyModels) -> AnyModels:
 
 
 def names_head(models: Models) -> bool:
-    """Whether the draft is a head, or the target itself for the MTP layers of its checkpoint; not a draft model."""
+    """Return whether the draft is a head, or the target itself for its MTP layers."""
     if models.draft is None:
         return False
     try:
         folder = HeadFolder(models.draft)
     except ConfigError:
-        return False  # loading a model then says what is wrong
+        return False  # loading the model raises an error later
     if models.draft == models.target:
         return is_mtp_checkpoint(folder.config, folder.config.get("model_type"))
     return is_head(folder.config)
 
 
 def check_device(device: str) -> None:
-    """Check before anything is loaded that models can be put there."""
+    """Check a device for models before anything is loaded."""
     if device == "map":
         import_extra("accelerate", "ranks")
     if device in ("auto", "map"):
@@ -107,8 +107,8 @@ def check_device(device: str) -> None:
     try:
         named = torch.device(device)
         reason = ""
-        torch.zeros(1, device=named).item()  # is read, too: the meta device holds no values
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # depends on the device
+        torch.zeros(1, device=named).item()  # reading fails on the meta device
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # the type depends on the device
         raise ConfigError(
             f"--device must be auto, map or a device of this machine, got {device!r} ({reason or first_line(error)}); "
             "leave it out for auto"
@@ -134,7 +134,7 @@ def _load(models: Models, name: str, revision: str | None = None) -> PreTrainedM
 
 
 def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
-    """Call `from_pretrained`, which raises errors of all types for unreadable files."""
+    """Call `from_pretrained`; raise `ConfigError` for its errors, which have all types."""
     options["trust_remote_code"] = models.trust_remote_code or None
     try:
         return auto_class.from_pretrained(name, **{key: value for key, value in options.items() if value is not None})
@@ -145,14 +145,14 @@ def _read(auto_class: Any, models: Models, name: str, **options: Any) -> Any:
             hint = "choose another --attn-implementation, or leave it out"
         if isinstance(error, ImportError):
             raise ConfigError(f"what {name} needs must be installed, got an error: {_reason(error)}; {hint}") from error
-        what = "a tokenizer" if auto_class is AutoTokenizer else "a causal language model"
+        kind = "a tokenizer" if auto_class is AutoTokenizer else "a causal language model"
         raise ConfigError(
-            f"{what} must be in a folder, or on the Hub, where transformers can read it, got {name!r} "
+            f"{kind} must be in a folder, or on the Hub, where transformers can read it, got {name!r} "
             f"({type(error).__name__}: {_reason(error)}); {hint}"
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """An error's text in one line, without its middle if it is long."""
+    """Return an error's text in one line, without its middle if it is long."""
     text, half = " ".join(str(error).split()), _REASON_LEN // 2
     return text if len(text) <= _REASON_LEN else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"

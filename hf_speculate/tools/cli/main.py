@@ -23,7 +23,7 @@ app = typer.Typer(
 for _options, (_command, _) in COMMANDS.items():
     app.command(_command)(_options)
 _NAME, _DEBUG = "hf-speculate", "--debug"
-# Loggers of torchao, which transformers imports if it is installed, and of torch on torchao's enums.
+# transformers imports an installed torchao. It logs warnings, and so does torch about its enums.
 _NOISY_LOGGERS = ("torch.utils._pytree", "torchao")
 
 
@@ -47,11 +47,15 @@ def _common(
     ] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Options of all commands; `main` handles `--debug`."""
+    """Declare the options of all commands; `main` handles `--debug`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 if the answer is no, 2 for wrong use or an error, 130 after Ctrl-C."""
+    """Run a command.
+
+    Returns:
+        The exit status: 0, 1 if the answer is no, 2 for wrong use or an error, 130 after Ctrl-C.
+    """
     words, is_debugged = _without_debug(sys.argv[1:] if arguments is None else arguments)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The words without `--debug`, and whether it was among them; after `--` it is no option."""
+    """Remove `--debug` before `--`, and return whether it was there."""
     end = list(words).index("--") if "--" in words else len(words)
     options = [word for word in words[:end] if word != _DEBUG]
     return [*options, *words[end:]], len(options) < end

@@ -1,4 +1,4 @@
-"""`hf-speculate bench` and `tune`: compare the speed of decoding methods, and find the fastest settings."""
+"""`hf-speculate bench` and `tune`: compare decoding methods, and find the fastest settings."""
 
 import itertools
 import json
@@ -29,7 +29,8 @@ from hf_speculate.tools.cli.options import Bench, Measurement, Tune
 from hf_speculate.tools.dataset.rows import encode_rows
 
 _SHORT = {"acceptance length": "length", "acceptance rate": "accepted"}
-_HIDDEN = ("verifier", "K", "compared with plain")  # the name has the first two; lines below the table have the third
+# The name holds verifier and K. Lines below the table show the comparison.
+_HIDDEN = ("verifier", "K", "compared with plain")
 _PIPED_WIDTH = 160  # columns of tables without a terminal
 
 
@@ -46,9 +47,8 @@ def run_bench(options: Bench) -> int:
     if options.lookup is not None:
         compared.append(methods.lookup_method(options.lookup, sample))
     compared += methods.our_methods(verifiers, lens, sample, fields)
-    drift_len = next(
-        (draft_len for draft_len in lens if not draft_len.is_adaptive), lens[0]
-    )  # lossy texts depend on it
+    # Lossy texts depend on the draft length, so drift is measured with one.
+    drift_len = next((draft_len for draft_len in lens if not draft_len.is_adaptive), lens[0])
     thresholds = parse_thresholds(options.thresholds)
     drift_methods = methods.our_methods(verifiers, [drift_len], sample, fields, thresholds)
     decoder, batches, result = _load(options, decoding, fields)
@@ -110,7 +110,7 @@ def run_tune(options: Tune) -> int:
 
 
 def _shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
-    """Fields of all methods of ours: those of `--set` and `--lookup`."""
+    """Return the fields of `--set` and `--lookup`, common to all methods of this library."""
     varied = sorted(set(decoding.fields) & tuning.TUNED_NAMES - {"posterior_alpha"})
     if varied:
         hint = "use --verifiers, --num-assistant-tokens and --thresholds"
@@ -124,7 +124,11 @@ def _shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
 def _load(
     options: Measurement, decoding: Decoding, fields: dict[str, Any]
 ) -> tuple[Decoder, list[Batch], dict[str, Any]]:
-    """Read the prompts, then load the models; returns also the result's entries that are known by then."""
+    """Read the prompts, then load the models.
+
+    Returns:
+        The decoder, the batches, and the first entries of the result.
+    """
     prompts = read_prompts(options.prompts, text_as="lines", table=options)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
@@ -146,7 +150,7 @@ def _load(
 
 @contextmanager
 def progress(num_steps: int, log: Console | None = None) -> Iterator[Callable[[Method, Run | None], None]]:
-    """Show at most `num_steps` calls; yields a function to call after each."""
+    """Show the progress of `num_steps` calls, and yield a function to call after each."""
     log = log or notes()
     steps, bar = itertools.count(1), ProgressNotes(log, "warming up")
 
@@ -158,7 +162,7 @@ def progress(num_steps: int, log: Console | None = None) -> Iterator[Callable[[M
             if run.stats is not None:
                 numbers += f", {run.stats.acceptance_rate:.0%} accepted"
         if log.is_terminal and num_done >= num_steps:
-            numbers += "; comparing outputs"  # takes time, but no calls
+            numbers += "; comparing outputs"  # the comparison takes time after the last call
         bar.show(num_done, num_steps, name, numbers)
 
     with bar.bar:
@@ -175,14 +179,14 @@ def _show_comparison(result: dict[str, Any]) -> None:
     )
     if settings["counted"]:
         note(f"counted: {settings['counted']}")
-    own = {"method": field("name")}
-    # short, for narrow terminals
-    own_speed = own | {
+    name_column = {"method": field("name")}
+    # Short cells fit narrow terminals.
+    short_columns = name_column | {
         "tokens/s": lambda entry: f"{entry['tokens_per_s']['median']:.0f}",
         "speed-up": lambda entry: METHODS["speed-up"](entry).replace(" to ", "-"),
     }
-    shown = {head: cell for head, cell in (METHODS | own_speed).items() if head not in _HIDDEN}
-    _show("speed", {_SHORT.get(head, head): cell for head, cell in shown.items()}, entries, 2)
+    columns = {head: cell for head, cell in (METHODS | short_columns).items() if head not in _HIDDEN}
+    _show("speed", {_SHORT.get(head, head): cell for head, cell in columns.items()}, entries, 2)
     by_check: dict[str, list[str]] = {}
     for entry in entries:
         if entry["checked"]:
@@ -192,7 +196,7 @@ def _show_comparison(result: dict[str, Any]) -> None:
     noise = [f"{entry['name']} ({entry['speedup_bound']:.2f})" for entry in entries if entry["is_noise"]]
     if noise:
         answer(f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}\n")
-    _show("latency", values.LATENCIES | own, entries, 1)
+    _show("latency", values.LATENCIES | name_column, entries, 1)
     _show("by category", values.CATEGORIES, sorted(result["categories"], key=lambda entry: str(entry["category"])), 2)
     _show("drift of lossy verifiers", values.DRIFT, result["drift"], 1)
     for name, reason in settings["left_out"].items():
@@ -214,26 +218,29 @@ def _show_trials(result: dict[str, Any], rule: Rule) -> None:
 
 
 def _show(title: str, columns: Columns, entries: Sequence[Result], num_names: int) -> None:
-    """Print a table, if there are entries; columns of numbers are aligned on the right."""
+    """Print a table with numbers aligned to the right, if there are entries."""
     table = values.make_table(title, "", columns, entries, num_names)
     if table is None:
         return
-    shown = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.title_justify, shown.title_style, shown.caption_justify = "left", "bold", "left"
+    rich_table = rich.table.Table(title=table.title, caption=table.note, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rich_table.title_justify, rich_table.title_style, rich_table.caption_justify = "left", "bold", "left"
     for index, (head, column) in enumerate(zip(table.head, zip(*table.lines, strict=True), strict=True)):
         is_number = all(cell == MISSING or cell.lstrip("-")[:1].isdigit() for cell in column)
         justify: Literal["left", "right"] = "right" if is_number and index >= table.num_names else "left"
-        shown.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
+        rich_table.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
     for line in table.lines:
-        shown.add_row(*line)
+        rich_table.add_row(*line)
     output = Console(highlight=False, markup=False)
     if not output.is_terminal:
         output.width = _PIPED_WIDTH
-    output.print(shown)
+    output.print(rich_table)
 
 
 def _finish(result: dict[str, Any], options: Measurement, show: Callable[[dict[str, Any]], None]) -> None:
-    """Show results, first of all as they may not be writable, and why they are not reliable; write them as JSON."""
+    """Show results and doubts about them, then write them as JSON.
+
+    The results are shown first, because writing may fail.
+    """
     if not options.as_json:
         show(result)
     for reason in result["reliability"]["reasons"]:

@@ -1,4 +1,4 @@
-"""Names the option that was meant by one that a command does not have."""
+"""Suggest an option of ours for an unknown one."""
 
 import pkgutil
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ _SAME = {
 
 
 def option_line(error: Any) -> str:
-    """Describe an unknown option in one line, with the option that was meant if there is one."""
+    """Describe an unknown option in one line, with a suggestion if there is one."""
     name = error.option_name.replace("_", "-")
     options = [option for parameter in error.ctx.command.params for option in parameter.opts] if error.ctx else []
     meant = _meant(name, options, error.possibilities or ())

@@ -1,6 +1,6 @@
-"""Commands of `hf-speculate` as dataclasses of their options; imports neither torch nor transformers.
+"""Commands of `hf-speculate` as dataclasses of options, without importing torch or transformers.
 
-typer builds a command from each class. Its instance is passed to the function that `COMMANDS` names.
+typer builds a command from each class. Its instance is passed to the command's function in `COMMANDS`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ def _readable(path: Path | None) -> Path | None:
 
 
 def names_data_set(path: Path) -> bool:
-    """Return whether a path is that of a parquet file, or a name of the Hub, whose first part is no folder here."""
+    """Return whether a path is a parquet file or a name on the Hub.
+
+    A name has two parts, and the first is not a local folder.
+    """
     is_name = path.suffix not in (".json", ".jsonl", ".txt") and len(path.parts) == 2 and not path.is_absolute()
     return path.suffix == ".parquet" or (is_name and not path.parent.exists())
 
@@ -127,7 +130,7 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Options of commands that read prompts from a data set."""
+    """Options for prompts from a data set."""
 
     column: Annotated[
         str | None,
@@ -139,7 +142,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModels(Drafting, Models):
-    """Options of commands that keep their outputs for later runs."""
+    """Options for keeping outputs for later runs."""
 
     store: Annotated[
         Path | None,
@@ -232,7 +235,7 @@ class Batch(Ray, Table, StoredModels, Speculation):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Table, Generation, Models):
-    """Options of commands that measure several methods."""
+    """Options for measuring several methods."""
 
     prompts: Prompts
     num_prompts: Annotated[
@@ -293,7 +296,7 @@ class Tune(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Models):
-    """Check whether a draft model fits a target, with estimates of memory and speed-up; or a target alone.
+    """Check a draft model for a target, with estimates of memory and speed-up; or a target alone.
 
     Downloads configs and tokenizers, but no weights. Exit status 0: "ok" or "warning"; 1: "does not fit" (another draft
     may fit) or "not supported" (one of the models is not, with any other); 2: a model or its config was not found.
@@ -361,7 +364,7 @@ class Doctor:
     as_json: AsJson = False
 
 
-# In the order of the help: name of the command, and module of this package and function that run it.
+# Options -> name of the command, and module and function of this package. The help keeps this order.
 COMMANDS: dict[type[Models | Doctor], tuple[str, str]] = {
     Generate: ("generate", "generate:run"),
     ChatInTerminal: ("chat", "generate:run_chat"),

@@ -1,4 +1,4 @@
-"""`hf-speculate serve`: answers requests in OpenAI's format over HTTP."""
+"""`hf-speculate serve`: answer requests in OpenAI's format over HTTP."""
 
 import importlib
 import signal
@@ -17,7 +17,7 @@ from hf_speculate.tools.cli.store import lookup_of, open_store
 from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.response_format import GrammarLimits
 
-_GRACE_S = 10  # that requests in flight have after Ctrl-C or SIGTERM
+_GRACE_S = 10  # seconds for requests in flight after Ctrl-C or SIGTERM
 
 
 def run(options: Serve) -> int:
@@ -50,7 +50,15 @@ def serve(
     allowed_hosts: Collection[str] = (),
     has_page: bool = True,
 ) -> int:
-    """Load an engine and serve it, after checking that packages and port are there."""
+    """Check packages and port, then load an engine and serve it.
+
+    Args:
+        load: loads the engine.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        allowed_hosts: further names of this machine in requests.
+        has_page: whether to serve a chat page at /.
+    """
     for package in ("fastapi", "uvicorn"):
         import_extra(package, "serve")
     app: Any = importlib.import_module("hf_speculate.tools.server.app")
@@ -63,7 +71,7 @@ def serve(
         note(f"serving {engine.name} on {address}/v1, {rows}{reason}{page}; Ctrl-C stops", style="")
         try:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again once it has shut down
+                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its shutdown
             with suppress(KeyboardInterrupt):
                 server = app.GracefulServer(engine, _GRACE_S, (host, *allowed_hosts), has_page)
                 server.run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""The file of `--store`: outputs of earlier runs, from which prompt lookup copies too."""
+"""File of `--store`: outputs of earlier runs as a further source of prompt lookup."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from hf_speculate.tools.cli.console import note
 from hf_speculate.tools.cli.loading import load_tokenizer
 from hf_speculate.tools.cli.options import StoredModels
 
-_LOOKUP_TOKENS = 10  # copied with `--store` if `--lookup` is left out
-_BYTES_PER_TOKEN = 640  # twice what a token takes at most, because a store drops its older half at once
+_LOOKUP_TOKENS = 10  # tokens to copy with `--store` but without `--lookup`
+_BYTES_PER_TOKEN = 640  # twice a token's maximum, because a store drops its older half at once
 
 
 @contextmanager
@@ -39,6 +39,6 @@ def open_store(options: StoredModels, is_main: bool = True) -> Iterator[dict[str
 
 
 def lookup_of(options: StoredModels) -> dict[str, Any]:
-    """Return the tokens that prompt lookup copies, if a store is named and they are not."""
+    """Return a default for prompt lookup if `--store` is given without `--lookup`."""
     is_default = options.store is not None and options.lookup is None
     return {"prompt_lookup_num_tokens": _LOOKUP_TOKENS} if is_default else {}

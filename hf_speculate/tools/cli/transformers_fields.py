@@ -1,4 +1,4 @@
-"""Checks of the fields of `GenerationConfig` that `--set` names; transformers finds wrong values late, if at all."""
+"""Check fields of `GenerationConfig` in `--set`; transformers finds wrong values late or never."""
 
 import math
 from typing import Any
@@ -48,13 +48,14 @@ _CHECKS |= {
 
 
 def check_fields(options: dict[str, Any]) -> None:
-    """Check the values of fields, of which null means the default."""
+    """Check the values of fields; None means the default."""
     set_options = {name: value for name, value in options.items() if value is not None}
     for name, value in set_options.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
     try:
-        GenerationConfig(**set_options, do_sample=True).validate()  # warns of settings of sampling without it
+        # Without `do_sample`, settings for sampling would give a warning.
+        GenerationConfig(**set_options, do_sample=True).validate()
     except (AttributeError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(

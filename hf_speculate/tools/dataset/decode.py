@@ -1,4 +1,4 @@
-"""Decodes a data set: its unfinished rows, split over the ranks of a launcher, batch by batch, with any engine."""
+"""Decode the unfinished rows of a data set, split over the ranks of a launcher."""
 
 import json
 import math
@@ -20,25 +20,25 @@ from hf_speculate.tools.dataset.row_decoder import Decoded, OnBegin, RowDecoder
 from hf_speculate.tools.dataset.rows import Row, batches_of, check_settings, read_rows
 
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
-Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # decodes batches with a seed
+Engine = Callable[[Sequence[Sequence[Row]], int, OnBegin], Iterator[Decoded]]  # (batches, seed, on_begin)
 
 
 @dataclass(frozen=True)
 class DatasetReport:
     """Progress of a data set."""
 
-    path: Path  #: of the output
+    path: Path  #: file of the results
     num_rows: int  #: rows of the data set; during a run of several ranks, this rank's unfinished rows
-    num_resumed: int = 0  #: rows that were finished before this run
-    num_finished: int = 0  #: rows that are finished now
+    num_resumed: int = 0  #: rows finished before this run
+    num_finished: int = 0  #: rows finished so far
     num_tokens: int = 0  #: new tokens of this run
     num_drafted: int = 0  #: drafted tokens of this run
     num_accepted: int = 0  #: accepted tokens of this run
     num_rounds: int = 0  #: rounds of this run, summed over rows
-    num_failed: int = 0  #: rows of this run that ended with an error
-    num_in_flight: int = 0  #: rows that are being decoded, if rows are refilled
-    fallback: str = ""  #: why rows were decoded in static batches though they were to be refilled, or an empty string
-    seconds: float = 0.0  #: since the first batch, loading included
+    num_failed: int = 0  #: rows of this run with an error
+    num_in_flight: int = 0  #: rows in progress, if rows are refilled
+    fallback: str = ""  #: reason for static batches where refilled rows were requested; empty otherwise
+    seconds: float = 0.0  #: seconds since the first batch, loading included
 
     @property
     def acceptance_rate(self) -> float:
@@ -56,7 +56,7 @@ class DatasetReport:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """Lines of the output, in its order."""
+        """Yield the results in the order of the output."""
         with self.path.open(encoding="utf-8-sig") as file:
             yield from map(json.loads, file)
 
@@ -68,15 +68,26 @@ def decode_job(
     ranks: Ranks,
     on_batch: Callable[[DatasetReport], None] | None = None,
 ) -> DatasetReport:
-    """Decode the rows that are not finished; the progress of all ranks."""
+    """Decode the unfinished rows of a job.
+
+    Args:
+        job: rows and files.
+        make_batches: groups unfinished rows into batches.
+        engine: decodes batches, given a seed and a callback for started rows.
+        ranks: this process and its launcher.
+        on_batch: called with this rank's progress after each result of the engine.
+
+    Returns:
+        The progress of all ranks.
+    """
     with job.locked() if ranks.is_main else nullcontext():
         if ranks.is_main:
             job.begin()
         ranks.wait()
         seed, finished = job.begun_seed(), ids_in(job.output)
-        left = [row for row in job.rows if row.key not in finished]
-        batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
-        num_before = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
+        unfinished = [row for row in job.rows if row.key not in finished]
+        batches = list(make_batches(unfinished))[ranks.index :: ranks.num] if unfinished else []
+        num_before = len(finished) if ranks.num == 1 else 0  # each rank reports its own rows only
         report = DatasetReport(job.output, num_before + sum(map(len, batches)), num_before, num_finished=num_before)
         path = job.output if ranks.num == 1 else job.part(ranks.index)
         begin = time.perf_counter()
@@ -97,8 +108,8 @@ def decode_job(
         if ranks.is_main:
             job.complete()
         ranks.wait()
-    num = len(job.rows)
-    return replace(report, num_rows=num, num_resumed=len(finished), num_finished=num, num_in_flight=0, **sums)
+    num_rows = len(job.rows)
+    return replace(report, num_rows=num_rows, num_resumed=len(finished), num_finished=num_rows, num_in_flight=0, **sums)
 
 
 def decode_dataset(
@@ -119,40 +130,41 @@ def decode_dataset(
 ) -> DatasetReport:
     """Decode prompts into a file with one JSON object per line; an interrupted run resumes.
 
-    The place of a finished row is given to the next prompt, the longest prompts first. Each result is on the disk
-    before further rows start: a killed process loses the rows in flight. A line has "id", "text" (the new text),
-    "num_tokens", "finish_reason" ("stop", "length" or "error") and the prompt's extra fields; a row that fails ends
-    alone, and its line has an "error". The folder `<output>.run` holds what a later run needs.
+    A finished row is refilled with the next prompt, the longest prompts first. Each result is on the disk before
+    further rows start: a killed process loses the rows in flight. A line has "id", "text" (the new text),
+    "num_tokens", "finish_reason" ("stop", "length" or "error") and the prompt's extra fields. An error ends its row
+    only, and the row's line has an "error". The folder `<output>.run` holds the state for a later run.
 
     Fields of a prompt named "max_new_tokens", "stop_strings", "seed", "temperature", "top_k", "top_p", "min_p",
-    "typical_p", "repetition_penalty" or "no_repeat_ngram_size" count for its row, in place of the arguments.
+    "typical_p", "repetition_penalty" or "no_repeat_ngram_size" replace the arguments for its row.
 
-    If rows cannot be refilled, because a drafter of your own drafts for example, static batches of prompts of
-    similar length are decoded. If `accelerate launch` or `torchrun` started several processes, each decodes its share
-    with its own model; all must call this function with the same arguments and share the folder of the output.
+    If rows cannot be refilled, with a custom drafter for example, static batches of prompts of similar length are
+    decoded. If `accelerate launch` or `torchrun` started several processes, each decodes its share with its own model.
+    All must call this function with the same arguments and share the folder of the output.
 
     Args:
-        model: the target, enabled or not, which PEFT may wrap.
-        tokenizer: the target's; not changed.
-        prompts: a file with one JSON value per line, or such values: strings, or objects with "prompt", "text",
-            "messages" or "turns" (whose first entry counts), and optionally "id" (default: the line's number).
-        output: the file; created if it does not exist, and only appended to.
-        max_new_tokens: of each row, >= 1.
-        batch_size: rows that are decoded at once, >= 1.
-        static_batches: whether to decode one batch after another, each of which ends with its slowest row.
-        seed: when sampling, each row's seed follows from this one and from its id; None to draw one and keep it.
-        is_chat: whether texts also pass through the chat template, as messages always do.
+        model: the target, enabled or not, with or without a PEFT wrapper.
+        tokenizer: tokenizer of the target; not changed.
+        prompts: a file with one JSON value per line, or an iterable of such values: strings, or objects with "prompt",
+            "text", "messages" or "turns" (the first entry is used), and optionally "id" (default: the line's number).
+        output: file of the results; created if it does not exist, and only appended to.
+        max_new_tokens: maximum number of new tokens per row, >= 1.
+        batch_size: rows decoded at once, >= 1.
+        static_batches: whether to decode one batch after another, each until its slowest row ends.
+        seed: seed of the data set when sampling; each row's seed is derived from it and from the row's id.
+            None draws a seed and keeps it for later runs.
+        is_chat: whether to apply the chat template to texts too, as it is to messages.
         is_ordered: whether to sort the finished output like the prompts.
         if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings differ from the earlier run's.
-        on_batch: is called after each batch, or each finished row, with the progress of this process.
-        **arguments: of `generate()`, such as `assistant_model`.
+        on_batch: called with this process's progress after each batch or finished row.
+        **arguments: arguments of `generate()`, such as `assistant_model`.
 
     Returns:
         The progress of all processes; `.results()` reads the output.
 
     Raises:
         ConfigError: a prompt is invalid, ids repeat, the output belongs to another run, or a setting is wrong.
-        UnsupportedModelError: there are several processes, and the model is distributed over them.
+        UnsupportedModelError: the model is distributed over several processes.
     """
     model, rows = unwrapped(model), read_rows(prompts)
     integer("at least 1", 1, math.inf, "leave it out for 8")("batch_size", batch_size)
@@ -168,7 +180,7 @@ def decode_dataset(
 
 
 def _described(value: Any) -> Any:
-    """Description of an argument in the manifest."""
+    """Convert an argument to a JSON value for the manifest."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Files of a data set's run: results that survive a kill of the process, and what a later run needs to resume."""
+"""Files of a data set's run; they survive a kill of the process and let a run resume."""
 
 import codecs
 import json
@@ -54,7 +54,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Id and line of each result, in the order of the file; nothing if the file does not exist."""
+    """Yield id and line of each result; a missing file has none."""
     seen: set[str] = set()
     if not path.exists():
         return
@@ -76,25 +76,29 @@ def ids_in(path: Path) -> set[str]:
 
 
 def move_results(part: Path, whole: Path) -> None:
-    """Move the results of one file to the end of another; may be killed at any time and repeated."""
+    """Move the results of one file to the end of another.
+
+    After a kill at any time the move can be repeated.
+    """
     cut_torn_line(part)
-    known = ids_in(whole)
-    _append(whole, b"".join(line for key, line in read_results(part) if key not in known))
+    moved_ids = ids_in(whole)
+    _append(whole, b"".join(line for key, line in read_results(part) if key not in moved_ids))
     part.unlink()
 
 
 @dataclass(frozen=True)
 class Job:
-    """Rows to decode into an output, and the folder `<output>.run`.
+    """Rows to decode, output and run folder.
 
-    `manifest.json` holds a digest of the prompts, the settings and the seed; `rank-N.jsonl` results of rank N that are
-    not yet in the output; `begun-N.jsonl` the ids of each batch that rank N started, the running one last.
+    The folder `<output>.run` has three kinds of files. `manifest.json` holds a digest of the prompts, the settings and
+    the seed. `rank-N.jsonl` holds results of rank N before they are moved to the output. `begun-N.jsonl` holds the ids
+    of each batch started by rank N, the running batch last.
     """
 
     rows: Sequence[Row]  # in the order of the prompts
-    output: Path  # file for the results, one line each
-    settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
-    seed: int | None = None  # seed of the data set; None to draw one and keep it for later runs
+    output: Path  # file of the results, one line each
+    settings: Mapping[str, Any]  # settings with an effect on texts, as JSON values; must be equal in a resumed run
+    seed: int | None = None  # seed of the data set; None draws a seed and keeps it for later runs
     is_ordered: bool = False  # whether to sort the finished output like the prompts
     if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
 
@@ -118,7 +122,7 @@ class Job:
     def locked(self) -> Iterator[None]:
         """Lock the output against other runs; the lock of a killed process is released.
 
-        The folder of a run that ends before it starts a row is removed.
+        If no row was started by the end, the run folder is removed.
         """
         if self.output.exists() and not self.manifest.exists():
             raise ConfigError(
@@ -140,14 +144,14 @@ class Job:
                     shutil.rmtree(self.folder)
 
     def begin(self) -> None:
-        """Repair files of a killed run, and check that it had the same prompts and settings."""
+        """Repair the files of an earlier run, and compare its prompts and settings."""
         before = self._read_manifest()
         seed = self.seed
         if seed is None:
             seed = secrets.randbits(62) if before is None else before["seed"]
         settings = json.loads(json.dumps(dict(self.settings)))
-        wanted = {"format": _FORMAT, "prompts": digest_of(self.rows), "settings": settings, "seed": seed}
-        changes = [] if before is None else _changes(before, wanted)
+        manifest = {"format": _FORMAT, "prompts": digest_of(self.rows), "settings": settings, "seed": seed}
+        changes = [] if before is None else _changes(before, manifest)
         files = (*self.folder.glob("begun-*.jsonl"), self.output)
         for path in files:
             cut_torn_line(path)
@@ -166,10 +170,10 @@ class Job:
             raise ConfigError(
                 f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; remove those lines"
             )
-        replace_file(self.manifest, [json.dumps(wanted, indent=2, ensure_ascii=False).encode(), b"\n"])
+        replace_file(self.manifest, [json.dumps(manifest, indent=2, ensure_ascii=False).encode(), b"\n"])
 
     def begun_seed(self) -> int:
-        """Seed of the data set, after `begin`."""
+        """Return the seed written by `begin`."""
         manifest = self._read_manifest()
         if manifest is None:
             raise ConfigError(
@@ -178,7 +182,7 @@ class Job:
         return int(manifest["seed"])
 
     def result_paths(self) -> list[Path]:
-        """Where finished rows are: the output, and the folder if ranks have written results that are not in it yet."""
+        """List the places of finished rows: the output, and the run folder if it has any."""
         has_parts = any(self.folder.glob("rank-*.jsonl"))
         return [self.output] * self.output.exists() + [self.folder] * has_parts
 
@@ -186,10 +190,10 @@ class Job:
         append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])
 
     def complete(self) -> None:
-        """Collect the results of all ranks; the output is whole at any time."""
+        """Collect the results of all ranks; the output stays readable at any time."""
         self._gather_parts()
-        keys, present = [row.key for row in self.rows], ids_in(self.output)
-        missing = [key for key in keys if key not in present]
+        keys, finished = [row.key for row in self.rows], ids_in(self.output)
+        missing = [key for key in keys if key not in finished]
         if missing:
             raise ConfigError(
                 f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
@@ -216,9 +220,9 @@ class Job:
         return manifest
 
 
-def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Names of what differs, with both values."""
-    changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
-    old, new = ({"seed": manifest["seed"], **manifest["settings"]} for manifest in (before, wanted))
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Describe the differences of two manifests, with both values."""
+    changes = ["prompts"] if before["prompts"] != after["prompts"] else []
+    old, new = ({"seed": manifest["seed"], **manifest["settings"]} for manifest in (before, after))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     return changes + [f"{name} ({new.get(name)!r}, was {old.get(name)!r})" for name in names]

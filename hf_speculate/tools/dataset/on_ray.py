@@ -1,4 +1,4 @@
-"""Decodes batches of a data set on actors of Ray Data."""
+"""Decode batches of a data set on actors of Ray Data."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from hf_speculate.errors import ConfigError, SpeculateError, counted, import_ext
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 
-_UNITS = 10_000  # per resource: Ray counts in these units
+_UNITS = 10_000  # smallest units of a resource in Ray
 
 
 def decode_on_ray(
@@ -21,13 +21,32 @@ def decode_on_ray(
     batches: Sequence[Sequence[Row]],
     seed: int,
     *,
-    workers: int | None = None,  # actors, each with its own models; None for one per GPU, or one without GPUs
-    cpus_per_worker: float = 1.0,  # reserved for each actor without a GPU; also its number of threads
-    gpus_per_worker: float | None = None,  # reserved for each actor; None for 1 if the cluster has GPUs, else 0
-    ray_address: str | None = None,  # None for RAY_ADDRESS, a running local cluster, or a new one
-    num_attempts: int = 3,  # how often a batch is started
+    workers: int | None = None,
+    cpus_per_worker: float = 1.0,
+    gpus_per_worker: float | None = None,
+    ray_address: str | None = None,
+    num_attempts: int = 3,
 ) -> Iterator[Decoded]:
-    """Decode batches on actors, and yield results as they arrive; an actor that dies is restarted with its batch."""
+    """Decode batches on actors, and yield results as they arrive.
+
+    Ray restarts a dead actor with its batch.
+
+    Args:
+        make_decoder: loads the models of an actor.
+        batches: rows of equal settings.
+        seed: seed of the data set.
+        workers: number of actors, each with its own models.
+            None takes one per GPU, or one without GPUs.
+        cpus_per_worker: CPUs reserved for each actor without a GPU; also its number of threads.
+        gpus_per_worker: GPUs reserved for each actor.
+            None takes 1 if the cluster has GPUs, else 0.
+        ray_address: address of the cluster.
+            None takes RAY_ADDRESS, a running local cluster, or a new one.
+        num_attempts: maximum number of starts of a batch.
+
+    Raises:
+        ConfigError: the cluster is too small or not found, or a batch failed in an actor.
+    """
     ray: Any = _connected(ray_address)
     resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
     items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
@@ -52,9 +71,9 @@ def decode_on_ray(
 
 
 def _counter(ray: Any) -> Any:
-    """An actor that counts how often each batch was started."""
+    """Start an actor that counts the starts of each batch."""
 
-    class Attempts:  # local, so that it is pickled by value and its process does not import torch
+    class Attempts:  # a local class is pickled by value, so the actor's process does not import torch
         def __init__(self) -> None:
             self.counts: Counter[str] = Counter()
 
@@ -67,7 +86,10 @@ def _counter(ray: Any) -> Any:
 
 @dataclass
 class _Worker:
-    """Models of one actor. Errors that a user can fix are returned as text; others are raised in Ray."""
+    """Models of one actor.
+
+    User errors are returned as text; others are raised in Ray.
+    """
 
     make_decoder: Callable[[], RowDecoder]
     seed: int
@@ -95,7 +117,7 @@ class _Worker:
 
 
 def _connected(address: str | None) -> Any:
-    """Ray, connected to a cluster, without usage reports."""
+    """Connect Ray to a cluster, without usage reports, and return the module."""
     ray = import_extra("ray", "ray")
     import_extra("ray.data", "ray")
     if not ray.is_initialized():
@@ -112,15 +134,19 @@ def _connected(address: str | None) -> Any:
 def resources_of(
     cluster: Mapping[str, float], workers: int | None, cpus_per_worker: float, gpus_per_worker: float | None
 ) -> tuple[dict[str, float], int]:
-    """Resources that each actor reserves, and the number of actors."""
+    """Choose each actor's resources and the number of actors.
+
+    Raises:
+        ConfigError: the actors do not fit into the cluster.
+    """
     gpus = min(cluster.get("GPU", 0.0), 1.0) if gpus_per_worker is None else gpus_per_worker
     name, needed = ("GPU", gpus) if gpus else ("CPU", cpus_per_worker)
     available = cluster.get(name, 0.0)
-    # Counted in Ray's units: 1 / 0.2 in floating point is less than 5.
-    there, each = round(available * _UNITS), max(round(needed * _UNITS), 1)
-    num_fitting = there // each
-    if gpus and each < _UNITS:  # a share of a GPU is on one GPU
-        num_fitting = there // _UNITS * (_UNITS // each) + there % _UNITS // each
+    # Ray's integer units avoid rounding: 1 / 0.2 in floating point is less than 5.
+    num_units, worker_units = round(available * _UNITS), max(round(needed * _UNITS), 1)
+    num_fitting = num_units // worker_units
+    if gpus and worker_units < _UNITS:  # a fraction of a GPU never spans two GPUs
+        num_fitting = num_units // _UNITS * (_UNITS // worker_units) + num_units % _UNITS // worker_units
     num_workers = workers or (max(num_fitting, 1) if gpus else 1)
     if needed and num_fitting < num_workers:
         raise ConfigError(

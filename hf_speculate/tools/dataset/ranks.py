@@ -1,4 +1,4 @@
-"""Ranks of a launcher: processes that share the rows of a data set, each with a whole model."""
+"""Ranks of a launcher: processes with a whole model each, and a share of the rows."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from hf_speculate.engine.ranks import find_ranks as ranks_of_call
 from hf_speculate.engine.ranks import tensor_parallel_size
 from hf_speculate.errors import UnsupportedModelError, import_extra
 
-# Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
+# At the end ranks wait for the slowest one. If one dies, the launcher ends all of them.
 _TIMEOUT = timedelta(days=30)
 
 
@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(days=30)
 class Ranks:
     """This process among those of a launcher."""
 
-    index: int = 0  # number of this process; the main one, 0, does what is done once for all
+    index: int = 0  # number of this process; process 0 is the main one
     num: int = 1  # number of processes
     state: Any = None  # accelerate's `PartialState`; None for a single process
 
@@ -44,7 +44,7 @@ class Ranks:
 
 
 def find_ranks(is_cpu: bool = False) -> Ranks:
-    """The ranks that `accelerate launch` or `torchrun` started, or a single one."""
+    """Find the ranks of `accelerate launch` or `torchrun`; a single one without a launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
     partial_state = import_extra("accelerate", "ranks").PartialState
@@ -53,7 +53,7 @@ def find_ranks(is_cpu: bool = False) -> Ranks:
 
 
 def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Raise `UnsupportedModelError` if there are several ranks and the model is distributed over them."""
+    """Raise `UnsupportedModelError` for a model distributed over several ranks."""
     if ranks.num == 1:
         return
     if tensor_parallel_size(model) > 1 or ranks_of_call(None, [model], model.device).is_synced:

@@ -1,4 +1,4 @@
-"""Decodes rows of a data set, each with its own seed."""
+"""Decode rows of a data set, each with its own seed."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,40 +35,52 @@ from hf_speculate.tools.dataset.rows import Row, token_ids_of
 
 
 class RowEnds:
-    """Finds the end of each row after decoding: row-wise criteria run again, calls of the others are recorded.
+    """End of each row, found after decoding.
 
-    The output does not show the end: rows without an EOS token go on until the last row has stopped.
+    The output does not show it: rows without an EOS token go on until the last row has stopped. Row-wise criteria run
+    again on the output. Calls of the others are recorded while decoding.
     """
 
     def __init__(self, own: Iterable[StoppingCriteria], users: Iterable[Any]):
-        known = [
+        criteria = [
             criterion if BlockStoppingCriteria([criterion]).is_row_wise else _Watched(criterion) for criterion in users
         ]
-        asked = [criterion for criterion in known if not isinstance(criterion, _Watched | MaxTimeCriteria)]
-        self.criteria = StoppingCriteriaList(known)
-        self._asked = BlockStoppingCriteria([*own, *asked])
+        row_wise = [criterion for criterion in criteria if not isinstance(criterion, _Watched | MaxTimeCriteria)]
+        self.criteria = StoppingCriteriaList(criteria)
+        self._row_wise = BlockStoppingCriteria([*own, *row_wise])
 
     def find(self, token_ids: Tensor, prompt_len: int) -> list[int | None]:
-        """[B] new tokens of each row up to its end, that token included; None for a row that no criterion ended."""
+        """Count the new tokens of each row up to its end, the last one included.
+
+        Args:
+            token_ids: [B, T] int64, prompts and new tokens.
+            prompt_len: length of the padded prompts.
+
+        Returns:
+            A number per row; None if no criterion ended the row.
+        """
         on_host = token_ids.cpu()
-        verdict = self._asked(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
+        verdict = self._row_wise(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
         pairs = zip(verdict.num_emitted, verdict.is_done, strict=True)
-        ends: list[int | None] = [num if is_done else None for num, is_done in pairs]
+        ends: list[int | None] = [num_new if is_done else None for num_new, is_done in pairs]
         for watched in (criterion for criterion in self.criteria if isinstance(criterion, _Watched)):
             for row, length in watched.first_lens.items():
-                num, known = length - prompt_len, ends[row]
-                ends[row] = num if known is None else min(known, num)
+                num_new, earlier = length - prompt_len, ends[row]
+                ends[row] = num_new if earlier is None else min(earlier, num_new)
         return ends
 
 
 class _Watched(StoppingCriteria):
-    """A user's criterion, with the length at which it first ended each row."""
+    """Wrapper that records a user criterion's first verdicts.
+
+    `first_lens` maps each ended row to its length at the first verdict.
+    """
 
     def __init__(self, criterion: Any):
         self._criterion = criterion
         self.first_lens: dict[int, int] = {}
         if hasattr(criterion, "eos_token_id"):
-            self.eos_token_id = criterion.eos_token_id  # plain generate() then pads the rows that have ended
+            self.eos_token_id = criterion.eos_token_id  # plain generate() then pads ended rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         answer = self._criterion(input_ids, scores, **kwargs)
@@ -79,8 +91,8 @@ class _Watched(StoppingCriteria):
         return answer
 
 
-OnBegin = Callable[[Sequence[Row]], None]  # is called with rows before they are decoded
-# Arguments that the data set sets, or that would make a row's text depend on its batch.
+OnBegin = Callable[[Sequence[Row]], None]  # called with rows before they are decoded
+# Arguments set by the data set, or with an effect of the batch on a row's text.
 RESERVED_ARGUMENTS = [
     "attention_mask",
     "cache",
@@ -99,15 +111,15 @@ RESERVED_ARGUMENTS = [
 
 
 class Decoded(NamedTuple):
-    """Results of a batch, one JSON object per row, and counts of drafted and accepted tokens."""
+    """Results of a batch, and its counts."""
 
-    results: list[dict[str, Any]]
+    results: list[dict[str, Any]]  # a JSON object per row
     num_drafted: int
     num_accepted: int
     num_rounds: int
     num_failed: int = 0
-    num_in_flight: int = 0  # rows that were not finished
-    fallback: str = ""  # why rows were decoded in static batches though they were to be refilled
+    num_in_flight: int = 0  # rows in progress
+    fallback: str = ""  # reason for static batches where refilled rows were requested; empty otherwise
 
     @property
     def num_tokens(self) -> int:
@@ -116,12 +128,15 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class RowDecoder:
-    """Decodes batches with one model; when sampling, each row has its own seed."""
+    """Decoder of batches with one model.
+
+    When sampling, each row has its own seed.
+    """
 
     model: PreTrainedModel  # the target, enabled or not
-    tokenizer: PreTrainedTokenizerBase  # the target's; not changed
-    arguments: Mapping[str, Any]  # arguments of `generate()`, `max_new_tokens` among them, without `RESERVED_ARGUMENTS`
-    is_chat: bool = False  # whether texts also pass through the chat template
+    tokenizer: PreTrainedTokenizerBase  # tokenizer of the target; not changed
+    arguments: Mapping[str, Any]  # arguments of `generate()` with `max_new_tokens`, without `RESERVED_ARGUMENTS`
+    is_chat: bool = False  # whether to apply the chat template to texts too
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrapped(self.model))
@@ -140,7 +155,14 @@ class RowDecoder:
     def decode_all(
         self, batches: Sequence[Sequence[Row]], seed: int, on_begin: OnBegin, num_refilled: int
     ) -> Iterator[Decoded]:
-        """Decode with places for `num_refilled` rows; without places, or if rows cannot join, batch by batch."""
+        """Decode all batches, with refilled rows if possible, else batch by batch.
+
+        Args:
+            batches: rows, each batch of equal settings.
+            seed: seed of the data set.
+            on_begin: called with rows before they are decoded.
+            num_refilled: number of rows decoded at once with refilling; 0 for static batches.
+        """
         fallback = ""
         if num_refilled:
             decoder = ContinuousDecoder(
@@ -200,7 +222,7 @@ class RowDecoder:
             sizes = f"of {prompt_len} and {counted(self.arguments['max_new_tokens'], 'token')}"
             raise _out_of_memory(len(rows), sizes) from error
         finished = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
-        lines = [self._line(row, ids, num) for row, ids, num in finished]
+        lines = [self._line(row, ids, num_new) for row, ids, num_new in finished]
         return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
     def _for_row(self, row: Row) -> "RowDecoder":
@@ -210,26 +232,33 @@ class RowDecoder:
         return token_ids_of(row, self.tokenizer, self.is_chat)
 
     def _all_arguments(self) -> dict[str, Any]:
-        own = {"pad_token_id": self._pad_token_id, "tokenizer": self.tokenizer}
-        return {**own, **self.arguments, **self._verifier()}
+        defaults = {"pad_token_id": self._pad_token_id, "tokenizer": self.tokenizer}
+        return {**defaults, **self.arguments, **self._verifier()}
 
     def _line_of(self, result: RowResult) -> dict[str, Any]:
         row, prompt, ids = result.prompt.key, list(result.prompt.token_ids), result.token_ids
         if result.error is not None:
             line = self._line(row, ids, len(ids))
             return line | {"finish_reason": "error", "error": f"{type(result.error).__name__}: {result.error}"}
-        (num,) = self._ends().find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
-        return self._line(row, ids, num)
+        (num_new,) = self._ends().find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
+        return self._line(row, ids, num_new)
 
     def _line(self, row: Row, ids: list[int], num_new: int | None) -> dict[str, Any]:
-        """A row's result; None if no criterion ended it."""
+        """Make a row's result.
+
+        Args:
+            row: the row.
+            ids: its new tokens, perhaps padded.
+            num_new: number of new tokens up to the end.
+                None if no criterion ended the row.
+        """
         reason, criteria = "stop", self.arguments.get("stopping_criteria") or ()
         if num_new is None:
             if self._setting("max_time") is not None or any(
                 isinstance(criterion, MaxTimeCriteria) for criterion in criteria
             ):
                 num_pads = len(list(takewhile(lambda token_id: token_id == self._pad_token_id, reversed(ids))))
-                ids = ids[: len(ids) - num_pads]  # rows that a clock ended are padded
+                ids = ids[: len(ids) - num_pads]  # a time limit leaves padding at the end
             reason = "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
         ids = ids[:num_new]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -240,7 +269,7 @@ class RowDecoder:
 
     @cached_property
     def _own_criteria(self) -> list[StoppingCriteria]:
-        """The criteria that `generate()` makes of EOS tokens and stop strings."""
+        """Criteria made by `generate()` from EOS tokens and stop strings."""
         eos, stop_strings = self._eos_token_ids, self._setting("stop_strings")
         criteria: list[StoppingCriteria] = [EosTokenCriteria(eos)] if eos else []
         if stop_strings is not None:
@@ -261,7 +290,7 @@ class RowDecoder:
         return setting(self.model, self.arguments, name)
 
     def _verifier(self) -> dict[str, str]:
-        """The verifier that samples with a seed per row if there is no draft source."""
+        """Return the verifier for sampling without a draft source, with a seed per row."""
         if not self.samples:
             return {}
         set_fields = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}
@@ -284,9 +313,9 @@ def _out_of_memory(num_rows: int, what: str) -> ConfigError:
 
 
 def row_seed(seed: int, row: Row) -> int:
-    """Seed of one row: its own, else one in [0, 2**63) from the data set's seed and the row's id."""
-    own: int | None = row.extras.get("seed")
-    if own is not None:
-        return own
+    """Return the row's "seed", or derive one in [0, 2**63) from the data set's seed and its id."""
+    extra_seed: int | None = row.extras.get("seed")
+    if extra_seed is not None:
+        return extra_seed
     digest = hashlib.sha256(f"{seed}:{row.key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,4 +1,4 @@
-"""Reads rows of a data set: prompts with ids; encodes them as token ids, and groups them by length."""
+"""Read rows of a data set, prompts with ids; encode them, and group them by length."""
 
 import codecs
 import hashlib
@@ -17,13 +17,13 @@ from hf_speculate.field_checks import Check, integer, is_list, real
 
 PROMPT_NAMES = ("messages", "prompt", "text", "turns")  # the first of "turns" is the prompt, as in Spec-Bench's files
 ID_NAMES = ("id", "question_id")
-RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result that no extra field may have
-_MAX_NOTES = 19  # errors that are shown after the first
+RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result, forbidden for extra fields
+_MAX_NOTES = 19  # errors shown after the first
 _LEFT_OUT = "leave it out for the run's own"
 _FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
 _POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf, _LEFT_OUT)
 _SHARE = real("in (0, 1]", lambda value: 0 < value <= 1, _LEFT_OUT)
-# Fields of a line that are arguments of `generate()` for its row.
+# Fields of a line used as arguments of `generate()` for its row.
 ROW_SETTINGS: dict[str, Check] = {
     "max_new_tokens": integer("an int of at least 1", 1, math.inf, _LEFT_OUT),
     "stop_strings": Check(
@@ -42,11 +42,14 @@ ROW_SETTINGS: dict[str, Check] = {
     "repetition_penalty": _POSITIVE,
     "no_repeat_ngram_size": _FROM_0,
 }
-SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # settings of a row, read by sampling alone
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # settings for sampling only
 
 
 class Problems:
-    """Collects the errors of entries that are read one by one: `with problems: read(entry)`."""
+    """Collector of errors.
+
+    Each entry is read by `with problems: read(entry)`, and `check` raises the errors.
+    """
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
@@ -61,7 +64,7 @@ class Problems:
         return False
 
     def check(self) -> None:
-        """Raise the first error, with the other ones as its notes."""
+        """Raise the first error with the others as its notes."""
         if not self._errors:
             return
         first, *others = self._errors
@@ -74,15 +77,15 @@ class Problems:
 
 @dataclass(frozen=True)
 class Row:
-    id: str | int  # as given, else the line's number
+    id: str | int  # the passed id, else the line's number
     content: str | list[dict[str, Any]]  # text, or chat messages
-    extras: dict[str, Any] = field(default_factory=dict)  # fields that are copied to the result
+    extras: dict[str, Any] = field(default_factory=dict)  # further fields, copied to the result
     source: str = "the prompt"  # file and line, for error messages
     num_turns: int = 1  # number of turns in the data set; `content` is the first
 
     @property
     def key(self) -> str:
-        """The id as a string; unique."""
+        """Unique id as a string."""
         return str(self.id)
 
     @property
@@ -98,9 +101,13 @@ class Row:
 
 
 def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: str | None = None) -> list[Row]:
-    """Read rows from JSON lines, or from such values: strings, or objects with a prompt and optionally an id.
+    """Read rows from a file of JSON lines, or from values.
 
-    `column` names the field of the prompt; None for the known names.
+    Args:
+        prompts: a file with one JSON value per line, or an iterable of such values.
+            A value is a string, or an object with a prompt and optionally an id.
+        column: name of the prompt's field.
+            None takes one of `PROMPT_NAMES`.
     """
     entries: Iterable[tuple[int, Any, str]]
     if isinstance(prompts, str | Path):
@@ -114,10 +121,15 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]], column: s
 
 
 def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) -> list[Row]:
-    """Make rows of numbers, values and sources; a value in bytes is a line of JSON.
+    """Make rows of entries.
+
+    Args:
+        entries: number, value and source of each row; a value in bytes is a line of JSON.
+        column: name of the prompt's field.
+            None takes one of `PROMPT_NAMES`.
 
     Raises:
-        ConfigError: entries are invalid; the error's notes name those after the first.
+        ConfigError: entries are invalid; the error's notes name further ones.
     """
     rows: dict[str, Row] = {}
     problems = Problems()
@@ -137,7 +149,7 @@ def rows_of(entries: Iterable[tuple[int, Any, str]], column: str | None = None) 
 
 
 def lines_of(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes, str]]:
-    """Number, content and source of each line that is not blank."""
+    """Yield number, content and source of each line, without blank lines."""
     for number, marked_line in enumerate(lines, 1):
         line = marked_line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
@@ -154,7 +166,7 @@ def _decoded(line: bytes, source: str) -> Any:
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """Digest of the rows' ids, contents and extra fields, in order."""
+    """Compute a digest of the rows' ids, contents and extra fields, in order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(_encoded(row) + b"\n")
@@ -166,7 +178,9 @@ def _encoded(row: Row) -> bytes:
 
 
 def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
-    """Return an entry whose prompt is a field of a record, without fields that are named as prompts or results.
+    """Make an entry with a record's field as its prompt.
+
+    Other fields with names of prompts or results are left out.
 
     Raises:
         ConfigError: the record has no such field.
@@ -175,8 +189,8 @@ def entry_of(record: Any, column: str, source: str) -> dict[str, Any]:
     if column not in names:
         hint = f"choose one of {', '.join(names)}" if names else "write objects with that field"
         raise ConfigError(f"--column must name a field with the prompt, got {column!r} at {source}; {hint}")
-    taken, value = {*PROMPT_NAMES, *RESULT_NAMES, column} - {"id"}, record[column]
-    fields = {name: field for name, field in record.items() if name not in taken}
+    left_out, value = {*PROMPT_NAMES, *RESULT_NAMES, column} - {"id"}, record[column]
+    fields = {name: field for name, field in record.items() if name not in left_out}
     is_chat = isinstance(value, list) and value and isinstance(value[0], Mapping)
     return {"messages" if is_chat else "turns" if isinstance(value, list) else "prompt": value, **fields}
 
@@ -202,29 +216,42 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
         raise ConfigError(
             f"{id_name} must be a string or an integer, got {row_id!r} at {source}; leave it out for the line's number"
         )
-    taken = sorted(set(fields) & set(RESULT_NAMES))
-    if taken:
+    reserved = sorted(set(fields) & set(RESULT_NAMES))
+    if reserved:
         names = ", ".join(RESULT_NAMES)
-        raise ConfigError(f"extra fields must not be names of results ({names}), got {taken[0]} at {source}; rename it")
+        raise ConfigError(
+            f"extra fields must not be names of results ({names}), got {reserved[0]} at {source}; rename it"
+        )
     for name, check in ROW_SETTINGS.items():
         if fields.get(name) is not None:
             check(name, fields[name], f" at {source}")
     row = Row(row_id, content, fields, source, num_turns)
     try:
         _encoded(row)
-    except (UnicodeEncodeError, TypeError, RecursionError) as error:  # an unpaired surrogate, or an object of Python
+    except (UnicodeEncodeError, TypeError, RecursionError) as error:  # an unpaired surrogate, or a Python object
         raise ConfigError(f"each line must be JSON in UTF-8, got {error} at {source}; repair it") from None
     return row
 
 
-# Errors of chat templates, also of missing ones, for messages that they do not support.
+# Errors of missing chat templates, and of templates for unsupported messages.
 _TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def token_ids_of(
     row: Row, tokenizer: PreTrainedTokenizerBase, is_chat: bool, template_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a row; messages, and with `is_chat` also texts, pass through the chat template and its options."""
+    """Encode a row.
+
+    Args:
+        row: its messages pass through the chat template.
+        tokenizer: tokenizer of the target.
+        is_chat: whether to apply the chat template to a text too.
+        template_options: arguments of the chat template.
+            None for its defaults.
+
+    Raises:
+        ConfigError: the row has no token, or the chat template does not fit its messages.
+    """
     encoded: Any
     if isinstance(row.content, str) and not is_chat:
         encoded = tokenizer(row.content)
@@ -244,10 +271,10 @@ def token_ids_of(
 
 
 def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[list[int]]:
-    """Token ids of each row.
+    """Encode each row.
 
     Raises:
-        ConfigError: rows have no token, or fit no chat template; the error's notes name those after the first.
+        ConfigError: a row has no token, or does not fit the chat template; the error's notes name further ones.
     """
     problems, encoded = Problems(), []
     for row in rows:
@@ -258,10 +285,10 @@ def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_chat
 
 
 def check_settings(rows: Sequence[Row], do_sample: bool, hint: str) -> None:
-    """Check that rows set nothing that greedy decoding does not read.
+    """Check the rows' settings: greedy decoding takes none for sampling.
 
     Raises:
-        ConfigError: they do; the error's notes name those after the first.
+        ConfigError: a row has such a setting; the error's notes name further ones.
     """
     problems = Problems()
     for row in rows if not do_sample else ():
@@ -278,14 +305,17 @@ def check_settings(rows: Sequence[Row], do_sample: bool, hint: str) -> None:
 def batches_of(
     rows: Sequence[Row], batch_size: int, tokenizer: PreTrainedTokenizerBase, is_chat: bool
 ) -> list[list[Row]]:
-    """Group rows of equal settings by length, longest first: a batch that does not fit into memory fails at once."""
+    """Group rows of equal settings into batches, longest rows first.
+
+    A batch too large for the memory then fails at the start.
+    """
     batches: list[list[Row]] = []
-    filling: dict[str, list[Row]] = {}  # the batch with room, by settings
+    open_batches: dict[str, list[Row]] = {}  # settings -> batch with room
     pairs = zip(rows, map(len, encode_rows(rows, tokenizer, is_chat)), strict=True)
     for row, _ in sorted(pairs, key=lambda pair: -pair[1]):
-        batch = filling.get(repr(row.settings))
+        batch = open_batches.get(repr(row.settings))
         if batch is None or len(batch) == batch_size:
-            batch = filling[repr(row.settings)] = []
+            batch = open_batches[repr(row.settings)] = []
             batches.append(batch)
         batch.append(row)
     return batches

@@ -1,4 +1,4 @@
-"""Reads prompts from a column of a data set: one of the Hub, or a local parquet file."""
+"""Read prompts from a column of a data set: one of the Hub, or a local parquet file."""
 
 import json
 from collections.abc import Iterator
@@ -16,12 +16,14 @@ def read_data_set(path: Path, column: str | None = None, split: str = "train", s
 
     Args:
         path: a parquet file, or the name of a data set on the Hub.
-        column: the prompts' column, of texts, chats or turns; None for the one that is named as in JSON lines.
-        split: of a data set on the Hub.
-        subset: of a data set on the Hub; None for its default.
+        column: column of the prompts: texts, chats or turns.
+            None takes one of `PROMPT_NAMES`.
+        split: split of a data set on the Hub.
+        subset: subset of a data set on the Hub.
+            None takes the default.
 
     Raises:
-        ConfigError: it cannot be read, or has no such column.
+        ConfigError: the data set cannot be read, or has no such column.
         MissingExtraError: datasets is not installed.
     """
     datasets = import_extra("datasets", "data")
@@ -45,7 +47,7 @@ def read_data_set(path: Path, column: str | None = None, split: str = "train", s
 
 
 def _records(loaded: Any, name: str) -> Iterator[tuple[int, Any, str]]:
-    """Number, fields that JSON can hold, and source of each record."""
+    """Yield number, JSON-serialisable fields and source of each record."""
     for number, record in enumerate(loaded, 1):
         fields = {key: value for key, value in record.items() if value is not None and _is_json(value)}
         yield number, fields, f"{name}:{number}"

@@ -1,1 +1,1 @@
-"""Writes repositories for the Hugging Face Hub."""
+"""Repositories for the Hugging Face Hub."""

@@ -1,8 +1,8 @@
-"""Writes `hf_speculate/kernels/` as a repository for the `kernels` library of Hugging Face, local or on the Hub.
+"""Write `hf_speculate/kernels/` as a repository for Hugging Face's `kernels` library.
 
     python -m hf_speculate.tools.hub.kernel_repository
 
-writes `build/torch-universal/`, which `kernels.get_local_kernel(Path("."))` loads from the root of a clone.
+writes `build/torch-universal/`. In the root of a clone, `kernels.get_local_kernel(Path("."))` loads it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PACKAGE = NAME.replace("-", "_")
 
 
 def write_repository(folder: Path) -> Path:
-    """Write the variant into `folder`, the repository's `build` folder, and return the variant's folder."""
+    """Write the variant into the repository's `build` folder, and return its own folder."""
     variant = folder / VARIANT
     if variant.exists():
         shutil.rmtree(variant)
@@ -32,21 +32,21 @@ def write_repository(folder: Path) -> Path:
 
 
 def metadata(variant: Path) -> dict[str, object]:
-    """Metadata of a variant; the library requires every key."""
+    """Return a variant's metadata; the library requires every key."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     return {
         "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
         "name": NAME,
         "version": int(version("hf-speculate").split(".")[0]),
-        "license": setup["metadata"]["license"],
+        "license": setup["metadata"]["license_expression"],
         "python-depends": [],
         "backend": {"type": "cuda"},  # required, but not compared with the device
     }
 
 
 def digest(variant: Path) -> str:
-    """Digest of the names and contents of the package's files."""
+    """Compute a digest of the names and contents of the package's files."""
     sha = hashlib.sha256()
     for path in sorted((variant / PACKAGE).rglob("*.py")):
         sha.update(f"{path.relative_to(variant).as_posix()}\n".encode())

@@ -1,4 +1,4 @@
-"""Writes a repository with a `generation_config.json` and a `custom_generate` function that decode speculatively."""
+"""Write a repository for speculative decoding: `generation_config.json` and `custom_generate`."""
 
 import inspect
 import json
@@ -18,16 +18,16 @@ from hf_speculate.generation.defaults import SAVED_ASSISTANT, TOKENIZERS, Defaul
 from hf_speculate.models.text_decoder import unwrapped
 from hf_speculate.verify.base import is_lossless
 
-# A line of every card written here: it tells a card that may be replaced from one that a user wrote.
+# A line of every card written here. Cards without it belong to users and are not replaced.
 CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your changes. -->"
-TITLES = {  # by verifier
+TITLES = {  # verifier -> title
     "greedy": "greedy verification",
     "rejection": "rejection sampling",
     "block": "block verification",
     "coupled": "coupled sampling",
     "typical": "typical acceptance",
 }
-# With the least version that setup.cfg names; transformers checks one condition a line.
+# The versions are the minimums in setup.cfg. transformers checks one condition per line.
 REQUIREMENTS = """\
 # hf_speculate is not on a package index yet: run pip install . in a clone of its repository
 hf_speculate>=0.1.0
@@ -43,14 +43,15 @@ def model_card(fields: Mapping[str, Any], name: str) -> str:
 
 
 def function_source(fields: Mapping[str, Any]) -> str:
-    """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
+    """Render `custom_generate/generate.py` for a repository with these fields."""
     return _render("generate.py.jinja", fields)
 
 
 def _render(template: str, fields: Mapping[str, Any], **values: Any) -> str:
     verifier = fields.get("verifier") or "rejection"
-    keeps = is_lossless(SpeculationConfig(verifier=verifier))
-    values |= {"verifier": verifier, "title": TITLES[verifier], "is_lossless": keeps, "fields": sorted(fields.items())}
+    lossless = is_lossless(SpeculationConfig(verifier=verifier))
+    values |= {"verifier": verifier, "title": TITLES[verifier], "is_lossless": lossless}
+    values |= {"fields": sorted(fields.items())}
     environment = Environment(
         loader=PackageLoader("hf_speculate.tools.hub", ""),
         undefined=StrictUndefined,
@@ -63,7 +64,7 @@ def _render(template: str, fields: Mapping[str, Any], **values: Any) -> str:
 
 
 def _meanings() -> dict[str, str]:
-    """First sentence on each field in the docstring of `SpeculationConfig`."""
+    """Extract each field's first sentence from the docstring of `SpeculationConfig`."""
     arguments = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M)
     return {name: " ".join(text.split()).split(". ")[0].removesuffix(".") for name, text in entries}
@@ -82,17 +83,21 @@ def save_config(
     """Write a folder with speculative settings, in the layout of the Hub.
 
     `generation_config.json` holds the model's generation settings and the fields, for `from_pretrained` and `enable`;
-    an existing file is replaced. `custom_generate/` holds a function for models that are not enabled. A model card is
-    written unless the folder has one of the user's own, which is neither changed nor uploaded.
+    an existing file is replaced. `custom_generate/` holds a function for models without `enable`. A model card is
+    written too. A user's own card is neither replaced nor uploaded.
 
     Args:
-        model: whose generation settings are included; None for none. It is not changed.
+        model: model with generation settings; it is not changed.
+            None writes the fields only.
         folder: created if it does not exist.
         push_to_hub: whether to upload the written files.
-        repo_id: name of the repository on the Hub; None for the folder's name.
-        private: whether a new repository is private; None for the account's default.
-        api: used for uploading; None for a new one.
-        **fields: of `SpeculationConfig`. They override fields that the model's generation config sets.
+        repo_id: name of the repository on the Hub.
+            None takes the folder's name.
+        private: whether a new repository is private.
+            None takes the account's default.
+        api: client for the upload.
+            None makes a new one.
+        **fields: fields of `SpeculationConfig`. They override fields in the model's generation config.
 
     Returns:
         The folder.
@@ -122,30 +127,31 @@ def save_config(
 
 
 def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
-    """Write what `enable` was given into the folder of a saved model, for an `enable(model)` of what is loaded there.
+    """Write the arguments of `enable` into a saved model's folder.
 
-    `generation_config.json` then holds the model's generation settings, the fields, and the id of the draft; an
-    existing file is replaced. A draft that is a model is named as it was loaded.
+    A model loaded from this folder needs no arguments in `enable(model)`. `generation_config.json` holds its generation
+    settings, the fields, and the id of the draft; an existing file is replaced. For a draft model the id is the name it
+    was loaded from.
 
     Args:
-        model: an enabled model, or the PEFT model around one; it is not changed.
+        model: an enabled model, with or without a PEFT wrapper; it is not changed.
         folder: created if it does not exist.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: `enable` was given nothing, or something that a file cannot hold; then nothing is written.
-        UnsupportedModelError: it is not a transformers model.
+        ConfigError: `enable` had no arguments, or one cannot be saved; then nothing is written.
+        UnsupportedModelError: `model` is not a transformers model.
     """
     base, folder = unwrapped(model), Path(folder)
-    given = dict(Defaults.of(base).values)
-    if not given:
+    defaults = dict(Defaults.of(base).values)
+    if not defaults:
         raise ConfigError("model must be enabled with a draft or fields to save, got none; pass them to enable()")
-    for name in ("speculation_stats", *TOKENIZERS):  # what one process uses
-        given.pop(name, None)
-    assistant = given.pop("assistant_model", None)
-    saved = fields_of(base.generation_config) | given
+    for name in ("speculation_stats", *TOKENIZERS):  # objects of this process
+        defaults.pop(name, None)
+    assistant = defaults.pop("assistant_model", None)
+    saved = fields_of(base.generation_config) | defaults
     _check(saved)
     if assistant is not None:
         saved[SAVED_ASSISTANT] = _name_of(assistant)
@@ -155,7 +161,7 @@ def save_settings(model: PreTrainedModel, folder: str | Path) -> Path:
 
 
 def _name_of(assistant: Any) -> str:
-    """Return the absolute folder or the Hub id that a draft was loaded from."""
+    """Return the absolute folder or the Hub id of a draft."""
     if getattr(assistant, "peft_config", None) or getattr(assistant, "_hf_peft_config_loaded", False):
         raise ConfigError(
             "assistant_model must be a model without adapters to be saved, got one with; merge them, save the "
@@ -171,11 +177,14 @@ def _name_of(assistant: Any) -> str:
 
 
 def _write_settings(model: PreTrainedModel | None, saved: Mapping[str, Any], folder: Path) -> None:
-    """Write a new generation config, because one derived from a model config loses unknown fields when it is loaded."""
+    """Write a new generation config.
+
+    transformers drops unknown fields of a config derived from a model config when it is loaded.
+    """
     settings = {} if model is None else model.generation_config.to_diff_dict()
-    left_out = ("_from_model_config", "transformers_version", SAVED_ASSISTANT)
-    kept = {name: value for name, value in settings.items() if name not in left_out}
-    GenerationConfig(**{**kept, **saved}).save_pretrained(folder)
+    for name in ("_from_model_config", "transformers_version", SAVED_ASSISTANT):
+        settings.pop(name, None)
+    GenerationConfig(**{**settings, **saved}).save_pretrained(folder)
 
 
 def _check(fields: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""An HTTP server with OpenAI's endpoints; needs the extra `serve`."""
+"""HTTP server with OpenAI's endpoints; needs the extra `serve`."""

@@ -1,4 +1,4 @@
-"""FastAPI application with OpenAI's endpoints over an engine, and the server that runs it."""
+"""FastAPI application with OpenAI's endpoints over an engine, and its server."""
 
 import asyncio
 import socket
@@ -25,11 +25,14 @@ from hf_speculate.tools.server.page import chat_page, page_headers
 from hf_speculate.tools.server.prompts import check_model
 from hf_speculate.tools.server.schemas import AnyRequest, ChatRequest, CompletionRequest
 
-_ANSWER_S = 5  # at a shutdown, for the error answers of the requests that were not finished
+_ANSWER_S = 5  # seconds at a shutdown for the error answers of unfinished requests
 
 
 class _App(FastAPI):
-    """Describes requests in `/openapi.json`: the routes read them without FastAPI."""
+    """FastAPI application with schemas of requests.
+
+    The routes read requests without FastAPI, so `/openapi.json` gets their schemas here.
+    """
 
     def openapi(self) -> dict[str, Any]:
         _, schemas = models_json_schema(
@@ -45,11 +48,11 @@ def _described(kind: type) -> dict[str, Any]:
 
 
 def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = True) -> FastAPI:
-    """Routes and error handlers over an engine, which is closed with the application.
+    """Make the application with routes and error handlers over an engine.
 
     Args:
-        engine: decodes the requests.
-        host_names: names that requests may give to this machine besides localhost and IP addresses; "*" for all.
+        engine: decodes the requests; it is closed with the application.
+        host_names: allowed names of this machine in requests, besides localhost and IP addresses; "*" for all.
         has_page: whether `/` is a page to chat with the model.
     """
 
@@ -58,7 +61,7 @@ def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = 
         yield
         await asyncio.to_thread(engine.close)
 
-    # FastAPI's pages of documentation load scripts from elsewhere
+    # FastAPI's documentation pages load scripts from other servers.
     app = _App(title="hf_speculate", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(HostCheck, names=host_names)
     intake, metrics = Intake(engine), _metrics_of(engine)
@@ -108,7 +111,10 @@ def make_app(engine: Engine, host_names: Collection[str] = (), has_page: bool = 
 
 
 class GracefulServer(uvicorn.Server):
-    """Serves an engine; after `grace_s` seconds of a shutdown, requests in flight end with an error."""
+    """HTTP server of an engine.
+
+    After `grace_s` seconds of a shutdown, requests in flight end with an error.
+    """
 
     def __init__(self, engine: Engine, grace_s: float, host_names: Collection[str] = (), has_page: bool = True):
         timeout, app = int(grace_s) + _ANSWER_S, make_app(engine, host_names, has_page)

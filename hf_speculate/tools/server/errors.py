@@ -1,4 +1,4 @@
-"""Errors of requests in OpenAI's form, with the status of each."""
+"""Errors of requests in OpenAI's form, with HTTP statuses."""
 
 import logging
 from functools import partial
@@ -10,7 +10,10 @@ LOGGER = logging.getLogger("hf_speculate")
 
 
 class RequestError(Exception):
-    """A request that is not answered with text; `param`, `code` and `status` are those of OpenAI's errors."""
+    """A request without an answer.
+
+    `param`, `code` and `status` are those of OpenAI's errors.
+    """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -22,7 +25,7 @@ busy_error = partial(RequestError, code="rate_limit_exceeded", status=429)
 
 
 def request_error(error: BaseException) -> RequestError:
-    """Status 400 for arguments that cannot be decoded, 500 for all else."""
+    """Convert an error: status 400 for wrong arguments, 500 for all else."""
     if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
         return RequestError(str(error))
     LOGGER.error("a request failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Fair reading: a connection whose bytes take long to parse, as a body in tiny chunks, leaves others their time."""
+"""Fair reading: a connection that is slow to parse, as with tiny chunks, does not stall others."""
 
 import asyncio
 
@@ -8,7 +8,10 @@ _NUM_AT_ONCE = 8192  # bytes; parsing them takes about 20 ms in chunks of one by
 
 
 class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """HTTP protocol that parses few bytes at once, and then rests for as long as that took."""
+    """HTTP protocol that parses in small steps.
+
+    After each step it rests for as long as the step took.
+    """
 
     _unparsed = b""
     _is_resting = False
@@ -17,7 +20,7 @@ class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """Parse bytes of the connection, or keep them while it rests."""
         self._unparsed += data
         if self._is_resting:
-            self.transport.pause_reading()  # the protocol goes on reading once its application has read
+            self.transport.pause_reading()  # reading resumes once the application has consumed the data
         else:
             self._parse_some()
 
@@ -27,8 +30,8 @@ class FairProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             return
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
-        some, self._unparsed = self._unparsed[:_NUM_AT_ONCE], self._unparsed[_NUM_AT_ONCE:]
-        super().data_received(some)
+        chunk, self._unparsed = self._unparsed[:_NUM_AT_ONCE], self._unparsed[_NUM_AT_ONCE:]
+        super().data_received(chunk)
         if self._unparsed:
             self._is_resting = True
             self.transport.pause_reading()

@@ -1,8 +1,8 @@
-"""Process that compiles JSON schemas for the server, so that a schema that takes too long can be ended.
+"""Worker process for compiling JSON schemas; a schema that takes too long can be ended.
 
-It is run as a file and imports nothing of this package. Each line of its input is JSON, and so is each answer: first
-the tokenizer and the limits, then schemas; an empty one stands for all JSON. Where there is `fork`, each schema has a
-process of its own, which starts with all imports done; elsewhere the server ends this one.
+The server runs this file by its path; it imports nothing of this package. Input and output have one JSON value per
+line: first the tokenizer and the limits, then schemas. An empty schema stands for any JSON. With `fork`, each schema
+is compiled in a child process, after the imports are done. Without it the server ends this process at the time limit.
 """
 
 import json
@@ -14,11 +14,11 @@ import sys
 import time
 from typing import IO, Any
 
-_EMPTY_RULE = re.compile(r'::= \(+""\)')  # xgrammar's rule for a schema that no value fits; it allows no character
+_EMPTY_RULE = re.compile(r'::= \(+""\)')  # xgrammar's rule for an unsatisfiable schema, without any character
 
 
 def main(lines: IO[str], answers: IO[str]) -> None:
-    """Answer each schema with what is wrong with it, an empty string if nothing is; null if it exceeds a limit."""
+    """Answer each schema with its error, an empty string without one, or null beyond a limit."""
     import xgrammar
 
     settings = json.loads(lines.readline())
@@ -27,7 +27,7 @@ def main(lines: IO[str], answers: IO[str]) -> None:
     def compile_schema(schema: str) -> str:
         try:
             return _error_of(xgrammar, info, schema)
-        except Exception as error:  # whatever xgrammar raises; the server shows it to the client
+        except Exception as error:  # xgrammar raises many types; the server shows the message to the client
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
                 raise MemoryError from error  # ends the process without an answer
             return str(error) or type(error).__name__
@@ -43,7 +43,7 @@ def main(lines: IO[str], answers: IO[str]) -> None:
 
 
 def _error_of(xgrammar: Any, info: Any, schema: str) -> str:
-    """Compile a schema; returns why it cannot make an answer."""
+    """Compile a schema, and return the reason if no answer can follow it."""
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     if schema:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
@@ -63,7 +63,11 @@ def _error_of(xgrammar: Any, info: Any, schema: str) -> str:
 
 
 def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int) -> str:
-    """The answer of a process of its own; empty if it has ended without one, or was ended after so many seconds."""
+    """Compile a schema in a child process within the limits.
+
+    Returns:
+        Its answer as JSON; empty if the child ended without an answer, or was killed at the time limit.
+    """
     reader, writer = os.pipe()
     process_id = os.fork()
     if process_id == 0:
@@ -75,8 +79,8 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
     os.close(writer)
     answer, end = b"", time.monotonic() + seconds
     try:
-        while select.select([reader], [], [], max(end - time.monotonic(), 0))[0] and (part := os.read(reader, 65_536)):
-            answer += part
+        while select.select([reader], [], [], max(end - time.monotonic(), 0))[0] and (chunk := os.read(reader, 65_536)):
+            answer += chunk
     finally:
         os.kill(process_id, signal.SIGKILL)
         os.waitpid(process_id, 0)
@@ -85,7 +89,10 @@ def _in_fork(compile_schema: Any, schema: str, seconds: float, memory_bytes: int
 
 
 def _limit(seconds: float, memory_bytes: int) -> None:
-    """Bound what this process allocates from now on, where the system can, and its time if its parent is killed."""
+    """Limit the memory and CPU time of this process.
+
+    The time limit ends it even if its parent is killed. The memory limit counts further allocations, on Linux only.
+    """
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 5, int(seconds) + 5))
@@ -99,5 +106,5 @@ def _limit(seconds: float, memory_bytes: int) -> None:
 
 if __name__ == "__main__":
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries must not mix with answers
     main(sys.stdin, output)

@@ -1,4 +1,4 @@
-"""Host check: rejects requests that name another machine, as a web page does whose own name leads to this server."""
+"""Host check against DNS rebinding: reject requests with the name of another machine."""
 
 import ipaddress
 from collections.abc import Collection
@@ -13,10 +13,10 @@ _OPEN = {"0.0.0.0", "::"}
 
 
 class HostCheck:
-    """ASGI application that hands on requests to `localhost`, to an IP address and to the `names`.
+    """ASGI middleware that checks the Host header.
 
-    It hands on all requests if the names have "*", or none but 0.0.0.0 or ::, the addresses of a server
-    that is open to all.
+    Requests to `localhost`, to an IP address and to the `names` pass. All requests pass if the names
+    have "*", or none but 0.0.0.0 and ::, the addresses of a server open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]):

@@ -1,4 +1,4 @@
-"""Intake: reads the bodies of requests into prompts, within limits and off the event loop."""
+"""Intake: read the bodies of requests into prompts, within limits and off the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,27 +15,28 @@ from hf_speculate.tools.server.errors import RequestError, busy_error
 from hf_speculate.tools.server.prompts import check_ends
 from hf_speculate.tools.server.schemas import AnyRequest, Request, parse
 
-_BYTES_PER_CHAR = 2  # bytes of a text of the largest length, which is mostly ASCII; JSON escapes some characters
-_OTHER_BYTES = 65_536  # for all but the text
-_MOST_BYTES = 2**25  # bytes of a body, whatever the context length: parsing 32 MiB of JSON takes up to two seconds
+_BYTES_PER_CHAR = 2  # bytes per character of a long text: mostly ASCII, some characters escaped by JSON
+_OTHER_BYTES = 65_536  # bytes of a body besides the text
+_MAX_BYTES = 2**25  # bytes of a body for any context length: parsing 32 MiB of JSON takes up to two seconds
 _LONG_BYTES = 65_536  # tokenising a longer text takes more than about 0.1 s
-_DISCARD_S = 1.0  # for the rest of a rejected body: many clients send all of it before they read the answer
+_DISCARD_S = 1.0  # seconds to read a rejected body: many clients send all of it before they read the answer
 
 
 class Intake:
-    """Reads a request once all limits hold, short texts beside long ones, each kind one after another.
+    """Reader of requests, within limits.
 
-    The bytes of all bodies that are not tokenised yet have a limit, too, so that memory is bounded.
+    Long texts are read one after another, and so are short texts beside them. The total bytes of bodies before
+    tokenisation are limited too, which bounds the memory.
     """
 
     def __init__(self, engine: Engine):
-        self.max_bytes = min(_BYTES_PER_CHAR * engine.max_chars + _OTHER_BYTES, _MOST_BYTES)
+        self.max_bytes = min(_BYTES_PER_CHAR * engine.max_chars + _OTHER_BYTES, _MAX_BYTES)
         self._max_held_bytes = (engine.num_rows + engine.max_queued) * self.max_bytes
         self._engine, self._num_held_bytes = engine, 0
         self._short, self._long, self._grammars = (asyncio.Semaphore(1) for _ in range(3))
 
     async def read(self, kind: type[AnyRequest], http: HttpRequest) -> Asked | None:
-        """What a request asks for; None if the client has left."""
+        """Read and translate a request; None if the client disconnects."""
         chunks = http.stream()
         try:
             self._engine.check_room()
@@ -47,7 +48,8 @@ class Intake:
                     request = await asyncio.to_thread(parse, kind, body)
                 grammar = None
                 if request.has_grammar:
-                    async with self._grammars:  # in neither turn: compiling takes up to `GrammarLimits.seconds`
+                    # Other requests go on meanwhile: compiling takes up to `GrammarLimits.seconds`.
+                    async with self._grammars:
                         if await http.is_disconnected():
                             return None
                         grammar = await self._compile(request)
@@ -66,14 +68,14 @@ class Intake:
             raise
 
     async def _compile(self, request: Request) -> Any:
-        """The grammar of a request, compiled in a thread of its own."""
+        """Compile the grammar of a request in the thread for grammars."""
         check_ends(request, self._engine)
         grammars, loop = self._engine.grammars, asyncio.get_running_loop()
         return await loop.run_in_executor(grammars.thread, grammars.compile, request.answer_schema)
 
     @asynccontextmanager
     async def _body(self, headers: Headers, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
-        """The body, whose bytes count as held until the context ends."""
+        """Read the body; its bytes count as held until the context ends."""
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise RequestError(f"Content-Type must be application/json, got {media_type!r}", status=415)

@@ -1,4 +1,7 @@
-"""Log probabilities of tokens, under the target's logits before processors and temperature, in OpenAI's two formats."""
+"""Log probabilities of tokens in OpenAI's two formats.
+
+They come from the target's logits before processors and temperature.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,43 +13,52 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.models.language_model import cache_name, device_of
 from hf_speculate.tools.server.token_bytes import TokenBytes
 
-_LEAST = -9999.0  # in place of -inf, which JSON lacks
-_NUM_AT_ONCE = 256  # positions whose log probabilities are computed together, in float32
+_MIN_LOGPROB = -9999.0  # replaces -inf, because JSON has none
+_NUM_AT_ONCE = 256  # positions per log-softmax in float32
 
 
 class TokenLogprob(NamedTuple):
     token_id: int
     logprob: float | None  # None for the first token of a prompt
-    top: list[tuple[int, float]]  # the most likely ids, the best first
+    top: list[tuple[int, float]]  # most likely ids and their log probabilities, best first
 
 
 def token_logprobs(token_ids: Sequence[int], logits: Tensor, num_top: int) -> list[TokenLogprob]:
-    """The log probabilities of N tokens under their logits [N, V], with those of the `num_top` best tokens."""
+    """Compute the log probabilities of N tokens, and of the `num_top` best tokens.
+
+    Args:
+        token_ids: N token ids.
+        logits: [N, V], any floating dtype.
+        num_top: number of most likely tokens per position.
+    """
     tokens: list[TokenLogprob] = []
     for begin in range(0, len(token_ids), _NUM_AT_ONCE):
-        some = list(token_ids[begin : begin + _NUM_AT_ONCE])
-        logprobs = logits[begin : begin + len(some)].float().log_softmax(-1)
-        logprobs = logprobs.nan_to_num(nan=_LEAST, neginf=_LEAST)
-        ids = torch.tensor(some, device=logits.device)[:, None]  # [N, 1]
+        chunk = list(token_ids[begin : begin + _NUM_AT_ONCE])
+        logprobs = logits[begin : begin + len(chunk)].float().log_softmax(-1)
+        logprobs = logprobs.nan_to_num(nan=_MIN_LOGPROB, neginf=_MIN_LOGPROB)
+        ids = torch.tensor(chunk, device=logits.device)[:, None]  # [N, 1]
         chosen: list[float] = logprobs.gather(1, ids)[:, 0].tolist()
         values, top_ids = logprobs.topk(min(num_top, logprobs.shape[1]))  # [N, num_top]
         tops = [
             list(zip(row_ids, row, strict=True)) for row_ids, row in zip(top_ids.tolist(), values.tolist(), strict=True)
         ]
-        tokens += map(TokenLogprob, some, chosen, tops)
+        tokens += map(TokenLogprob, chunk, chosen, tops)
     return tokens
 
 
 def prompt_logprobs(
     target: PreTrainedModel, token_ids: Sequence[int], num_top: int, chunk_size: int | None
 ) -> Iterator[list[TokenLogprob]]:
-    """Those of a prompt's tokens, from forwards of their own, chunk by chunk; the first token has none.
+    """Yield the log probabilities of a prompt's tokens, chunk by chunk, from separate forwards.
+
+    The first token has none.
 
     Args:
-        target: the model.
-        token_ids: the prompt [T], T >= 1.
-        num_top: most likely tokens of each position.
-        chunk_size: tokens of a forward; None to read all in one.
+        target: the target model.
+        token_ids: the prompt, T >= 1 ids.
+        num_top: number of most likely tokens per position.
+        chunk_size: tokens per forward.
+            None reads all in one.
     """
     model: Any = target
     read_ids, size = token_ids[:-1], chunk_size or len(token_ids)
@@ -55,26 +67,25 @@ def prompt_logprobs(
         options[cache_name(target)] = DynamicCache(config=target.config)
     yield [TokenLogprob(token_ids[0], None, [])]
     for begin in range(0, len(read_ids), size):
-        some = read_ids[begin : begin + size]
+        chunk = read_ids[begin : begin + size]
         with torch.no_grad():
-            input_ids = torch.tensor([some], device=device_of(target))  # [1, N]
+            input_ids = torch.tensor([chunk], device=device_of(target))  # [1, N]
             logits = model(input_ids=input_ids, **options).logits[0]
-            yield token_logprobs(token_ids[begin + 1 : begin + 1 + len(some)], logits, num_top)
+            yield token_logprobs(token_ids[begin + 1 : begin + 1 + len(chunk)], logits, num_top)
 
 
 def completion_format(
     tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, offset: int = 0, is_begin: bool = False
 ) -> dict[str, Any]:
-    """As `/v1/completions` has them.
+    """Format log probabilities for `/v1/completions`.
 
-    `top_logprobs` have the token itself, too, also if it is not among the best. Of two tokens with one text, the second
-    is named by its id.
+    `top_logprobs` always include the token itself. If two tokens have the same text, the second is named by its id.
 
     Args:
-        tokens: of a text, or of a part of it.
+        tokens: consecutive tokens of a text.
         token_bytes: bytes of the tokens.
-        offset: number of characters of the tokens before.
-        is_begin: whether the first of the tokens begins a text, which is not the continuation of another.
+        offset: number of characters before these tokens.
+        is_begin: whether the first of these tokens begins a text that continues no other.
     """
     spelled = _spelled(tokens, token_bytes, offset, is_begin)
     tops: list[dict[str, float] | None] = []
@@ -96,12 +107,15 @@ def completion_format(
 
 
 def chat_format(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool = True) -> dict[str, Any]:
-    """As `/v1/chat/completions` has them: `bytes` of all tokens join to the text, those of special tokens are none."""
+    """Format log probabilities for `/v1/chat/completions`.
+
+    The `bytes` of all tokens join to the text. Special tokens have none.
+    """
 
     def entry(token_id: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
         spelled = _bytes(token_id, token_bytes, is_first)
-        shown = b"" if token_id in token_bytes.hidden_ids else spelled
-        return {"token": _text(spelled), "logprob": logprob, "bytes": list(shown)}
+        visible = b"" if token_id in token_bytes.hidden_ids else spelled
+        return {"token": _text(spelled), "logprob": logprob, "bytes": list(visible)}
 
     content = [
         entry(token.token_id, token.logprob, is_first)
@@ -112,35 +126,39 @@ def chat_format(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begi
 
 
 def num_chars(tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, is_begin: bool) -> int:
-    """Number of characters of a text's tokens; special tokens have none."""
-    num = 0
+    """Count the characters of a text's tokens; special tokens have none."""
+    count = 0
     for token in tokens:
         if token.token_id not in token_bytes.hidden_ids:
-            own = _bytes(token.token_id, token_bytes, is_begin)
-            num, is_begin = num + _num_begun(own), is_begin and not own
-    return num
+            spelled = _bytes(token.token_id, token_bytes, is_begin)
+            count, is_begin = count + _num_begun(spelled), is_begin and not spelled
+    return count
 
 
 def _spelled(
     tokens: Sequence[TokenLogprob], token_bytes: TokenBytes, offset: int, is_begin: bool
 ) -> list[tuple[str, int, bool]]:
-    """Text of each token, number of characters before it, and whether it is the first that its text shows."""
-    spelled = []
+    """Spell the tokens of a text.
+
+    Returns:
+        For each token its text, the number of characters before it, and whether it is the first visible token.
+    """
+    texts = []
     for token in tokens:
-        own = _bytes(token.token_id, token_bytes, is_begin)
-        spelled.append((_text(own), offset - (offset > 0 and _is_inside(own[:1])), is_begin))
+        spelled = _bytes(token.token_id, token_bytes, is_begin)
+        texts.append((_text(spelled), offset - (offset > 0 and _is_inside(spelled[:1])), is_begin))
         if token.token_id not in token_bytes.hidden_ids:
-            offset, is_begin = offset + _num_begun(own), is_begin and not own
-    return spelled
+            offset, is_begin = offset + _num_begun(spelled), is_begin and not spelled
+    return texts
 
 
 def _is_inside(spelled: bytes) -> bool:
-    """Whether some bytes of UTF-8 go on with the character before them."""
+    """Return whether UTF-8 bytes begin inside a character."""
     return bool(spelled) and spelled[0] & 0xC0 == 0x80
 
 
 def _num_begun(spelled: bytes) -> int:
-    """Number of characters that begin in some bytes of UTF-8."""
+    """Count the characters that begin in UTF-8 bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in spelled)
 
 
@@ -149,7 +167,7 @@ def _bytes(token_id: int, token_bytes: TokenBytes, is_first: bool) -> bytes:
 
 
 def _text(spelled: bytes) -> str:
-    r"""Bytes as text; as OpenAI writes them if they are not whole characters, such as bytes:\xe6\x97."""
+    r"""Decode bytes; write incomplete characters as OpenAI does, such as bytes:\xe6\x97."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Metrics of a server for Prometheus: requests, tokens and times, without any text or name of a client."""
+"""Prometheus metrics of a server: requests, tokens and times, without texts or client names."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,13 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300) 
 
 
 class SpeculationCounters:
-    """Counters of drafted, accepted and generated tokens, for a server or a loop of one's own.
+    """Counters of drafted, accepted and generated tokens.
+
+    They serve a server or a custom decoding loop.
 
     Args:
-        registry: of prometheus_client.
-        source: what drafts, the label of drafted and accepted tokens.
+        registry: registry of prometheus_client.
+        source: name of the draft source, the label of drafted and accepted tokens.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
@@ -43,7 +45,9 @@ class SpeculationCounters:
 
 
 class Metrics:
-    """Metrics of an engine and of the requests to it, in a registry of their own.
+    """Metrics of an engine and its requests.
+
+    Each object has a separate registry.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
@@ -55,7 +59,7 @@ class Metrics:
         self._registry = registry = client.CollectorRegistry()
         self._requests = client.Counter("hf_speculate_requests", "Requests.", ["outcome"], registry=registry)
         for outcome in _OUTCOMES:
-            self._requests.labels(outcome)  # is 0 from the start
+            self._requests.labels(outcome)  # creates the counter with 0
         self._prompt_tokens = client.Counter("hf_speculate_prompt_tokens", "Tokens of prompts.", registry=registry)
         self._speculation = SpeculationCounters(registry, engine.draft_source)
         self._forwards = client.Counter(
@@ -87,12 +91,13 @@ class Metrics:
         return bytes(self._client.generate_latest(self._registry))
 
     def add_request(self, outcome: str, seconds: float, first_s: float | None) -> None:
-        """Count a request that has ended.
+        """Count an ended request.
 
         Args:
-            outcome: one of "answered", "refused", "busy", "failed" and "cancelled".
-            seconds: from its start to its end.
-            first_s: seconds from its start to its first text; None without any.
+            outcome: "answered", "refused", "busy", "failed" or "cancelled".
+            seconds: time from its start to its end, in seconds.
+            first_s: time from its start to its first text, in seconds.
+                None without any text.
         """
         self._requests.labels(outcome).inc()
         if first_s is not None:
@@ -107,12 +112,13 @@ class Metrics:
 
 
 class RequestTimer(AbstractContextManager["RequestTimer"]):
-    """Times a request from its start to the end of its answer, and tells the outcome once.
+    """Timer of a request.
 
-    An error inside the context ends the request, and the end of the pieces that `follow` hands on.
+    It reports the outcome once: at an error inside the context, or at the end of the pieces passed through `follow`.
 
     Args:
-        on_end: gets the outcome, the seconds, and the seconds to the first text, None without any.
+        on_end: called with the outcome, the seconds, and the seconds to the first text, None without any text.
+            None reports nothing.
         clock: returns seconds.
     """
 
@@ -126,7 +132,7 @@ class RequestTimer(AbstractContextManager["RequestTimer"]):
         self._first_s: float | None = None
 
     async def follow(self, pieces: Pieces, num_texts: int) -> Pieces:
-        """Hand on the pieces of an answer of so many texts."""
+        """Yield the pieces of an answer with `num_texts` texts, and report its end."""
         num_ended, outcome = 0, "cancelled"
         try:
             async with aclosing(pieces):
@@ -144,7 +150,7 @@ class RequestTimer(AbstractContextManager["RequestTimer"]):
             self.end(outcome)
 
     def end(self, outcome: str) -> None:
-        """Tell the outcome, unless one is told."""
+        """Report the outcome, unless one was reported before."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(outcome, self._clock() - self._begin_s, self._first_s)

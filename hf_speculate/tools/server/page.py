@@ -1,4 +1,4 @@
-"""Chat page: one HTML file that loads nothing, and the headers that hold it to that."""
+"""Chat page: a self-contained HTML file, and headers that forbid loading anything."""
 
 import base64
 import hashlib
@@ -6,18 +6,18 @@ import html
 import re
 from importlib.resources import files
 
-_NAME = "{{ model }}"  # in the file, wherever the model's name stands
+_NAME = "{{ model }}"  # placeholder of the model's name
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def chat_page(model: str) -> str:
-    """Return the page of a model, whose name is all that it shows of it."""
+    """Return the page with the model's name."""
     text = (files(__package__) / "page.html").read_text(encoding="utf-8")
     return text.replace(_NAME, html.escape(model))
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Return headers that allow the page's script and style, and requests to this server alone."""
+    """Return headers that allow only the page's script and style, and requests to this server."""
     sources = {f"{name}-src": f"'sha256-{_digest(text)}'" for name, text in _INLINE.findall(page)}
     policy = {
         "default-src": "'none'",
@@ -26,7 +26,7 @@ def page_headers(page: str) -> dict[str, str]:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",  # no text becomes HTML
+        "require-trusted-types-for": "'script'",  # scripts cannot turn text into HTML
     }
     return {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),

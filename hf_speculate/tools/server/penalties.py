@@ -9,16 +9,25 @@ from hf_speculate.processors.registry import register_row_wise
 
 @register_row_wise
 class PenaltiesProcessor(LogitsProcessor):
-    """Lowers the logit of each token that the answer holds c > 0 times by `frequency * c + presence`.
+    """Frequency and presence penalties.
 
-    Tokens of the prompt do not count. Penalties below 0 raise logits.
+    A token with c > 0 occurrences in the answer gets a logit lower by `frequency * c + presence`. Tokens of the prompt
+    do not count. Negative penalties raise logits.
     """
 
     def __init__(self, prompt_len: int, frequency: float, presence: float):
         self.prompt_len, self.frequency, self.presence = prompt_len, frequency, presence
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[N, V] scores; `input_ids` are [N, n] int64, the prompt and the answer so far."""
+        """Apply the penalties.
+
+        Args:
+            input_ids: [N, T] int64, the prompt and the answer so far.
+            scores: [N, V].
+
+        Returns:
+            Scores [N, V].
+        """
         answer_ids = input_ids[:, self.prompt_len :].clamp(max=scores.shape[1] - 1)
         ones = torch.ones_like(answer_ids, dtype=scores.dtype)
         counts = torch.zeros_like(scores).scatter_add_(1, answer_ids, ones)  # [N, V]

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's endpoints: their fields, and values that change nothing."""
+"""Requests of OpenAI's endpoints: their fields, and values without an effect."""
 
 import gc
 import inspect
@@ -22,12 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.validation import invalid_field
 
-_MAX_MESSAGES = 10_000  # and parts of messages, calls and prompts; a check keeps all threads waiting for 10 us
-_MAX_VALUES = 10_000  # entries of a list or an object; pydantic takes 30 us for each wrong one
+_MAX_MESSAGES = 10_000  # messages, their parts and calls; checking one takes 10 us, with all threads waiting
+_MAX_VALUES = 10_000  # entries of a list or an object; pydantic takes 30 us for each wrong entry
 _MAX_FIELDS = 100  # fields of a request
 _MAX_LISTED_STOPS = 100
-_MAX_STOP_CHARS = 512  # characters of a stop string; as many last tokens are searched for it after each new token
-# Values of fields that are not supported with which they change nothing. None is one for every field.
+_MAX_STOP_CHARS = 512  # characters of a stop string; each new token searches this many last tokens
+# Accepted values of unsupported fields: they have no effect. None is accepted for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -40,27 +40,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# Names that are no variables of a chat template.
+# Arguments of `apply_chat_template`, not variables of a chat template.
 _TEMPLATE_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-# Fields that never change an answer of this server.
+# Fields without an effect on an answer of this server.
 _IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains besides the text."""
+    """Content of a stream besides the text."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="allow", serialize_by_alias=True)  # a name, and whether it is strict, which it is
+    model_config = ConfigDict(
+        extra="allow", serialize_by_alias=True
+    )  # "name" and "strict" may come too; answers always are strict
 
     content: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """What an answer must be: any text, a JSON value, or one of a schema."""
+    """Format of an answer: text, JSON or a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -76,7 +78,10 @@ class ResponseFormat(BaseModel):
 
 
 class Request(BaseModel):
-    """Fields that both endpoints support; others are rejected, because they would change the answer."""
+    """Common fields of both endpoints.
+
+    Unknown fields are rejected, because they would change the answer.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,7 +91,7 @@ class Request(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63 - 128)  # the choices have the next ones
+    seed: int | None = Field(None, ge=0, lt=2**63 - 128)  # further choices have the next seeds
     n: int = Field(1, ge=1, le=128)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -104,21 +109,21 @@ class Request(BaseModel):
     @field_validator("stop", "logit_bias", "tools", "prompt", mode="before", check_fields=False)
     @classmethod
     def _check_number_of_values(cls, values: Any, info: ValidationInfo) -> Any:
-        """Limit what is checked one by one; the ids of a prompt are limited by the body's length."""
+        """Limit the number of values; the size of the body limits a prompt's ids."""
         is_counted = isinstance(values, list | dict) and not (info.field_name == "prompt" and _is_ids(values))
-        most = _MAX_LISTED_STOPS if info.field_name == "stop" else _MAX_VALUES
-        if is_counted and len(values) > most:
+        max_values = _MAX_LISTED_STOPS if info.field_name == "stop" else _MAX_VALUES
+        if is_counted and len(values) > max_values:
             name = str(info.field_name)
-            raise RequestError(f"{name} must have at most {most} values, got {len(values)}; send fewer", name)
+            raise RequestError(f"{name} must have at most {max_values} values, got {len(values)}; send fewer", name)
         return values
 
     @field_validator("stop")
     @classmethod
     def _check_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        longest = max(map(len, [stop] if isinstance(stop, str) else stop or ()), default=0)
-        if longest > _MAX_STOP_CHARS:
+        max_chars = max(map(len, [stop] if isinstance(stop, str) else stop or ()), default=0)
+        if max_chars > _MAX_STOP_CHARS:
             raise RequestError(
-                f"stop must be strings of at most {_MAX_STOP_CHARS} characters, got one of {longest}; send a part",
+                f"stop must be strings of at most {_MAX_STOP_CHARS} characters, got one of {max_chars}; send a part",
                 "stop",
             )
         return stop
@@ -130,9 +135,9 @@ class Request(BaseModel):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None if it may be any JSON, or any text."""
-        wanted = self.response_format
-        return None if wanted is None or wanted.json_schema is None else wanted.json_schema.content
+        """JSON schema of the answer; None for any JSON or any text."""
+        format_ = self.response_format
+        return None if format_ is None or format_.json_schema is None else format_.json_schema.content
 
     @model_validator(mode="before")
     @classmethod
@@ -147,14 +152,14 @@ class Request(BaseModel):
 
 
 class Part(BaseModel):
-    """A part of a message; only text is supported."""
+    """Part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Function(BaseModel):
-    """What a model has called; `arguments` are JSON."""
+    """Called function; `arguments` are JSON."""
 
     name: str
     arguments: str = "{}"
@@ -166,7 +171,7 @@ class ToolCall(BaseModel):
     function: Function
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates take it: with the arguments as an object."""
+        """Convert the call for chat templates, with its arguments as an object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -186,23 +191,26 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, message: Any) -> Any:
-        """A message that only calls tools has no text."""
+        """Add an empty text to a message with tool calls only."""
         if isinstance(message, Mapping) and "tool_calls" in message and message.get("content") is None:
             return {**message, "content": ""}
         return message
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates take it: with one text, and with the older name of the role `developer`."""
+        """Convert the message for chat templates: one text, role `system` for `developer`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        more = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
-        return message | {name: value for name, value in more.items() if value is not None}
+        optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        return message | {name: value for name, value in optional.items() if value is not None}
 
 
 class Tool(BaseModel):
-    """A function that the model may call; the chat template reads it as it is."""
+    """Function for the model.
+
+    The chat template gets it unchanged.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -225,7 +233,7 @@ class ChatRequest(Request):
 
     @property
     def num_top(self) -> int | None:
-        """Most likely tokens whose log probabilities are asked for; None if none are."""
+        """Number of most likely tokens per position; None without log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -234,7 +242,7 @@ class ChatRequest(Request):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template reads besides the messages."""
+        """Variables of the chat template besides the messages."""
         options = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             options["reasoning_effort"] = self.reasoning_effort
@@ -245,10 +253,10 @@ class ChatRequest(Request):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_names(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Only the template's own variables may be set: other arguments change what is returned, or the template."""
-        if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(options or ())):
+        """Allow the template's variables only; other arguments change the result or template."""
+        if reserved := sorted(_TEMPLATE_ARGUMENTS.intersection(options or ())):
             raise RequestError(
-                f"chat_template_kwargs must be variables of the chat template, got {taken[0]!r}; leave it out",
+                f"chat_template_kwargs must be variables of the chat template, got {reserved[0]!r}; leave it out",
                 "chat_template_kwargs",
             )
         return options
@@ -269,15 +277,20 @@ class ChatRequest(Request):
     @classmethod
     def _check_number(cls, messages: Any) -> Any:
         listed = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-        num = sum(_num_parts(message.get("content")) for message in listed)
-        num += sum(_num_parts(message.get("tool_calls") or []) for message in listed)
-        if num > _MAX_MESSAGES:
-            raise RequestError(f"messages must have at most {_MAX_MESSAGES} parts, got {num}; join some", "messages")
+        num_parts = sum(_num_parts(message.get("content")) for message in listed)
+        num_parts += sum(_num_parts(message.get("tool_calls") or []) for message in listed)
+        if num_parts > _MAX_MESSAGES:
+            raise RequestError(
+                f"messages must have at most {_MAX_MESSAGES} parts, got {num_parts}; join some", "messages"
+            )
         return messages
 
 
 class CompletionRequest(Request):
-    """A request for `/v1/completions`: one prompt or several, each as text or token ids."""
+    """A request for `/v1/completions`.
+
+    It has one prompt or several, each as text or token ids.
+    """
 
     prompt: (
         str
@@ -290,7 +303,7 @@ class CompletionRequest(Request):
 
     @property
     def num_top(self) -> int | None:
-        """Most likely tokens whose log probabilities are asked for; None if none are."""
+        """Number of most likely tokens per position; None without log probabilities."""
         return self.logprobs
 
 
@@ -303,7 +316,10 @@ def _is_ids(values: Any) -> bool:
 
 
 def _changes_nothing(field: FieldInfo | None, name: str, value: Any) -> bool:
-    """Whether a value may be left out: None for what need not be given, or a neutral one of what is not supported."""
+    """Return whether leaving out a field gives the same answer.
+
+    It does for None in an optional field, and for neutral values of an unsupported field.
+    """
     if field is not None:
         return value is None and not field.is_required()
     return value is None or name in _IGNORED or value in NEUTRAL.get(name, ())
@@ -317,7 +333,7 @@ _FIELDS = {name for kind in _KINDS for name in kind.model_fields} | {"schema"}
 def parse(kind: type[AnyRequest], body: bytes | bytearray) -> AnyRequest:
     """Read a request from JSON, or raise `RequestError`."""
     is_collecting = gc.isenabled()
-    gc.disable()  # a million small lists take 0.1 s to make, and a second to be looked through again and again
+    gc.disable()  # a million small lists take 0.1 s to make, and a second in repeated garbage collections
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

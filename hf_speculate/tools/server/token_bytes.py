@@ -1,4 +1,4 @@
-"""Bytes of tokens, and a stopping criterion that searches them for stop strings."""
+"""Bytes of tokens, and a stopping criterion for stop strings in them."""
 
 import re
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_speculate.processors.registry import register_row_wise
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # as GPT-2 writes bytes
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # GPT-2's characters for bytes
 
 
 class TokenBytes:
-    """Bytes of each token of a tokenizer; those of a text's tokens join to the text.
+    """Bytes of each token of a tokenizer.
 
-    Bytes of an id are looked up once, when they are first asked for.
+    The bytes of a text's tokens join to the text. They are computed at the first use of an id, and cached.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -34,14 +34,14 @@ class TokenBytes:
         self.hidden_ids = frozenset(special_ids.union(tokenizer.all_special_ids))  # left out of texts
 
     def __call__(self, token_id: int) -> bytes:
-        """The bytes of a token inside a text; empty for an id that no token has."""
+        """Return the bytes of a token inside a text; empty for an unknown id."""
         spelled = self._bytes.get(token_id)
         if spelled is None:
             spelled = self._bytes[token_id] = self._find(token_id)
         return spelled
 
     def first(self, token_id: int) -> bytes:
-        """The bytes of a text's first token, from which decoders of SentencePiece drop a space."""
+        """Return the bytes of a text's first token; SentencePiece's decoders drop its space."""
         spelled = self._first.get(token_id)
         if spelled is None:
             spelled = self(token_id)
@@ -51,7 +51,7 @@ class TokenBytes:
         return spelled
 
     def can_write(self, text: str) -> bool:
-        """Whether tokens can spell a text."""
+        """Return whether tokens can spell a text."""
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._is_byte_level or text.encode() in b"".join(map(self, token_ids))
 
@@ -74,7 +74,7 @@ class TokenBytes:
 
 
 def _state_of(decoder: Any) -> str:
-    """The settings of a decoder as JSON, or its name where it has none."""
+    """Return a decoder's settings as JSON, or the name of its class if it has none."""
     state = getattr(decoder, "__getstate__", lambda: None)()
     return state.decode() if isinstance(state, bytes) else type(decoder).__name__
 
@@ -82,22 +82,22 @@ def _state_of(decoder: Any) -> str:
 @register_row_wise
 @dataclass(frozen=True)
 class StopTexts(StoppingCriteria):
-    """Ends a text whose newest token completes one of the `stops`.
+    """Stopping criterion for stop strings.
 
-    It reads the bytes of as many tokens as the longest stop has, where transformers' own criterion makes a table of all
-    tokens by all positions of all stops.
+    A row ends when its newest token completes one of the `stops`. A call reads the bytes of as many tokens as the
+    longest stop has bytes. The criterion of transformers makes a table of all tokens by all positions of all stops.
     """
 
     token_bytes: TokenBytes
     stops: tuple[str, ...]
-    prompt_len: int  # tokens of the prompt, which is not searched
-    is_begin: bool = False  # whether the answer begins a text, as in chats, and does not go on with its prompt's
+    prompt_len: int  # number of first tokens to skip, the prompt's
+    is_begin: bool = False  # whether the answer begins a text, as in chats, or continues its prompt's text
 
     def __call__(self, input_ids: Tensor, scores: Any = None, **kwargs: Any) -> Tensor:
-        """[N] bool; `input_ids` are [N, n] int64, the prompt and the answer so far."""
+        """Return for each row whether it ends, [N] bool; `input_ids` are [N, T] int64."""
         stops = [stop.encode() for stop in self.stops]
-        longest = max(map(len, stops))
-        begin = max(self.prompt_len, input_ids.shape[1] - longest)
+        max_len = max(map(len, stops))
+        begin = max(self.prompt_len, input_ids.shape[1] - max_len)
         rows: list[list[int]] = input_ids[:, begin:].tolist()
         is_first = self.is_begin and begin == self.prompt_len
         return torch.tensor([self._ends(ids, is_first, stops) for ids in rows], device=input_ids.device)
@@ -105,9 +105,9 @@ class StopTexts(StoppingCriteria):
     def _ends(self, token_ids: list[int], is_first: bool, stops: list[bytes]) -> bool:
         if not token_ids:
             return False
-        parts = [self.token_bytes(token_id) for token_id in token_ids]
+        spelled = [self.token_bytes(token_id) for token_id in token_ids]
         if is_first:
-            parts[0] = self.token_bytes.first(token_ids[0])
-        text = b"".join(parts)
-        num_before = len(text) - len(parts[-1])
+            spelled[0] = self.token_bytes.first(token_ids[0])
+        text = b"".join(spelled)
+        num_before = len(text) - len(spelled[-1])
         return any(text.find(stop, max(num_before - len(stop) + 1, 0)) >= 0 for stop in stops)

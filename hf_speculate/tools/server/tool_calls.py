@@ -1,64 +1,73 @@
-"""Tool calls in the text of an answer, as Hermes, Qwen and many others write them: JSON in `<tool_call>` tags."""
+"""Tool calls as JSON in `<tool_call>` tags, the format of Hermes, Qwen and many others."""
 
 import json
 import uuid
 from typing import Any, NamedTuple
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_LONGEST_WORD = 10  # characters of JSON that are an error until the next one comes, such as -Infinity and \u00e9
+_MAX_WORD_LEN = 10  # characters of JSON with an error before the last one, such as -Infinity and \u00e9
 _DECODER = json.JSONDecoder()
 
 
 class Said(NamedTuple):
-    """Parts of an answer that are final."""
+    """Final parts of an answer."""
 
     content: str = ""
     reasoning: str = ""
 
 
 class ToolCallReader:
-    """Splits a text that comes in pieces into what is said and the calls.
+    """Splitter into content and tool calls.
 
-    A call is a JSON object in tags, which says where it ends itself; the last tag may be missing at the end of the text
-    and before the next call. All else is said, other text in tags too. Spaces alone beside calls are left out.
+    It reads a streamed text piece by piece. A call is a JSON object in tags; the object marks its own end. The end tag
+    may be missing at the end of the text and before the next call. All else is content, also other text in tags. Spaces
+    alone beside calls are left out.
     """
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []  # in OpenAI's form
         self._pending = ""  # text that may hold a call
-        self._num_searched = 0  # characters of it before which no last tag begins
-        self._spaces, self._has_said = "", False  # before or after a call
+        self._num_searched = 0  # characters of the pending text without the start of an end tag
+        self._spaces, self._has_content = "", False  # spaces beside a call; whether content follows it
 
     def read(self, text: str, is_end: bool = False) -> Said:
-        """What is known to be said; at the end all of the rest."""
+        """Return the content that became final; at the end all remaining text."""
         self._pending += text
-        said = ""
-        while (at := self._pending.find(_BEGIN)) >= 0:
-            said += self._say(at)
-            num = self._num_of_call(is_end)
-            if num is None:
-                return Said(said)
+        content = ""
+        while (begin := self._pending.find(_BEGIN)) >= 0:
+            content += self._take_content(begin)
+            call_len = self._read_call(is_end)
+            if call_len is None:
+                return Said(content)
             self._num_searched = 0
-            if num:
-                self._pending, self._spaces, self._has_said = self._pending[num:], "", False
+            if call_len:
+                self._pending, self._spaces, self._has_content = self._pending[call_len:], "", False
             else:
-                said += self._say(len(_BEGIN))
+                content += self._take_content(len(_BEGIN))
         num_held = 0
         if not is_end:
-            nums = range(min(len(_BEGIN) - 1, len(self._pending)), 0, -1)
-            num_held = next((num for num in nums if self._pending.endswith(_BEGIN[:num])), 0)
-        said += self._say(len(self._pending) - num_held)
-        return Said(said if self.calls or not is_end else said + self._spaces)
+            lens = range(min(len(_BEGIN) - 1, len(self._pending)), 0, -1)
+            num_held = next((length for length in lens if self._pending.endswith(_BEGIN[:length])), 0)
+        content += self._take_content(len(self._pending) - num_held)
+        return Said(content if self.calls or not is_end else content + self._spaces)
 
-    def _say(self, num: int) -> str:
-        """Cut so many characters from the pending text; returns them unless spaces are all that follows a call."""
-        said, self._pending = self._spaces + self._pending[:num], self._pending[num:]
-        self._has_said = self._has_said or bool(said.strip())
-        self._spaces = "" if self._has_said else said
-        return said if self._has_said else ""
+    def _take_content(self, num_chars: int) -> str:
+        """Cut characters from the pending text, and return them.
 
-    def _num_of_call(self, is_end: bool) -> int | None:
-        """Add the call at the start of the pending text; returns its characters, 0 for none, None if more must come."""
+        Spaces after a call are held back until other content follows.
+        """
+        content, self._pending = self._spaces + self._pending[:num_chars], self._pending[num_chars:]
+        self._has_content = self._has_content or bool(content.strip())
+        self._spaces = "" if self._has_content else content
+        return content if self._has_content else ""
+
+    def _read_call(self, is_end: bool) -> int | None:
+        """Parse a call at the start of the pending text, and add it to `calls`.
+
+        Returns:
+            Number of its characters, or 0 if it is no call.
+            None if it is incomplete.
+        """
         text = self._pending
         body = text[len(_BEGIN) :].lstrip()
         if not body.startswith("{"):
@@ -70,33 +79,33 @@ class ToolCallReader:
         try:
             value, end = _DECODER.raw_decode(body)
         except json.JSONDecodeError as error:
-            is_cut_short = error.pos > len(body) - _LONGEST_WORD or error.msg.startswith("Unterminated")
+            is_cut_short = error.pos > len(body) - _MAX_WORD_LEN or error.msg.startswith("Unterminated")
             return None if is_cut_short and not is_end else 0
         except RecursionError:
             return 0
-        rest = body[end:].lstrip()
-        if not rest.startswith((_BEGIN, _END)):
-            if not (_BEGIN.startswith(rest) or _END.startswith(rest)):
+        after = body[end:].lstrip()
+        if not after.startswith((_BEGIN, _END)):
+            if not (_BEGIN.startswith(after) or _END.startswith(after)):
                 return 0
             if not is_end:
                 return None
-            rest = ""  # no tag, or a part of one
+            after = ""  # the end tag is missing or incomplete
         call = call_of(value)
         if call is None:
             return 0
         self.calls.append(call)
-        return len(text) - len(rest.removeprefix(_END))
+        return len(text) - len(after.removeprefix(_END))
 
 
 def call_of(value: Any) -> dict[str, Any] | None:
-    """A call in OpenAI's form; None if the value is not a name with arguments."""
+    """Convert a call to OpenAI's form; None if the value has no name with arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     try:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         f"{value['name']}{arguments}".encode()
-    except (RecursionError, UnicodeEncodeError):  # lists in lists without end, or an unpaired surrogate
+    except (RecursionError, UnicodeEncodeError):  # lists nested too deep, or an unpaired surrogate
         return None
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",

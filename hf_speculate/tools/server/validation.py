@@ -1,4 +1,4 @@
-"""Says in plain words what pydantic rejects in a request."""
+"""Describe pydantic's errors of a request in plain words."""
 
 import json
 import reprlib
@@ -14,19 +14,20 @@ from hf_speculate.tools.server.errors import RequestError
 def invalid_field(
     error: ValidationError, fields: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> RequestError:
-    """The first field that is wrong: what it must be, and what it is.
+    """Describe the first wrong field: its allowed values, and the value received.
 
     Args:
-        error: of a request; for a field with several types it lists an error per type.
-        fields: names of all fields; the other words in pydantic's paths are names of types.
-        neutral: values of fields that are not supported with which they change nothing.
+        error: pydantic's error of a request; for a field with several types it lists an error per type.
+        fields: names of all fields; other words in pydantic's paths are names of types.
+        neutral: accepted values of unsupported fields.
     """
     errors = error.errors(include_url=False)
-    of_first = {
+    first_errors = {
         _path(each["loc"], fields): each for each in reversed(errors) if each["loc"][:1] == errors[0]["loc"][:1]
     }
-    name = max(of_first, key=_fit)  # among several types the one that fits best
-    kind, message, got = of_first[name]["type"], of_first[name]["msg"], reprlib.repr(of_first[name]["input"])
+    name = max(first_errors, key=_fit)  # the best fit among several types
+    first = first_errors[name]
+    kind, message, got = first["type"], first["msg"], reprlib.repr(first["input"])
     if kind == "json_invalid":
         return RequestError(f"the body must be JSON in UTF-8, got {message.removeprefix('Invalid JSON: ')}")
     if kind == "missing":
@@ -45,9 +46,9 @@ def invalid_field(
 
 
 def _fit(path: str) -> tuple[int, list[int]]:
-    """How much of a value a type has taken before the error at this path: deep first, then far along its lists."""
-    return path.count("."), [int(part) for part in path.split(".") if part.isdecimal()]
+    """Rank an error by the part of the value accepted before it: by depth, then by list indices."""
+    return path.count("."), [int(word) for word in path.split(".") if word.isdecimal()]
 
 
 def _path(location: tuple[int | str, ...], fields: Collection[str]) -> str:
-    return ".".join(str(part) for part in location if isinstance(part, int) or part in fields)
+    return ".".join(str(word) for word in location if isinstance(word, int) or word in fields)

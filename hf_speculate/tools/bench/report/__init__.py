@@ -1,1 +1,1 @@
-"""Pages that show what a benchmark measured."""
+"""HTML report of a benchmark."""

@@ -1,4 +1,4 @@
-"""Writes a benchmark's result as one HTML page that loads nothing."""
+"""Write a benchmark's result as one self-contained HTML page."""
 
 from collections.abc import Mapping
 from operator import itemgetter
@@ -13,13 +13,20 @@ from hf_speculate.tools.bench.report import plots, values
 from hf_speculate.tools.bench.report.plots import Bar
 from hf_speculate.tools.bench.report.values import Result, name_of, short, spread, text
 
-_PLAIN = "plain"  # methods without drafts are named so, up to a comma
-_ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
+_PLAIN = "plain"  # name of methods without drafts, up to a comma
+_ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings shown elsewhere on the page
 _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # values of the environment, in this order
 
 
 def write_html(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the JSON of `hf-speculate bench` as one page, without values that are missing; returns the path."""
+    """Write the JSON of `hf-speculate bench` as one page; missing values are left out.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: the result has no methods.
+    """
     methods: list[Result] = result.get("methods") or []
     if not methods:
         raise ConfigError("result must have entries under 'methods', got none; pass the JSON of hf-speculate bench")
@@ -30,7 +37,7 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
     remarks += [f"{name}: left out, {text(reason)}" for name, reason in (settings.get("left_out") or {}).items()]
     timed = [entry for entry in methods if any((entry.get("seconds") or {}).values())]
     adaptive = [entry for entry in methods if entry.get("num_assistant_tokens") is None]
-    samples: dict[str, list[str]] = {}  # names of the methods that wrote a text
+    samples: dict[str, list[str]] = {}  # text -> names of its methods
     for method in methods:
         if method.get("sample"):
             samples.setdefault(str(method["sample"]), []).append(name_of(method))
@@ -71,19 +78,22 @@ def write_html(result: Mapping[str, Any], path: Path) -> Path:
 
 
 def method_styles(result: Mapping[str, Any]) -> dict[str, int]:
-    """Number of the colour and marker of each method; a verifier under drift has that of its method."""
+    """Assign a colour and marker index to each method.
+
+    Verifiers in the drift plots share the index of their method.
+    """
     methods: list[Result] = result["methods"]
     styles = {name: index for index, name in enumerate(dict.fromkeys(map(name_of, methods)))}
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
     for name in dict.fromkeys(row["verifier"] for row in result.get("drift") or ()):
-        same = [name_of(entry) for entry in methods if name == (entry.get("verifier") or entry["name"])]
-        exact = [entry for entry in same if label is not None and entry.endswith(str(label))]
-        styles.setdefault(name, styles[(exact or same)[0]] if same else len(styles))
+        same_verifier = [name_of(entry) for entry in methods if name == (entry.get("verifier") or entry["name"])]
+        same_len = [entry for entry in same_verifier if label is not None and entry.endswith(str(label))]
+        styles.setdefault(name, styles[(same_len or same_verifier)[0]] if same_verifier else len(styles))
     return styles
 
 
 def _fastest(methods: list[Result]) -> Result | None:
-    """The fastest lossless method that is not flagged as noise; None if there is only plain decoding."""
+    """Find the fastest lossless method not flagged as noise; None with plain decoding only."""
     candidates = [
         (speedup.middle, method)
         for method in methods

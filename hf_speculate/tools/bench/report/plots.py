@@ -1,7 +1,7 @@
-"""Plots of the report: values, axes and names, which `page.html` draws.
+"""Values, axes and labels of the report's plots, drawn by `page.html`.
 
-Places on the horizontal axis are percents of the plot's width, so that a plot fills a screen of any size and its text
-keeps its size; places on the vertical axis are pixels.
+Horizontal positions are percents of the plot's width: a plot fills a screen of any size, and its text keeps its size.
+Vertical positions are pixels.
 """
 
 import math
@@ -10,34 +10,37 @@ from typing import Any, NamedTuple
 
 from hf_speculate.tools.bench.report.values import TIMES, Result, Spread, spread, text
 
-_STEPS = (1, 2, 5, 10)  # what an axis counts in, times a power of ten
+_STEPS = (1, 2, 5, 10)  # steps of an axis, times a power of ten
 
 
 class Axis(NamedTuple):
-    """Numbers from `low` to `high`, laid over places from `start` to `end`."""
+    """Map from values to positions.
+
+    It maps `low` to `start` and `high` to `end`.
+    """
 
     low: float
     high: float
     start: float
     end: float
-    labels: tuple[tuple[float, str], ...]  # numbers that are named, in order
+    labels: tuple[tuple[float, str], ...]  # values and their labels, ascending
     is_log: bool = False
 
     def position(self, value: float) -> float:
-        """Where a number lies, to the hundredth; one outside lies at the nearer end."""
+        """Return the position of a value, clamped to the axis and rounded to hundredths."""
         low, high, value = (math.log(x) if self.is_log else x for x in (self.low, self.high, value))
-        part = (value - low) / (high - low) if high > low else 0.5
-        return round(self.start + min(max(part, 0.0), 1.0) * (self.end - self.start), 2)
+        fraction = (value - low) / (high - low) if high > low else 0.5
+        return round(self.start + min(max(fraction, 0.0), 1.0) * (self.end - self.start), 2)
 
     def ticks(self, unit: str = "") -> list[tuple[float, str]]:
-        """Places, and the labels there."""
+        """Return positions and labels."""
         return [(self.position(value), label + unit) for value, label in self.labels]
 
 
 def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: int = 4) -> Axis:
-    """An axis that ends at round numbers on both sides of all values."""
+    """Make an axis with round numbers at both ends, around all values."""
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # one value: room on both sides
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # a single value gets a margin on both sides
         margin = abs(low) / 10 if abs(low) > 1e-9 else 1.0
         low, high = low - margin, high + margin
     step = _step((high - low) / num_ticks)
@@ -48,41 +51,47 @@ def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: i
 
 
 def axis_of_counts(highest: int, start: float, end: float) -> Axis:
-    """An axis from 1 to the number of places; it names whole numbers only."""
-    max_labels = min(10, 20 // len(str(highest)))  # labels that stand beside one another on a phone
+    """Make an axis from 1 to `highest` with whole numbers as labels."""
+    max_labels = min(10, 20 // len(str(highest)))  # labels side by side on a phone
     step = max(1, round(_step(highest / max_labels)))
     counts = (1, *(count for count in range(step, highest + 1, step) if count > 1))
     return Axis(1.0, float(highest), start, end, tuple((float(count), str(count)) for count in counts))
 
 
 def axis_of_values(values: Sequence[float], start: float, end: float) -> Axis:
-    """An axis that names the values themselves where there is room, logarithmic where they span a factor of ten."""
+    """Make an axis with the values as labels where they fit.
+
+    The axis is logarithmic if the values span a factor of ten.
+    """
     ordered = sorted(set(values))
     is_log = ordered[0] > 0 and ordered[-1] >= 10 * ordered[0]
     axis = Axis(ordered[0], ordered[-1], start, end, (), is_log)
-    named: list[float] = []
+    labelled: list[float] = []
     for value in ordered:
-        if not named or axis.position(value) - axis.position(named[-1]) >= (end - start) / 9:
-            named.append(value)
-    return axis._replace(labels=tuple((value, f"{value:g}") for value in named))
+        if not labelled or axis.position(value) - axis.position(labelled[-1]) >= (end - start) / 9:
+            labelled.append(value)
+    return axis._replace(labels=tuple((value, f"{value:g}") for value in labelled))
 
 
-def _step(least: float) -> float:
-    """The smallest round step from `least` on, but for rounding."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in _STEPS if power * factor >= least * (1 - 1e-9))
+def _step(min_step: float) -> float:
+    """Return the smallest round step of at least `min_step`, with a tolerance for rounding."""
+    power = 10.0 ** math.floor(math.log10(min_step))
+    return next(power * factor for factor in _STEPS if power * factor >= min_step * (1 - 1e-9))
 
 
-_LABEL_HEIGHT = 18.0  # pixels, of a name beside a curve
-_MAX_POINTS = 160  # the most points of a curve; more are averaged
-_LEFT, _RIGHT = 13.0, 95.0  # edges of a plot with numbers beside it
+_LABEL_HEIGHT = 18.0  # height of a label beside a curve, in pixels
+_MAX_POINTS = 160  # maximum number of points in a curve; longer curves are averaged
+_LEFT, _RIGHT = 13.0, 95.0  # edges of a plot with numbers on its vertical axis
 _TOP, _BOTTOM = 8.0, 172.0
-_PLAIN = 1.0  # plain decoding's speed, in times itself
+_PLAIN = 1.0  # speed-up of plain decoding
 _PERCENT = Axis(0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25)))
 
 
 class Key(NamedTuple):
-    """Name of a series, beside the end of its curve (`top`, pixels) or in a legend."""
+    """Label of a series.
+
+    It is drawn beside the end of its curve, at `top` pixels, or in a legend.
+    """
 
     name: str
     is_dashed: bool = False
@@ -96,10 +105,13 @@ class Bar(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """Values of one kind of plot with their axes; `page.html` makes none without values."""
+    """Values of one plot with their axes.
 
-    shape: str
-    # bars: of `Bar`; stacks: seconds of each part by name; dots: (method, value) by group; curves: (x, y) by method
+    `page.html` leaves out plots without values.
+    """
+
+    shape: str  # "bars", "stacks", "dots" or "curves"
+    # bars: `Bar`s; stacks: seconds of each part by name; dots: (method, value) by group; curves: (x, y) by method
     values: Any
     x: Axis
     y: Axis | None = None
@@ -107,7 +119,7 @@ class Plot(NamedTuple):
     decimals: int = 2
     keys: Sequence[Key] = ()
     x_label: str = ""
-    references: Mapping[str, float] = {}  # values of lines across, by method
+    references: Mapping[str, float] = {}  # method -> value of a horizontal line
     parts: Sequence[str] = ()
 
 
@@ -115,7 +127,7 @@ Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> (x, y)
 
 
 def plot_bars(bars: Sequence[Bar], unit: str = TIMES, decimals: int = 2) -> Plot:
-    """Bars from 0; a line marks plain decoding where values are speed-ups."""
+    """Plot bars from 0; for speed-ups the axis includes plain decoding."""
     known = [0.0, *([_PLAIN] if unit == TIMES else []), *(bar.value.high for bar in bars)]
     return Plot("bars", bars, rounded_axis(known, 0.0, 100.0), unit=unit, decimals=decimals)
 
@@ -125,13 +137,13 @@ def plot_stacks(parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) ->
 
 
 def plot_dots(categories: Sequence[Result], methods: Sequence[str]) -> Plot:
-    """Speed-ups by category of prompts; none if no category has any."""
+    """Plot speed-ups by category of prompts, without categories of unknown speed."""
     groups: dict[str, list[tuple[str, float]]] = {}
     for entry in categories:
-        num, value = entry.get("num_prompts"), spread(entry.get("speedup"))
-        of_them = "" if num is None else f" ({num} {'prompt' if num == 1 else 'prompts'})"
+        num_prompts, value = entry.get("num_prompts"), spread(entry.get("speedup"))
+        size = "" if num_prompts is None else f" ({num_prompts} {'prompt' if num_prompts == 1 else 'prompts'})"
         if value is not None:
-            groups.setdefault(text(entry.get("category")) + of_them, []).append((entry["method"], value.middle))
+            groups.setdefault(text(entry.get("category")) + size, []).append((entry["method"], value.middle))
     dots = [dot for group in groups.values() for dot in group]
     used = {method for method, _ in dots}
     axis = rounded_axis([_PLAIN, *(value for _, value in dots)], 6.0, 94.0)
@@ -139,7 +151,7 @@ def plot_dots(categories: Sequence[Result], methods: Sequence[str]) -> Plot:
 
 
 def plot_counts(curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: int = 4) -> Plot:
-    """Values by position or round, counted from 1; many are averaged over neighbours."""
+    """Plot values by position or round, counted from 1; long curves are averaged."""
     points = {name: _thinned(values) for name, values in curves.items()}
     x = axis_of_counts(max(map(len, curves.values()), default=1), _LEFT, _RIGHT)
     known = [0.0, 1.0, *(value for values in curves.values() for value in values)]
@@ -147,7 +159,7 @@ def plot_counts(curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: 
 
 
 def plot_thresholds(entries: Sequence[Result], field: str) -> Plot:
-    """Values over the threshold of each verifier, with lines across for those without one."""
+    """Plot values over each verifier's threshold; without one draw a horizontal line."""
     curves: dict[str, list[tuple[float, float]]] = {}
     references: dict[str, float] = {}
     for entry in entries:
@@ -170,19 +182,23 @@ def _curves(points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[
 
 
 def _apart(keys: Sequence[Key]) -> list[Key]:
-    """Move names that would overlap downwards, then all of them up as far as they leave the plot."""
+    """Move overlapping labels down, then labels below the plot back up."""
     ordered = sorted(keys, key=lambda key: key.top)
     tops: list[float] = []
     for key in ordered:
         tops.append(max(key.top, tops[-1] + _LABEL_HEIGHT) if tops else key.top)
     for index in reversed(range(len(tops))):
-        highest = _BOTTOM if index == len(tops) - 1 else tops[index + 1] - _LABEL_HEIGHT
-        tops[index] = max(min(tops[index], highest), _TOP + index * _LABEL_HEIGHT)
+        max_top = _BOTTOM if index == len(tops) - 1 else tops[index + 1] - _LABEL_HEIGHT
+        tops[index] = max(min(tops[index], max_top), _TOP + index * _LABEL_HEIGHT)
     return [key._replace(top=round(top, 2)) for key, top in zip(ordered, tops, strict=True)]
 
 
 def _thinned(values: Sequence[float]) -> list[tuple[float, float]]:
-    """(round, value) at most _MAX_POINTS times: means of equally many neighbours, at the middle one's place."""
+    """Average groups of neighbours down to at most _MAX_POINTS points.
+
+    Returns:
+        Pairs of (round, value), with the group's middle as its round.
+    """
     width = -(-len(values) // _MAX_POINTS)
     pieces = [(start, values[start : start + width]) for start in range(0, len(values), width)]
     return [(start + (len(piece) + 1) / 2, sum(piece) / len(piece)) for start, piece in pieces]

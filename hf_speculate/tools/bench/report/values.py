@@ -1,4 +1,4 @@
-"""Writes values of a result, each of which may be missing, as text and in tables."""
+"""Format values of a result as text and tables; any value may be missing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ class Spread(NamedTuple):
     high: float
 
     def text(self, decimals: int, unit: str = "") -> str:
-        """The median, with minimum and maximum if they differ."""
+        """Format the median, with minimum and maximum if they differ."""
         low, middle, high = (f"{value:,.{decimals}f}" for value in self)
         return f"{middle}{unit}" if self.low == self.high else f"{middle}{unit} ({low} to {high})"
 
 
 def spread(value: Any, factor: float = 1.0) -> Spread | None:
-    """Minimum, median and maximum, or one number three times; None where there is no value."""
+    """Read minimum, median and maximum, or one number as all three; None without a value."""
     if value is None:
         return None
     numbers = [value[name] for name in ("min", "median", "max")] if isinstance(value, Mapping) else [value] * 3
@@ -28,7 +28,7 @@ def spread(value: Any, factor: float = 1.0) -> Spread | None:
 
 
 def short(value: float) -> str:
-    """Three significant digits."""
+    """Format a number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".removesuffix(".")
 
 
@@ -45,27 +45,38 @@ def text(value: Any) -> str:
 
 
 def field(name: str, decimals: int | None = None, factor: float = 1.0, unit: str = "") -> Callable[[Result], str]:
-    """A function that shows an entry's field: any value as text, or with `decimals` a number or a spread of numbers."""
+    """Make a formatter of an entry's field.
 
-    def shown(entry: Result) -> str:
+    Args:
+        name: name of the field.
+        decimals: number of decimals, for a number or a spread of numbers.
+            None formats any value as text.
+        factor: factor of the numbers.
+        unit: unit after the number.
+    """
+
+    def format_field(entry: Result) -> str:
         if decimals is None:
             return text(entry.get(name))
-        read = spread(entry.get(name), factor)
-        return MISSING if read is None else read.text(decimals, unit)
+        numbers = spread(entry.get(name), factor)
+        return MISSING if numbers is None else numbers.text(decimals, unit)
 
-    return shown
+    return format_field
 
 
 def share(name: str) -> Callable[[Result], str]:
-    """A function that shows an entry's field, a share of one, in percent."""
+    """Make a formatter of an entry's field in [0, 1], in percent."""
     return field(name, 1, 100.0, " %")
 
 
-Columns = dict[str, Callable[[Result], str]]  # head -> cell of an entry
+Columns = dict[str, Callable[[Result], str]]  # head -> formatter of a cell
 
 
 class Table(NamedTuple):
-    """Rows of text; the first `num_names` columns are words."""
+    """Rows of text.
+
+    The first `num_names` columns hold words, the others numbers.
+    """
 
     title: str
     note: str
@@ -75,7 +86,7 @@ class Table(NamedTuple):
 
 
 def name_of(method: Result) -> str:
-    """Name of a method in the report; those of this library begin with its name."""
+    """Return a method's name in the report; methods of this library begin with "hf_speculate"."""
     name = str(method["name"])
     return f"hf_speculate, {name}" if method.get("engine") == "ours" else name
 
@@ -122,13 +133,13 @@ DRIFT: Columns = {
 
 
 def make_table(title: str, note: str, columns: Columns, entries: Sequence[Result], num_names: int) -> Table | None:
-    """A table without columns that are the same in all of several lines; the note has their value."""
+    """Make a table; columns with equal cells move into the note."""
     if not entries:
         return None
     cells = {head: [cell(entry) for entry in entries] for head, cell in columns.items()}
     constant = [head for head, column in cells.items() if len(entries) > 1 and len(set(column)) == 1]
-    same = [f"{head}: {cells[head][0]}" for head in constant if cells[head][0] != MISSING]
-    note = " ".join(filter(None, [note, f"The same for all: {'; '.join(same)}." if same else ""]))
+    constant_cells = [f"{head}: {cells[head][0]}" for head in constant if cells[head][0] != MISSING]
+    note = " ".join(filter(None, [note, f"The same for all: {'; '.join(constant_cells)}." if constant_cells else ""]))
     num_names -= len(set(constant) & set(list(columns)[:num_names]))
-    kept = {head: column for head, column in cells.items() if head not in constant}
-    return Table(title, note, list(kept), list(zip(*kept.values(), strict=True)), num_names)
+    varying = {head: column for head, column in cells.items() if head not in constant}
+    return Table(title, note, list(varying), list(zip(*varying.values(), strict=True)), num_names)
