@@ -49,7 +49,10 @@ def convolved(states: Tensor, kernel: Tensor) -> Tensor:
 
 
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer with convolutions around attention and MLP."""
+    """A decoder layer with convolutions.
+
+    They stand before and after attention and MLP.
+    """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, num_taps: int, group_size: int):
         super().__init__(config, has_norms)

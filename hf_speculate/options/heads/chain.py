@@ -153,7 +153,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
         drafted = [draft.choose(logits)]  # each [B]
-        num_written = [0] * num_depths  # columns that each depth wrote behind the rows' ends
+        num_written = [0] * num_depths  # columns written by each depth behind the rows' ends
         for step in range(1, num_draft_tokens):
             if draft.are_enough():
                 break

@@ -116,7 +116,7 @@ class DFlashNetwork(FusingNetwork):
 
 
 class MarkovHead(nn.Module):
-    """A bias on a slot's logits by the previous token.
+    """A logits bias by the previous token.
 
     With e = w1[previous token] and h the slot's state, the bias is w2 of e ("vanilla"), of e gated
     by sigmoid(gate(h, e)) ("gated"), or of tanh(output) of a recurrent unit over the block's slots

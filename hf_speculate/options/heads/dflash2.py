@@ -51,7 +51,7 @@ class DFlash2Options(DFlashOptions):
 
 
 class CandidateSelector(nn.Module):
-    """Scores of a slot's candidates by the previous token."""
+    """Candidate scores by the previous token."""
 
     def __init__(self, width: int, options: DFlash2Options):
         super().__init__()

@@ -51,7 +51,10 @@ def known_name(source: str) -> str:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Kind, sizes and requirements of a draft head, as its config gives them."""
+    """Kind, sizes and requirements of a draft head.
+
+    They come from its config.
+    """
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
@@ -65,7 +68,7 @@ class HeadSpec:
     default_draft_tokens: int | None = None  # K recommended by its config; None if absent
     max_position_embeddings: int | None = None  # context at training; longer rows decode plainly
     target_name: str = ""  # last part of its target's name; empty if its config names none
-    num_target_layers: int | None = None  # L of that target; None if absent in its config
+    num_target_layers: int | None = None  # L of the target at training; None if absent in its config
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
     merges_media: bool = False  # whether it reads the target's picture and sound embeddings
 

@@ -34,7 +34,7 @@ def make_states(plan: Plan, drafter: Drafter) -> "HiddenStates":
 class HiddenStates(PerRow):
     """Hidden states to be read by the drafter.
 
-    A row holds one state for each emitted token: the state from which the token was chosen.
+    For each emitted token, a row holds the state of the token before it, the source of its logits.
     """
 
     BY_ROW = ("_columns",)

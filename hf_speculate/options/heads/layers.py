@@ -201,7 +201,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer of Llama or Qwen 3.
+    """A pre-norm layer of Llama or Qwen 3.
 
     Its attention may read more than the residual stream.
     """

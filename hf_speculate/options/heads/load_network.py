@@ -32,7 +32,7 @@ _IGNORED = ("verifier_lm_head.", "verifier_norm.")
 
 
 class ConfigSource(NamedTuple):
-    """The config of a draft head, and its target's shape."""
+    """A draft head's config and its target's shape."""
 
     config: dict[str, Any]  # content of `config.json`
     recognised: HeadKind

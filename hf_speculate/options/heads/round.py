@@ -34,7 +34,7 @@ class NewTokens(NamedTuple):
     """Tokens since the last round, left-aligned."""
 
     token_ids: Tensor  # [B, N] int64; any valid id behind a row's last token
-    states: Tensor | None  # [B, N, D], states from which tokens were chosen; 0 behind a row's last
+    states: Tensor | None  # [B, N, D], states of the tokens before; 0 behind a row's last
     counts: list[int]  # [B] tokens of each row
     lens: Tensor  # [B] int64, the counts on the head's device
     newest_ids: Tensor  # [B] int64, the newest token of each row

@@ -18,7 +18,7 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values by layer, each [B, heads, capacity, D]; a layer is added when it is first written to."""
+"""Keys and values [B, heads, capacity, D] by layer, added at the first write to a layer."""
 
 _GROWTH = 2  # growth factor of buffers; bounds the share of copying
 _ALIGNMENT = 8  # columns per read are a multiple of this, for vector loads on GPUs
@@ -154,7 +154,10 @@ def fill_absent(mine: dict[int, Any], theirs: dict[int, Any], num_mine: int, num
 
 
 class TransformersCache(Cache):
-    """A transformers `Cache` for one forward over a `RowCache`."""
+    """A transformers `Cache` over a `RowCache`.
+
+    It serves one forward.
+    """
 
     def __init__(self, view: CacheView):
         super().__init__(layers=[])

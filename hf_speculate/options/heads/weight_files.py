@@ -54,8 +54,8 @@ def read_names(folder: Path) -> set[str]:
 
 
 class _File(NamedTuple):
-    names: Collection[str]  # of all weights in it
-    weights: dict[str, Tensor]  # the wanted ones
+    names: Collection[str]  # every weight's name
+    weights: dict[str, Tensor]  # only wanted weights
 
 
 def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[_File]:
