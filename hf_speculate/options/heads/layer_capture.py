@@ -39,7 +39,7 @@ class LayerCapture:
         self._name = type(model).__name__
         decoder = model.get_decoder()
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        modules = next((layers for layers in _parts(decoder, _LAYERS) if len(layers) == num_layers), None)
+        modules = next((children for children in _parts(decoder, _LAYERS) if len(children) == num_layers), None)
         norm = next(iter(_parts(decoder, _NORMS)), None)
         if modules is None or (norm is None and FINAL_STATE in self.layers):
             raise UnsupportedModelError(
