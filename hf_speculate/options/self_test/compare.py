@@ -185,9 +185,9 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
         num_reread = num_tokens - 2
         is_lock_step = counts_by_column(model) or batch_size == 1
         counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
-        kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
-        cache.crop(num_tokens - kept)
-        columns = (kept[:, None] + torch.arange(num_reread, device="cpu")).to(device)  # [B, Q]
+        num_kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
+        cache.crop(num_tokens - num_kept)
+        columns = (num_kept[:, None] + torch.arange(num_reread, device="cpu")).to(device)  # [B, Q]
         again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_reread)
         index = (columns + 1)[..., None].expand(-1, -1, plain.logits.shape[2])
         differences.append(relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again))
