@@ -28,8 +28,14 @@ GeneratorFactory = Callable[..., CandidateGenerator]
 
 
 def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: Any) -> CandidateGenerator:
-    """The call's generator; a function gets what it takes of `prepared`, which transformers hands to its own."""
-    # others follow the text and must not be shown drafts
+    """Return the call's generator; call a factory with its arguments of `prepared`.
+
+    transformers passes `prepared` to its own generators.
+
+    Raises:
+        UnsupportedGenerationError: the generator is of an unsupported kind.
+    """
+    # Other processors follow the text and must not see drafts.
     prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
     generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
     if not isinstance(generator, CandidateGenerator):
@@ -41,7 +47,7 @@ def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: An
     draft = getattr(generator, "assistant_model", None)  # transformers 5.17's MTP generator has none
     if isinstance(generator, AssistedCandidateGenerator) and draft is not None:
         cache = recurrent_cache(draft)
-        if cache is not None and not attention_layers(cache.layers):  # it does not tell transformers what it holds
+        if cache is not None and not attention_layers(cache.layers):  # its cache length is unknown to transformers
             raise UnsupportedGenerationError(
                 f"candidate_generator must draft with a model that has attention layers, got {name} with "
                 f"{type(draft).__name__}; pass the model as assistant_model"
@@ -61,26 +67,35 @@ def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: An
 
 
 def layers_read(generator: CandidateGenerator) -> list[int] | None:
-    """The layers whose hidden states a generator reads, as the target's forward numbers them; None: it reads none."""
+    """Return the layer ids of hidden states read by a generator; None without states.
+
+    Ids are those of the target's forward.
+
+    Raises:
+        UnsupportedGenerationError: the generator reads other outputs, or all layers.
+    """
     if not getattr(generator, "requires_model_outputs", False):
         return None
     asked = dict(getattr(generator, "model_kwargs_overrides", {}))
     layers = asked.pop("output_hidden_states", True)
     if asked or isinstance(layers, bool):
-        what = ", ".join(sorted(asked)) or "the hidden states of all layers"
+        outputs = ", ".join(sorted(asked)) or "the hidden states of all layers"
         raise UnsupportedGenerationError(
             f"candidate_generator must read the text or hidden states of layers that it names, got "
-            f"{type(generator).__name__}, which reads {what}; decode without enabling the model"
+            f"{type(generator).__name__}, which reads {outputs}; decode without enabling the model"
         )
     return [layers] if isinstance(layers, int) else list(layers)
 
 
 def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]:
-    """What a factory takes: transformers, too, hands MTP no text, and the vocabulary's size to prompt lookup only."""
+    """Select a factory's arguments from `prepared`.
+
+    As in transformers, MTP generators get no text, and only prompt lookup gets `vocab_size`.
+    """
     usual = {name: value for name, value in prepared.items() if name != "vocab_size"}
     try:
         parameters = inspect.signature(source).parameters
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # no signature
         return usual
     named = {name: value for name, value in prepared.items() if name in parameters}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -88,7 +103,10 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
 
 
 def samples_its_logits(generator: CandidateGenerator) -> bool:
-    """Whether a generator's logits are known to be the distribution sampled; if not, its proposals are point masses."""
+    """Return whether a generator's logits are known to be its sampling distribution.
+
+    If not, its proposals are point masses.
+    """
     # by exact type: a subclass may translate ids and logits, or do anything else to them
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM
@@ -99,21 +117,22 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
 
 
 class CandidateGeneratorDrafter(PerRow, Drafter):
-    """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
+    """A `Drafter` for one row over a `CandidateGenerator`.
 
-    It decides how many tokens it drafts, up to `num_draft_tokens`, and samples with its own randomness. It is told of
-    each round with scores [1, K+1, 0], which hold nothing but their number.
+    The generator sees the arguments of transformers' own loop. It chooses the draft length, up to
+    `num_draft_tokens`, and samples with its own randomness. After each round it gets empty scores
+    [1, K+1, 0]: only their number counts.
     """
 
     def __init__(self, generator: CandidateGenerator):
         self.generator, self.hidden_layers = generator, layers_read(generator)
         self._returns_distribution = samples_its_logits(generator)
         self._text: Tensor | None = None  # [1, T] at the last call
-        self._shown_len = 0  # length of the prefix that the generator was shown last
-        self._num_proposed = 0  # for that prefix
+        self._shown_len = 0  # length of the last prefix passed to the generator
+        self._num_proposed = 0  # number of candidates after the last prefix
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """K is 0 if the generator proposes nothing."""
+        """Draft up to K tokens; K is 0 if the generator proposes nothing."""
         request.check()
         query, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
         if query.shape[0] != 1:
@@ -128,53 +147,61 @@ class CandidateGeneratorDrafter(PerRow, Drafter):
         return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
-        """Show the prompt: its proposal counts from the second token on, if the first is the one that followed."""
+        """Draft after the prompt without its last token; drop the first candidate if it equals it.
+
+        Otherwise, draft after the whole prompt.
+        """
         if text.shape[1] > 1:
             first = self._draft(text[:, :-1], num_draft_tokens + 1)
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
                 self._text = text
-                logits, sums = (None if part is None else part[:, 1:] for part in (first.token_logits, first.logsumexp))
+                logits, sums = (
+                    None if values is None else values[:, 1:] for values in (first.token_logits, first.logsumexp)
+                )
                 return first._replace(
                     token_ids=first.token_ids[:, 1:], lens=first.lens - 1, token_logits=logits, logsumexp=sums
                 )
         return self._draft(text, num_draft_tokens)
 
-    def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:
-        """Ask for what follows a sequence [1, T] int64; candidates beyond K are cut off."""
+    def _draft(self, text: Any, num_draft_tokens: int, **outputs: Any) -> DraftOut:
+        """Propose tokens after a sequence [1, T] int64; candidates beyond K are dropped."""
         if self._text is not None:  # report the previous round
             num_matches = min(text.shape[1] - self._shown_len - 1, self._num_proposed)
             scores = torch.empty(1, self._num_proposed + 1, 0, device=text.device)
             self.generator.update_candidate_strategy(text, scores, num_matches)
         with torch.no_grad():
-            candidate_ids, logits = self.generator.get_candidates(text, **told)
+            candidate_ids, logits = self.generator.get_candidates(text, **outputs)
         token_ids = candidate_ids[:, text.shape[1] :][:, :num_draft_tokens].to(text.device, torch.int64)  # [1, K]
         self._text, self._shown_len = text, text.shape[1]
         self._num_proposed = candidate_ids.shape[1] - text.shape[1]
-        num = token_ids.shape[1]
-        lens = torch.full((1,), num, dtype=torch.int32, device=text.device)
-        if logits is None or not self._returns_distribution or not num:
+        num_drafted = token_ids.shape[1]
+        lens = torch.full((1,), num_drafted, dtype=torch.int32, device=text.device)
+        if logits is None or not self._returns_distribution or not num_drafted:
             return DraftOut(token_ids, lens, None, None)
-        kept_logits = logits[:, :num].to(text.device)  # [1, K, V]
-        return DraftOut(token_ids, lens, kept_logits, kept_logits.float().logsumexp(-1))
+        draft_logits = logits[:, :num_drafted].to(text.device)  # [1, K, V]
+        return DraftOut(token_ids, lens, draft_logits, draft_logits.float().logsumexp(-1))
 
     def _draft_with_states(
         self, layers: Sequence[int], query: Tensor, kept: Kept | None, num_draft_tokens: int
     ) -> DraftOut:
-        """Show tokens that the target has read in this call, without padding, and their states after each round."""
+        """Propose tokens after those read by the target in this call, with their states.
+
+        Prompts are without padding.
+        """
         if kept is None or kept.hidden_states is None:
             raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
-        num, is_first = int(kept.num_emitted[0]), self._text is None
-        before = query[:, -num - 1 : -num] if self._text is None else self._text
-        text = torch.cat([before, kept.token_ids[:, :num].to(before.device)], dim=1)  # [1, T]
-        states = kept.hidden_states[:, :num].chunk(len(layers), dim=-1)
+        num_emitted, is_first = int(kept.num_emitted[0]), self._text is None
+        before = query[:, -num_emitted - 1 : -num_emitted] if self._text is None else self._text
+        text = torch.cat([before, kept.token_ids[:, :num_emitted].to(before.device)], dim=1)  # [1, T]
+        states = kept.hidden_states[:, :num_emitted].chunk(len(layers), dim=-1)
         by_layer = dict(zip(layers, states, strict=True))
-        by_layer[-1] = states[-1]  # transformers 5.17 asks for the last layer by its number
+        by_layer[-1] = states[-1]  # transformers 5.17 reads the last layer by its number
         columns = torch.arange(text.shape[1], device=text.device)[None]  # [1, T]
         return self._draft(
             text,
             num_draft_tokens,
             model_kwargs={"position_ids": columns, "attention_mask": torch.ones_like(columns)},
             model_outputs=SimpleNamespace(hidden_states=by_layer),
-            is_first_iteration=False,  # transformers' first round drafts nothing: it has no states yet
-            n_last_matches=0 if is_first else num - 1,
+            is_first_iteration=False,  # transformers' first round has no states and drafts nothing
+            n_last_matches=0 if is_first else num_emitted - 1,
         )

@@ -17,7 +17,10 @@ from hf_speculate.options.candidates.from_candidate_generator import (
 
 
 class CandidateSource(FactorySource):
-    """The source of a call that drafts with a generator, or with one that a function makes for each run."""
+    """The draft source of a candidate generator.
+
+    A function makes a new generator for each run.
+    """
 
     argument = "candidate_generator"
     hint = hint_of(argument)
@@ -47,5 +50,5 @@ class CandidateSource(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> CandidateSource:
-    """The source of `candidate_generator`."""
+    """Make the source of `candidate_generator`."""
     return CandidateSource(values["candidate_generator"])

@@ -1,4 +1,4 @@
-"""Our drafters as a transformers `CandidateGenerator`, for transformers' own assisted loop."""
+"""A `Drafter` as a `CandidateGenerator` for transformers' own assisted loop."""
 
 from typing import Any
 
@@ -19,19 +19,20 @@ from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 
 
 class DraftModelCandidateGenerator(CandidateGenerator):
-    """Drafts one row with a `Drafter`, without the nested `generate()` of transformers' own generator.
+    """A candidate generator over a `Drafter`.
 
-    A drafter that takes its argmax returns no logits; transformers then compares its own sample with the draft, and the
-    distribution stays the target's.
+    It drafts one row, without the nested `generate()` of transformers' own generator. A greedy
+    drafter returns no logits. Then transformers compares its own sample with the draft, and samples
+    keep the target's distribution.
 
     Args:
-        drafter: makes the proposals. One with a `draft_model` gets the KV cache that this model needs, also with
+        drafter: makes the proposals. One with a `draft_model` gets a suitable KV cache, also with
             recurrent layers.
         num_draft_tokens: K, >= 1.
-        sample_strategy: how the drafter proposes.
+        sample_strategy: argmax or sampling.
         max_length: no token is drafted at or past this length.
         seed: row seed of the drafts' noise.
-        device: where the draft model lives.
+        device: device of the draft model.
 
     Raises:
         UnsupportedModelError: the draft model cannot roll back.
@@ -54,7 +55,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._seeds = row_seeds(seed, 1)
         self._num_rounds = 0
         self._shown: Tensor | None = None  # [1, T] the prefix of the previous round
-        self._seen: Tensor | None = None  # [1, T'] tokens that the draft cache holds
+        self._seen: Tensor | None = None  # [1, T'] tokens in the draft cache
 
     def get_candidates(  # type: ignore[override]  # transformers' own generators return None for logits too
         self, input_ids: Tensor, **kwargs: Any
@@ -63,10 +64,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids: [1, T] int64, prompt and text so far.
-            **kwargs: what transformers tells generators that ask for the target's outputs; not read.
+            **kwargs: transformers' arguments for readers of the target's outputs; ignored.
 
         Returns:
-            [1, T+K] prefix and proposal, and [1, K, V] logits that it was sampled from, or None for a point mass.
+            [1, T+K] prefix and proposal, and [1, K, V] logits for sampling; None for a point mass.
 
         Raises:
             ShapeError: there is more than one row.
@@ -74,15 +75,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if input_ids.shape[0] != 1:
             raise ShapeError(f"input_ids must be [1, T] in transformers' assisted loop, got {list(input_ids.shape)}")
         length = input_ids.shape[1]
-        num = min(self.num_draft_tokens, self.max_length - length - 1)
-        if num < 1:
+        num_draft_tokens = min(self.num_draft_tokens, self.max_length - length - 1)
+        if num_draft_tokens < 1:
             return input_ids, None
         query, kept = input_ids[:, self._roll_back(input_ids) :], None
         keys = NoiseKeys(self._seeds, *torch.tensor([[self._num_rounds], [length]], device="cpu"))
         if self._shown is not None:
             new_ids = input_ids[:, self._shown.shape[1] :]
             kept = Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32, device="cpu"))
-        request = DraftRequest(query, self._kv_cache, num, self.sample_strategy, keys, kept)
+        request = DraftRequest(query, self._kv_cache, num_draft_tokens, self.sample_strategy, keys, kept)
         try:
             draft = self.drafter.draft(request)
         finally:
@@ -95,15 +96,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return candidates, None if draft.token_logits is None else draft.token_logits[:, :count]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Does nothing: the draft length is constant."""
+        """Do nothing: the draft length is constant."""
 
     def _roll_back(self, input_ids: Tensor) -> int:
-        """Drop the states of tokens that were rejected; returns how many tokens the cache still holds."""
+        """Drop the states of rejected tokens; return the number of tokens left in the cache."""
         if self._seen is None:
             return 0
-        num = min(self._seen.shape[1], input_ids.shape[1] - 1)
-        differs = (self._seen[0, :num] != input_ids[0, :num]).nonzero()
-        num_valid = int(differs[0]) if len(differs) else num
+        num_common = min(self._seen.shape[1], input_ids.shape[1] - 1)
+        differs = (self._seen[0, :num_common] != input_ids[0, :num_common]).nonzero()
+        num_valid = int(differs[0]) if len(differs) else num_common
         self._kv_cache.crop(self._seen.shape[1] - num_valid)
         return num_valid
 

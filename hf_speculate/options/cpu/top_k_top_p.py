@@ -1,13 +1,14 @@
-"""Top-k and top-p on a CPU, by the smallest score that a row keeps.
+"""Top-k and top-p on a CPU, by the smallest remaining score of each row.
 
-transformers sorts scores together with their indices. numpy sorts the scores alone, which takes a tenth of the time
-(V = 4,096 and 32,000, 2 cores of an AMD EPYC), and the sums over sorted rows are the same, bit for bit: the indices
-only matter where scores tie at the border and top-p drops some of them. Such rows go through transformers' own class.
-numpy also does the small operations, in a third of torch's time.
+transformers sorts scores together with their indices. numpy sorts the scores alone in a tenth of
+the time (V = 4,096 and 32,000, 2 cores of an AMD EPYC), and the sums over sorted rows are equal,
+bit for bit: indices only matter if scores tie at the border and top-p drops some of them. Such rows
+go through transformers' own class. numpy also does the small operations, in a third of torch's
+time.
 
-After top-k, rows are nearly empty, and top-p sorts only what is left: in a half to a ninth of the time (48 rows of
-V = 4,096 to 151,936, k = 50). Shorter sums are rounded differently, so rows in which that may matter go through
-transformers' own class too.
+After top-k, rows are nearly empty, and top-p sorts only the remaining scores: in a half to a ninth
+of the time (48 rows of V = 4,096 to 151,936, k = 50). Shorter sums are rounded differently, so rows
+sensitive to rounding go through transformers' own class too.
 """
 
 from collections.abc import Callable
@@ -19,22 +20,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-# In more scores than this, torch finds the k-th largest faster, with several threads.
+# Above this number of scores, torch finds the k-th largest faster, with several threads.
 _MANY_SCORES = 1 << 21
-# Rows of scores are nearly empty if at most one of so many is above -inf. In fewer scores it is not worth looking.
+# Rows are nearly empty if at most one in `_NEARLY_EMPTY` scores is above -inf. Below
+# `_FEW_SCORES` scores, the check costs more than it saves.
 _NEARLY_EMPTY, _FEW_SCORES = 16, 1 << 13
 
 
 class Cutoffs(NamedTuple):
-    """The smallest score that each row keeps."""
+    """The smallest remaining score of each row."""
 
-    lowest: NDArray[np.float32]  # [N], the smallest score kept
-    is_unsure: NDArray[np.bool_] | None  # [N], equal scores may be dropped too, or rounding matters; None if nowhere
-    scratch: Tensor  # [N, V] float32, memory for the result: new memory is not in the CPU's caches
+    lowest: NDArray[np.float32]  # [N], smallest remaining score
+    is_unsure: NDArray[np.bool_] | None  # [N], whether ties or rounding matter; None for no row
+    scratch: Tensor  # [N, V] float32, memory for the result, already in the CPU's caches
 
 
 def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
-    """The processor's result for scores [N, V], bitwise equal, as a new tensor; None if it has to run itself."""
+    """Return the processor's result for scores [N, V] as a new tensor, equal bit for bit.
+
+    Return None if the processor must run itself.
+    """
     find = _FIND.get(type(processor))
     if find is None or scores.device.type != "cpu" or scores.dtype != torch.float32:
         return None
@@ -51,10 +56,10 @@ def apply_cutoff(processor: Any, scores: Tensor) -> Tensor | None:
 
 
 def _drop_below(scores: Tensor, lowest: Tensor, filter_value: float, out: Tensor) -> None:
-    """Write scores [N, V] into `out`, with `filter_value` in place of those below `lowest` [N, 1].
+    """Write scores [N, V] to `out`; replace those below `lowest` [N, 1] by `filter_value`.
 
-    For -inf, the smaller of a score and its signed distance times infinity takes half the time of a comparison and a
-    masked fill. The product is NaN for equal scores, and fmin ignores a NaN.
+    For -inf, the smaller of a score and its signed distance times infinity takes half the time of a
+    comparison and a masked fill. The product is NaN for equal scores, and fmin ignores a NaN.
     """
     if filter_value != -torch.inf:
         out.copy_(scores).masked_fill_(scores < lowest, filter_value)
@@ -74,9 +79,9 @@ def _find_top_k(processor: Any, scores: NDArray[np.float32]) -> Cutoffs | None:
 def _find_top_p(processor: Any, scores: NDArray[np.float32]) -> Cutoffs:
     compact = _without_empty(scores) if processor.filter_value == -np.inf else None
     ascending = np.sort(scores if compact is None else compact, axis=-1)  # [N, M]
-    sums = torch.from_numpy(ascending).softmax(-1).cumsum_(-1)  # [N, M], these two as transformers calls them
-    most_dropped = np.float32(1 - processor.top_p)
-    is_dropped = sums.numpy() <= most_dropped  # a prefix of the row, because sums never fall
+    sums = torch.from_numpy(ascending).softmax(-1).cumsum_(-1)  # [N, M], the same two calls as in transformers
+    max_dropped = np.float32(1 - processor.top_p)
+    is_dropped = sums.numpy() <= max_dropped  # a prefix of the row, because sums never fall
     is_dropped[:, max(ascending.shape[-1] - processor.min_tokens_to_keep, 0) :] = False
     num_dropped, rows = is_dropped.argmin(-1), np.arange(len(scores))  # [N]
     lowest = ascending[rows, num_dropped]
@@ -85,22 +90,25 @@ def _find_top_p(processor: Any, scores: NDArray[np.float32]) -> Cutoffs:
         return Cutoffs(lowest, is_unsure, sums)
     # Two sums of M positive numbers up to 1 differ by less than this, whatever their order.
     rounding = (ascending.shape[-1] + 8) * np.finfo(np.float32).eps
-    is_unsure |= (np.abs(sums.numpy() - most_dropped) <= rounding).any(-1)
+    is_unsure |= (np.abs(sums.numpy() - max_dropped) <= rounding).any(-1)
     return Cutoffs(lowest, is_unsure, torch.empty(scores.shape, dtype=torch.float32, device="cpu"))
 
 
 def _without_empty(scores: NDArray[np.float32]) -> NDArray[np.float32] | None:
-    """[N, M] each row's scores that are not -inf, then -inf in rows with fewer; None if rows are not nearly empty."""
+    """Compact each row's scores above -inf to [N, M], padded with -inf.
+
+    Return None if rows are not nearly empty.
+    """
     if scores.size < _FEW_SCORES:
         return None
-    is_kept = scores != -np.inf
-    if np.count_nonzero(is_kept) * _NEARLY_EMPTY > scores.size:
+    is_finite = scores != -np.inf
+    if np.count_nonzero(is_finite) * _NEARLY_EMPTY > scores.size:
         return None
-    indices = np.flatnonzero(is_kept)
-    nums = np.bincount(indices // scores.shape[-1], minlength=len(scores))  # [N]
-    most = max(int(nums.max()), 1)
-    compact = np.full((len(scores), most), -np.inf, dtype=np.float32)
-    compact[np.arange(most) < nums[:, None]] = scores.reshape(-1)[indices]
+    indices = np.flatnonzero(is_finite)
+    counts = np.bincount(indices // scores.shape[-1], minlength=len(scores))  # [N]
+    max_count = max(int(counts.max()), 1)
+    compact = np.full((len(scores), max_count), -np.inf, dtype=np.float32)
+    compact[np.arange(max_count) < counts[:, None]] = scores.reshape(-1)[indices]
     return compact
 
 

@@ -1,4 +1,4 @@
-"""`DraftState`: a draft model's key-value states, kept from one `generate` call to the next."""
+"""`DraftState`: a draft model's KV states between `generate` calls."""
 
 import threading
 import weakref
@@ -10,17 +10,23 @@ from hf_speculate.types import KVState
 
 
 class DraftCacheKey(NamedTuple):
-    """The key of a saved draft cache: what its states depend on besides tokens; a draft with an equal key uses them."""
+    """The key of a saved draft cache.
+
+    Cached states depend on it besides tokens. A draft model with an equal key can use them.
+    """
 
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
-    adapters: tuple[Any, ...]  # for each layer that PEFT adapts: active ones, whether they are disabled, merged ones
-    table: object  # the mapping of the target's ids to the draft's; None if the ids are the same
+    adapters: tuple[Any, ...]  # per PEFT layer: active adapters, whether disabled, merged adapters
+    table: object  # maps target ids to draft ids; None for equal ids
 
 
 class SavedDraftCache(NamedTuple):
-    """KV states of a draft model at the end of a call."""
+    """A draft model's saved KV states.
+
+    They are saved at the end of a call.
+    """
 
     key: DraftCacheKey
     token_ids: list[list[int]]  # [B] the tokens of each row, without padding
@@ -28,13 +34,16 @@ class SavedDraftCache(NamedTuple):
 
 
 class DraftState:
-    """KV states of a draft model, reused by the next call: `generate(..., assistant_model=draft, draft_state=state)`.
+    """A draft model's KV states between calls.
 
-    Pass the same object to all turns of a chat: the draft model then processes only what follows the longest prefix
-    that each row's prompt shares with the last call's text. Texts and drafts do not change. The states are dropped if
-    the draft model, its adapters, the number of rows, the device or the dtype differ, or if no prefix is shared. The
-    object holds the states of one call, and none after a call that failed. Threads may share it; calls that run at the
-    same time find it empty. Call `reset()` after changing the draft's weights in place.
+    Use it as `generate(..., assistant_model=draft, draft_state=state)`. Pass the same object to all
+    turns of a chat. The draft model then skips the longest prefix common to each row's prompt and
+    the last call's text. Texts and drafts do not change.
+
+    The states are dropped if the draft model, its adapters, the number of rows, the device or the
+    dtype differ, or if there is no common prefix. The object holds the states of one call, and none
+    after a failed call. Threads may share it; simultaneous calls find it empty. Call `reset()`
+    after changing the draft's weights in place.
     """
 
     def __init__(self) -> None:
@@ -50,11 +59,11 @@ class DraftState:
         """Size of the KV states in bytes."""
         with self._lock:
             states = [] if self._saved is None else self._saved.kv_states
-            return sum(part.numel() * part.element_size() for state in states for part in state)
+            return sum(tensor.numel() * tensor.element_size() for state in states for tensor in state)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that have KV states, summed over rows."""
+        """Number of tokens with KV states, summed over rows."""
         with self._lock:
             return 0 if self._saved is None else sum(map(len, self._saved.token_ids))
 
@@ -63,12 +72,12 @@ class DraftState:
         self.take()
 
     def take(self) -> SavedDraftCache | None:
-        """Return the saved cache, or None, and leave the state empty."""
+        """Return the saved cache, or None, and empty the state."""
         with self._lock:
             saved, self._saved = self._saved, None
             return saved
 
     def put(self, saved: SavedDraftCache) -> None:
-        """Save the cache of a call that ends."""
+        """Save the cache at the end of a call."""
         with self._lock:
             self._saved = saved

@@ -1,14 +1,17 @@
-"""A Gemma 4 assistant: transformers' small model that drafts from the keys and values of its target.
+"""A Gemma 4 assistant: a small transformers model over its target's keys and values.
 
-Of a row, the target has read n tokens, h is its state after the final norm at the last of them, and t the newest token:
+For one row, let n be the number of tokens read by the target, h the target's state after the final
+norm at the last of them, and t the newest token:
 
     x = pre_projection([E(t), h]),    z = norm(layers(x)),    logits = lm_head(z),    h' = post_projection(z)
 
-E is the target's scaled table of embeddings. The layers have no keys and values of their own: each attends to those of
-the n tokens in the target's last layer of the same type that stores them. For the next token, the drafted one stands
-for t and h' for h. The query stays at one position, and sees drafted tokens through h alone.
+E is the target's scaled embedding table. The layers compute no keys and values. Each attends to the
+n tokens in the target's last layer of the same type with stored states. For the next step, the
+drafted token replaces t and h' replaces h. The query stays at one position, and sees drafted tokens
+through h alone.
 
-With ordered embeddings, each row scores the tokens of the m centroids with the largest products with z, and no others.
+With ordered embeddings, each row scores only the tokens of the m centroids with the largest
+products with z.
 """
 
 from collections.abc import Sequence
@@ -25,34 +28,36 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import device_of, dtype_of, plain_weight, vocab_size_of
 from hf_speculate.models.module_walk import weight_bytes
 
-LAST_READ, NEWEST = -1, 0  # positions of the query less n: that of the last token read, or of the newest one
+LAST_READ, NEWEST = -1, 0  # position of the query minus n: last token read, or newest token
 _TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
-_ATTENTIONS = ("sdpa", "eager")  # which take a mask [B, 1, 1, T]
+_ATTENTIONS = ("sdpa", "eager")  # for masks [B, 1, 1, T]
 _SLIDING = "sliding_attention"
 
 
 class Context(NamedTuple):
-    """What the queries of a round attend to."""
+    """The target's states for one round's queries."""
 
     states: dict[str, tuple[Tensor, Tensor]]  # by type of layer, keys and values [B, H, T, D] of the target
-    masks: dict[str, Tensor | None]  # by type of layer, [B or 1, 1, 1, T] additive; None if every column is seen
+    masks: dict[str, Tensor | None]  # by type of layer, [B or 1, 1, 1, T] additive; None for all columns
     positions: Tensor  # [B or 1, 1] int64, of the queries
 
 
 class Gemma4Assistant:
-    """A Gemma 4 assistant for its target; `assistant_model` takes it, or the model itself.
+    """A Gemma 4 assistant for its target.
+
+    `assistant_model` takes it, or the model itself.
 
     Args:
         model: transformers' assistant, in the target's dtype and on its device.
-        position: position of the query less the number of tokens that the target has read: -1, which servers use, or
-            0, which transformers uses. `check_positions` measures both.
+        position: position of the query minus the number of tokens read by the target: -1 as in
+            servers, or 0 as in transformers. `check_positions` measures both.
 
     Raises:
         ConfigError: the position is another number.
         UnsupportedModelError: the attention implementation takes no mask for each row.
     """
 
-    draft_source = "gemma4_assistant"  # the variant of draft sources that it is
+    draft_source = "gemma4_assistant"  # name of its kind of draft source
 
     def __init__(self, model: PreTrainedModel, position: int = LAST_READ):
         if position not in (LAST_READ, NEWEST):
@@ -76,13 +81,16 @@ class Gemma4Assistant:
 
     @property
     def windows(self) -> dict[str, int | None]:
-        """Tokens that a layer attends to at most, by its type; None for any number."""
+        """Attention window by layer type, in tokens; None for full attention."""
         types = dict.fromkeys(self.config.layer_types)
         return {layer_type: self.config.sliding_window if layer_type == _SLIDING else None for layer_type in types}
 
     @property
     def num_step_bytes(self) -> int:
-        """Bytes of the weights that a step reads; of ordered embeddings, the share of the centroids that are read."""
+        """Size in bytes of the weights read by one step.
+
+        Ordered embeddings count by the share of centroids read.
+        """
         model, embedder = self.model, self.model.masked_embedding
         tables = {id(weight) for module in (model.lm_head, model.model.embed_tokens) for weight in module.parameters()}
         others = sum(weight_bytes(weight) for weight in model.parameters() if id(weight) not in tables)
@@ -90,7 +98,10 @@ class Gemma4Assistant:
         return others + int(sum(map(weight_bytes, model.lm_head.parameters())) * share)
 
     def sources(self, target: PreTrainedModel) -> dict[str, int]:
-        """The target's last layer that stores states, by type of layer; of types that the assistant has, if present."""
+        """Return the target's last layer with stored states, by layer type.
+
+        Only the assistant's layer types are listed, if the target has them.
+        """
         text = target.config.get_text_config(decoder=True)
         storing = text.layer_types[: text.num_hidden_layers - text.num_kv_shared_layers]
         last = {layer_type: index for index, layer_type in enumerate(storing)}
@@ -109,7 +120,7 @@ class Gemma4Assistant:
             )
 
     def _problems_with(self, target: PreTrainedModel) -> list[str]:
-        """Why it cannot draft for a Gemma 4 target, each a sentence; empty if it can."""
+        """Return reasons against drafting for this target, each a sentence; empty if it fits."""
         decoder: Any = target.get_decoder()
         text, problems = target.config.get_text_config(decoder=True), list[str]()
         width, sizes = self.model.backbone_hidden_size, (int(self.config.vocab_size), vocab_size_of(target))
@@ -128,8 +139,8 @@ class Gemma4Assistant:
             if layer_type not in sources:
                 problems.append(f"it reads a layer of type {layer_type}, and the target stores states of none")
                 continue
-            own, its = self.model.model.layers[index].self_attn, attentions[layer_type]
-            shapes = _key_shape(own, self.config), _key_shape(its, text)
+            draft_attention, target_attention = self.model.model.layers[index].self_attn, attentions[layer_type]
+            shapes = _key_shape(draft_attention, self.config), _key_shape(target_attention, text)
             if shapes[0] != shapes[1]:
                 problems.append(
                     f"it reads keys of {shapes[0]} (heads, width) in {layer_type}, and the target's are {shapes[1]}"
@@ -143,11 +154,14 @@ class Gemma4Assistant:
         return list(dict.fromkeys(problems))
 
     def step(self, embeddings: Tensor, states: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] after a token, -inf for tokens that are not scored, and the states [B, D] for the next one.
+        """Return logits [B, V] after a token, and states [B, D] for the next step.
+
+        Logits of unscored tokens are -inf.
 
         Args:
-            embeddings: [B, D] of the token, as the target embeds it.
-            states: [B, D] of the token before it: the target's after the final norm, or what the last step returned.
+            embeddings: [B, D], the target's embeddings of the token.
+            states: [B, D], of the token before: the target's after the final norm, or the last
+                step's.
             context: of the round.
         """
         model = self.model
@@ -170,13 +184,13 @@ class Gemma4Assistant:
         best = embedder.centroids(normed).topk(embedder.centroid_intermediate_top_k).indices  # [B, m]
         ids = embedder.token_ordering.view(embedder.num_centroids, -1)[best].flatten(1)  # [B, N]
         weight = plain_weight(head)
-        if weight is None or weight.is_meta:  # rows that the module alone can read
-            every: Tensor = head(normed)  # [B, V]
-            return torch.full_like(every, -torch.inf).scatter_(1, ids, every.gather(1, ids))
+        if weight is None or weight.is_meta:  # only the module can read its rows
+            all_logits: Tensor = head(normed)  # [B, V]
+            return torch.full_like(all_logits, -torch.inf).scatter_(1, ids, all_logits.gather(1, ids))
         scores: Tensor = (weight[ids] @ normed[..., None])[..., 0]  # [B, N]
         return scores.new_full((len(ids), weight.shape[0]), -torch.inf).scatter_(1, ids, scores)
 
 
 def _key_shape(attention: Any, config: Any) -> Sequence[int]:
-    """Heads and width of the keys that an attention layer reads."""
+    """Return heads and width of the keys read by an attention layer."""
     return config.num_attention_heads // attention.num_key_value_groups, attention.head_dim

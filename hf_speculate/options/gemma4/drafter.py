@@ -1,4 +1,4 @@
-"""The drafter over a Gemma 4 assistant: one token after another, from the target's KV cache and its newest state."""
+"""The drafter over a Gemma 4 assistant: one token per step, from the target's KV cache."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from hf_speculate.types import DraftOut
 
 
 class Gemma4Drafter(PerRow, Drafter):
-    """A `Drafter` without states of its own: each round reads the target's, which the last rollback has left."""
+    """A `Drafter` without states of its own.
+
+    Each round reads the target's states after the last rollback.
+    """
 
     hidden_layers = (-1,)
     reads_prompt = False
@@ -27,9 +30,9 @@ class Gemma4Drafter(PerRow, Drafter):
         assistant.check_target(setup.target)
         self.assistant = assistant
         self.device, self.dtype = device_of(assistant.model), dtype_of(assistant.model)
-        longest = assistant.config.max_position_embeddings
-        is_reached = longest < setup.max_length or setup.processors.can_join
-        self.context_len = longest if is_reached else None  # rows that join may be longer
+        context_len = assistant.config.max_position_embeddings
+        is_reached = context_len < setup.max_length or setup.processors.can_join
+        self.context_len = context_len if is_reached else None  # joining rows may be longer
         eos = upload(sorted(setup.eos_token_ids), self.device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
         vocabulary = DraftVocabulary(int(assistant.config.vocab_size)).resized(setup.vocab_size)
@@ -70,7 +73,7 @@ class Gemma4Drafter(PerRow, Drafter):
         return draft.finish(self._tokens_device)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        """[B, D] of ids [B] int64, as the target embeds them."""
+        """Return the target's embeddings [B, D] of ids [B] int64."""
         rows: Tensor = self._embeddings(token_ids.to(self._tokens_device))
         return rows.to(self.device, self.dtype)
 

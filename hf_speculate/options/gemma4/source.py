@@ -20,7 +20,7 @@ FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 
 
 class Gemma4Source(FactorySource):
-    """The source of a call that drafts with a Gemma 4 assistant."""
+    """The draft source of a Gemma 4 assistant."""
 
     argument = "assistant_model"
     hint = hint_of(argument)
@@ -34,16 +34,16 @@ class Gemma4Source(FactorySource):
         return f"assistant {self.assistant.name}"
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """If the call sets no number of tokens, that of the assistant's generation config bounds it."""
+        """Bound the draft length by the assistant's generation config, unless the call sets it."""
         for name in ("prompt_lookup_num_tokens", "draft_state"):
             if getattr(config, name) is not None:
                 raise UnsupportedGenerationError(
                     f"{name} cannot be combined with a Gemma 4 assistant, got one as {self.argument}; omit one of them"
                 )
-        num = getattr(self.assistant.model.generation_config, "num_assistant_tokens", None)
-        if config.num_assistant_tokens is not None or num is None:
+        default_k = getattr(self.assistant.model.generation_config, "num_assistant_tokens", None)
+        if config.num_assistant_tokens is not None or default_k is None:
             return config
-        return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
+        return replace(config, num_assistant_tokens=default_k, num_assistant_tokens_schedule=config.schedule)
 
     def start(self, setup: DrafterSetup) -> Drafter:
         return Gemma4Drafter(self.assistant, setup)
@@ -55,7 +55,7 @@ class Gemma4Source(FactorySource):
         return self.assistant.num_step_bytes
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
-        """Warn once if few of the first tokens that it drafted were accepted."""
+        """Warn once if few first draft tokens were accepted."""
         drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
         first = DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
         if AcceptanceTallies.of(target).add(self.assistant.model, first, FIRST_TOKENS_BOUND):
@@ -67,6 +67,6 @@ class Gemma4Source(FactorySource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> Gemma4Source:
-    """The source of an assistant that was passed as `assistant_model`."""
+    """Make the source of the assistant in `assistant_model`."""
     assistant = values["assistant_model"]
     return Gemma4Source(assistant if isinstance(assistant, Gemma4Assistant) else Gemma4Assistant(assistant))

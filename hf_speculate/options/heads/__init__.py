@@ -1,1 +1,1 @@
-"""Draft heads, which read the target's hidden states: EAGLE-3, P-EAGLE, DFlash, DSpark, MTP; and PARD."""
+"""Draft heads over the target's hidden states (EAGLE-3, P-EAGLE, DFlash, DSpark, MTP) and PARD."""

@@ -1,12 +1,12 @@
 """Causal convolutions within a block, before and after each sublayer of a DFlash 2 head.
 
-With T taps, G groups of g = H / G channels, and the normed input x [B, b, H] of the sublayer, side 0 acts on the
-sublayer's input and side 1 on its output:
+With T taps, G groups of g = H / G channels, and the normed input x [B, b, H] of the sublayer, side
+0 acts on the sublayer's input and side 1 on its output:
 
     D = kernel_projection(x)                                                                  [B, b, 2, T, G]
     conv(y)[j, c] = sum over tau = 0..min(T - 1, j) of (base[side, tau, c] + D[j, side, tau, c // g]) * y[j - tau, c]
 
-A slot j reads slots of its own row's block alone, never the context.
+Slot j reads slots of its own row's block alone, never the context.
 """
 
 import torch
@@ -21,7 +21,10 @@ _NUM_SIDES = 2
 
 
 class BlockConvolution(nn.Module):
-    """The two convolutions around one sublayer, whose kernels follow from the sublayer's input."""
+    """Two convolutions around one sublayer.
+
+    Their kernels are computed from the sublayer's input.
+    """
 
     def __init__(self, width: int, num_taps: int, group_size: int):
         super().__init__()
@@ -31,14 +34,14 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(width, _NUM_SIDES * num_taps * num_groups, bias=False)
 
     def kernels(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Kernels [B, b, T, H] of both sides for the sublayer's normed input [B, b, H]."""
+        """Return kernels [B, b, T, H] of both sides for the sublayer's normed input [B, b, H]."""
         by_group = self.kernel_projection(normed).unflatten(-1, self._kernel_shape)  # [B, b, 2, T, G]
         before, after = (self.base_kernel + by_group.repeat_interleave(self._group_size, -1)).unbind(2)
         return before, after
 
 
 def convolved(states: Tensor, kernel: Tensor) -> Tensor:
-    """[B, b, H] of states [B, b, H] and a kernel [B, b, T, H]."""
+    """Convolve states [B, b, H] with a kernel [B, b, T, H]; return [B, b, H]."""
     result = kernel[:, :, 0] * states
     for tap in range(1, min(kernel.shape[2], states.shape[1])):
         result = result + kernel[:, :, tap] * pad(states, (0, 0, tap, -tap))
@@ -46,7 +49,10 @@ def convolved(states: Tensor, kernel: Tensor) -> Tensor:
 
 
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer with convolutions before and after attention and MLP."""
+    """A decoder layer with convolutions.
+
+    They stand before and after attention and MLP.
+    """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, num_taps: int, group_size: int):
         super().__init__(config, has_norms)

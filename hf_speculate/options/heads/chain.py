@@ -1,12 +1,14 @@
-"""Drafts a chain of tokens with a network of pairs (token, state): EAGLE-3 and MTP layers.
+"""Drafts a chain of tokens with a network of (token, state) pairs: EAGLE-3 and MTP layers.
 
-A pair joins token t_{i+1} with a state of the token before it, stands at position i, and predicts t_{i+2}. The first
-token of a draft comes from true pairs, whose states are the target's. Each later one comes from the pair of the token
-drafted before it with what the network made of the pair before. Such pairs are dropped when the round is over.
+A pair joins token t_{i+1} with the state of token t_i. It stands at position i and predicts
+t_{i+2}. The first token of a draft comes from true pairs with the target's states. Each later token
+comes from the pair of the last drafted token and the network's output at the pair before. Such
+pairs are dropped at the end of the round.
 
-A network may have several depths, as checkpoints with several MTP layers do. Depth d reads what depth d - 1 made of
-the pair before, so that its pair at position p joins t_{p+1} with a state of depth d - 1 at p - 1, and it has no pair
-at positions below d. Draft step k runs depth (k - 1) mod n, which first catches up on the tokens drafted before.
+A checkpoint with several MTP layers gives a network with several depths. Depth d reads the output
+of depth d - 1 at the pair before: its pair at position p joins t_{p+1} with a state of depth d - 1
+at p - 1. It has no pair at positions below d. Draft step k runs depth (k - 1) mod n. On its first
+turn, a depth catches up on the tokens drafted before.
 """
 
 from abc import abstractmethod
@@ -28,47 +30,56 @@ from hf_speculate.options.heads.row_axes import RowAxes
 from hf_speculate.options.heads.row_cache import CacheView
 from hf_speculate.types import Kept, NoiseKeys
 
-_MAX_UNROLLED_STEPS = 16  # longer drafts would take long to compile; they run step by step
+_MAX_UNROLLED_STEPS = 16  # longer drafts compile slowly and run step by step
 
 
 class Pairs(NamedTuple):
-    """Pairs of tokens and states that go through one depth of a network together."""
+    """Pairs of tokens and states for one forward.
+
+    All go through one depth of a network.
+    """
 
     token_ids: Tensor  # [B, N] int64
-    states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
+    states: Tensor  # [B, N, H], the target's after `project`, or earlier outputs
     positions: Tensor  # [B or 1, N] int64, or [3, B, N] in time, height and width
     view: CacheView
     merged: MergedEmbeddings | None = None
 
     def embedded(self, embeddings: Tensor) -> Tensor:
-        """[B, N, Ht] embeddings of the tokens, with those of pictures and sounds where the network reads them."""
+        """Merge pictures and sounds into token embeddings [B, N, Ht], if the network reads them."""
         return embeddings if self.merged is None else self.merged.merge(embeddings)
 
 
 class ChainNetwork(HeadNetwork):
-    """A network that a chain is drafted with."""
+    """A network of (token, state) pairs.
 
-    num_depths: int = 1  # layers that take turns; each has pairs and caches of its own
+    A `ChainDrafter` drafts a chain of tokens with it.
+    """
+
+    num_depths: int = 1  # layers run in turn, each with its own pairs and caches
     is_traceable: bool = True  # whether its forwards can be compiled
-    reads_axes: bool = False  # whether it takes positions in time, height and width, as targets of pictures have them
+    reads_axes: bool = False  # whether positions have three axes: time, height and width
 
     @abstractmethod
     def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
-        """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""
+        """Run one depth on pairs and return its outputs [B, N, H].
+
+        Keys and values are written to the cache.
+        """
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
+        """Return logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
         return self.logits(outputs, parts), outputs
 
 
 class ChainInputs(NamedTuple):
-    """Where a chain begins."""
+    """The inputs of a compiled chain."""
 
     outputs: Tensor  # [B, H] at each row's last true pair
-    ends: Tensor  # [B] int64, each row's first position without a true pair
-    offsets: Tensor | None  # [B, 3] int64, positions in time, height and width less those; None if there is one axis
-    seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
-    buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, which are written to
+    ends: Tensor  # [B] int64, first position of each row without a true pair
+    offsets: Tensor | None  # [B, 3] int64, positions by axis minus `ends`; None for one axis
+    seen: Tensor  # [W] int64, columns 0..W-1 for attention
+    buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, updated in place
 
 
 def chain_steps(
@@ -79,7 +90,10 @@ def chain_steps(
     settings: DraftSettings,
     keys: NoiseKeys | None,
 ) -> Chosen:
-    """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
+    """Draft tokens one after another with a network of one depth.
+
+    Without noise `keys`, the argmax is taken.
+    """
     vocabulary, width = parts.vocabulary, inputs.seen.shape[0]
     row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
     buffers, drafted = dict(enumerate(inputs.buffers)), []
@@ -104,7 +118,10 @@ def chain_steps(
 
 
 class ChainDrafter(HeadDrafter[ChainNetwork]):
-    """Drafts one token after another with a `ChainNetwork`; the call may ask for compiled drafts."""
+    """A drafter of one token per forward.
+
+    It runs a `ChainNetwork`, compiled if the call requests it.
+    """
 
     PARTS: ClassVar[tuple[str, ...]] = (*HeadDrafter.PARTS, "_axes")
 
@@ -118,11 +135,11 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         self._compilation: Compilation | None = None
         self._compiled_lens: tuple[int, ...] = ()
         request = setup.compilation
-        # where the target is not compiled, rows leave the batch, and each number of rows would be compiled
+        # With an eager target, rows leave the batch, and each batch size would be compiled.
         is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
         if request is not None and network.is_traceable and self.chooser.is_plain and not is_target_eager:
             self._compilation = Compilation(network, request.settings, request.units, request.on_failure)
-            self._compiled_lens = tuple(num for num in request.lens if num <= _MAX_UNROLLED_STEPS)
+            self._compiled_lens = tuple(length for length in request.lens if length <= _MAX_UNROLLED_STEPS)
             self.is_compiled = self._compilation.is_working
             self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)  # for the whole call
 
@@ -136,28 +153,28 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
         drafted = [draft.choose(logits)]  # each [B]
-        num_own = [0] * num_depths  # columns behind the rows' ends that a depth has written
+        num_written = [0] * num_depths  # columns written by each depth behind the rows' ends
         for step in range(1, num_draft_tokens):
             if draft.are_enough():
                 break
             depth = step % num_depths
-            if step < num_depths:  # the depth's first turn: it catches up
+            if step < num_depths:  # first turn of the depth: catch up
                 states = torch.stack(outputs[depth - 1][:step], dim=1)  # [B, step, H]
                 token_ids, first = torch.stack(drafted, dim=1), 0
             else:
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
-            num = token_ids.shape[1]
-            positions = self._positions(self.cache.row_lens.positions(num, first))
-            pairs = Pairs(token_ids, states, positions, self.cache.view(num, num_own[depth]))
+            num_new = token_ids.shape[1]
+            positions = self._positions(self.cache.row_lens.positions(num_new, first))
+            pairs = Pairs(token_ids, states, positions, self.cache.view(num_new, num_written[depth]))
             states_of_pairs = self.network.run(depth, pairs, self.parts)  # [B, N, H]
-            num_own[depth] += num
+            num_written[depth] += num_new
             outputs[depth] += states_of_pairs.unbind(1)
             logits, feedback = self.network.read(states_of_pairs[:, -1], self.parts)
             drafted.append(draft.choose(logits))
 
     def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Chosen | None:
-        """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
-        num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
+        """Draft at least K tokens in a compiled chain; return None for eager drafting."""
+        num_steps = next((length for length in self._compiled_lens if length >= num_draft_tokens), None)
         if self._compilation is None or num_steps is None or len(self.cache.buffers) < len(self.network.layer_masks):
             return None
         width = width_for(max(self.cache.row_lens.on_host) + num_steps, self.cache.capacity)
@@ -180,7 +197,10 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
         return new if self._media is None else self._media.read(new)
 
     def _positions(self, numbers: Tensor) -> Tensor:
-        """Positions of the tokens with these numbers [B or 1, N] in each row: as they are, or in three axes."""
+        """Return the positions of tokens numbered [B or 1, N] in each row.
+
+        With three axes, the result is [3, B, N]; otherwise the numbers themselves.
+        """
         return numbers if self._axes is None else self._axes.at(numbers)
 
     def read_new(self, new: NewTokens) -> None:
@@ -195,5 +215,5 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:
                 head = torch.zeros_like(outputs[:, 0]) if before is None else before
-                states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each of the pair before
+                states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each from the pair before
         self.cache.advance(new.counts, new.lens)

@@ -1,8 +1,8 @@
-"""DFlash and DSpark heads: a block of mask tokens that attends to projected states of the whole text.
+"""DFlash and DSpark heads: a block of mask tokens attends to projected target states.
 
-Context states go into the keys and values of every layer as they are, without the layer's norm, at the positions of
-their tokens. The block holds the newest token, whose state is not known yet, and mask tokens after it; its slots see
-the whole context and, in layers that are not causal, each other.
+Context states are written to the keys and values of every layer at the positions of their tokens,
+without the layer's norm. The block holds the newest token, without a state as yet, and mask tokens
+after it. Its slots see the whole context and, in non-causal layers, each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,23 +31,26 @@ _DEFAULT_THETA = {"z-lab": 1e6, "speculators": 1e4}
 
 @dataclass(frozen=True)
 class DFlashOptions:
-    """How a head's forward differs from the plain one."""
+    """Options of a DFlash or DSpark network."""
 
     layers: Qwen3Config
-    block_size: int  # b, tokens of a block, the newest one included
+    block_size: int  # b, tokens of a block, with the newest one
     mask_token_id: int  # id of the other tokens of a block
-    num_states: int  # A, target states that are concatenated for each token
-    is_causal: tuple[bool, ...]  # by layer, whether tokens of a block hide those after them
-    samples_from_anchor: bool = False  # whether a slot predicts the token after it; otherwise its own token
-    embedding_scale: float | None = None  # factor on the target's unscaled embeddings; None for the target's own scale
+    num_states: int  # A, target states concatenated for each token
+    is_causal: tuple[bool, ...]  # by layer, whether block tokens hide later ones
+    samples_from_anchor: bool = False  # whether a slot predicts the next token, not its own
+    embedding_scale: float | None = None  # factor on unscaled embeddings; None for the target's
     logit_scale: float = 1.0  # factor on the logits
-    softcapping: float | None = None  # bound of the logits by a tanh; None for no bound
-    markov_head: str | None = None  # "vanilla", "gated" or "rnn", the DSpark variant; None for DFlash
-    markov_reaches_confidence: bool = False  # whether the confidence head reads the previous token's embedding too
+    softcapping: float | None = None  # bound of the logits by a tanh; None if unbounded
+    markov_head: str | None = None  # DSpark: "vanilla", "gated" or "rnn"; None for DFlash
+    markov_reaches_confidence: bool = False  # whether the confidence head reads previous embeddings
 
 
 class DFlashNetwork(FusingNetwork):
-    """The network of a DFlash or DSpark head; the weights' names say what it has of its own."""
+    """The network of a DFlash or DSpark head.
+
+    Names of the checkpoint's weights decide about optional modules.
+    """
 
     layers: Any  # an `nn.ModuleList` of `DecoderLayer`
 
@@ -64,7 +67,7 @@ class DFlashNetwork(FusingNetwork):
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         markov = self.options.markov_head
         self.markov_head = None if markov is None else MarkovHead(markov, width, shapes)
-        # its sigmoid estimates the probability that the target keeps a slot's token
+        # The sigmoid estimates the probability of acceptance of a slot's token.
         confidence = nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
         self.confidence_head = None if confidence is None else nn.ModuleDict({"proj": confidence})
 
@@ -80,15 +83,18 @@ class DFlashNetwork(FusingNetwork):
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
 
     def read(self, context: Tensor, view: CacheView) -> None:
-        """Put context states [B, N, H] into the keys and values of every layer."""
+        """Write context states [B, N, H] to the keys and values of every layer."""
         rotation = self.rotary(view.columns, context.dtype)
         for index, layer in enumerate(self.layers):
             view.write(index, *layer.self_attn.keys_values(context, rotation))
 
     def fill(self, newest_ids: Tensor, view: CacheView, parts: TargetParts) -> Tensor:
-        """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
+        """Return the states [B, b, H] of a block behind the context, after the final norm.
+
+        The block begins with the newest ids [B] int64.
+        """
         options = self.options
-        mask_id = options.mask_token_id if self.mask_embedding is None else 0  # whose embedding is then replaced
+        mask_id = options.mask_token_id if self.mask_embedding is None else 0  # replaced below
         masks = newest_ids.new_full((len(newest_ids), options.block_size - 1), mask_id)
         token_ids = torch.cat([newest_ids[:, None], masks], dim=1)  # [B, b]
         if self.embed_tokens is not None:
@@ -110,10 +116,11 @@ class DFlashNetwork(FusingNetwork):
 
 
 class MarkovHead(nn.Module):
-    """Adds to a slot's logits what follows from the token before it.
+    """A logits bias by the previous token.
 
-    With e = w1[previous token] and h the slot's state, the bias is w2 of e ("vanilla"), of e gated by
-    sigmoid(gate(h, e)) ("gated"), or of tanh(output) of a recurrent unit over the block's slots ("rnn").
+    With e = w1[previous token] and h the slot's state, the bias is w2 of e ("vanilla"), of e gated
+    by sigmoid(gate(h, e)) ("gated"), or of tanh(output) of a recurrent unit over the block's slots
+    ("rnn").
     """
 
     def __init__(self, variant: str, width: int, shapes: Mapping[str, Sequence[int]]):
@@ -125,7 +132,14 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if variant == "rnn" else None
 
     def forward(self, embeddings: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias [B, Vd] of a slot with states [B, H] after tokens [B, r], and a recurrent unit's memory [B, r]."""
+        """Return the bias [B, Vd] of a slot and the memory [B, r] of the recurrent unit.
+
+        Args:
+            embeddings: [B, r], of the previous tokens.
+            states: [B, H], of the slot.
+            memory: [B, r], of the slot before; None in the first slot, and for variants without a
+                recurrent unit.
+        """
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(torch.cat([states, embeddings], dim=-1)))
             return self.markov_w2(gate * embeddings), None
@@ -140,9 +154,10 @@ class MarkovHead(nn.Module):
 
 
 class BlockDrafter(HeadDrafter[DFlashNetwork]):
-    """Drafts with one block a round, whatever K is; a shorter draft is the beginning of the block's.
+    """A drafter of one block per round.
 
-    With a confidence head, a row's draft ends before the product of its estimates falls below the call's threshold.
+    A draft shorter than the block is its beginning. With a confidence head, a row's draft ends
+    before the product of its estimates falls below the call's threshold.
     """
 
     def __init__(self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup):
@@ -167,10 +182,10 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             self.cache.advance(new.counts, new.lens)
 
     def choose(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> Tensor | None:
-        """Choose K tokens after the `previous` one [B], from states [B, K, H] and logits [B, K, Vd] of their slots.
+        """Choose K tokens after the `previous` one [B], by states [B, K, H] and logits [B, K, Vd].
 
         Returns:
-            [B] how many count, or None if all do.
+            Draft length of each row [B] int32; None for K in every row.
         """
         network, memory = self.network, None
         if network.markov_head is None and not self._threshold:
@@ -184,8 +199,8 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
                 table = network.markov_head.markov_w1
                 embeddings = table(self.parts.known(previous, table.num_embeddings))  # [B, r]
                 bias, memory = network.markov_head(embeddings, features, memory)
-                num = min(scores.shape[1], bias.shape[1])  # a target's own matrix may have more or fewer rows
-                scores = scores[:, :num] + bias[:, :num]
+                num_ids = min(scores.shape[1], bias.shape[1])  # the target's head may have more or fewer rows
+                scores = scores[:, :num_ids] + bias[:, :num_ids]
                 if network.options.markov_reaches_confidence:
                     features = torch.cat([features, embeddings], dim=-1)
             previous = draft.choose(scores)
@@ -196,14 +211,14 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
 
 
 def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
-    """The DFlash or DSpark head that a config describes."""
+    """Read the spec and options of a DFlash or DSpark head from its config."""
     config, head = source.config, source.recognised
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
     if fields.get("mask_token_id") is None:
         raise ConfigError(
             f"mask_token_id must be set for a DFlash head, got none; add it to config.json of {source.name}"
         )
-    is_muse = config.get("model_type") == "muse_glimmer_assistant"  # transformers' own class of z-lab's network
+    is_muse = config.get("model_type") == "muse_glimmer_assistant"  # z-lab's network as a transformers class
     layer_fields = source.layer_fields | _windows(source.layer_fields, fields, is_muse)
     layers = read_layer_config(layer_fields, 5e5 if is_muse else _DEFAULT_THETA[head.format])
     block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[head.format])
@@ -233,14 +248,17 @@ def read_dflash(source: ConfigSource) -> tuple[HeadSpec, DFlashOptions]:
             f"its config names no target_layer_ids, so it is taken to read layers {list(ids)}; if the acceptance rate "
             "is low, pass aux_layers="
         )
-    most = block_size if samples_from_anchor else block_size - 1
+    num_slots = block_size if samples_from_anchor else block_size - 1
     num_layers = config.get("num_target_layers")
-    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_layers, notes=tuple(notes))
-    return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options
+    spec = source.spec(layer_fields, ids, max_draft_tokens=num_slots, num_target_layers=num_layers, notes=tuple(notes))
+    return replace(spec, default_draft_tokens=min(spec.default_draft_tokens or num_slots, num_slots)), options
 
 
 def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Ids of target states as inputs of layers: z-lab names layers by their outputs, speculators by their inputs."""
+    """Return ids of target states, counted as inputs of layers.
+
+    z-lab's configs name layers by their outputs, speculators' by their inputs.
+    """
     if head_format == "speculators":
         layer_ids = fields.get("aux_hidden_state_layer_ids")
         if not layer_ids:
@@ -249,17 +267,17 @@ def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_ta
             )
         return tuple(int(layer) for layer in layer_ids)
     layer_ids = fields.get("target_layer_ids")
-    if layer_ids is None:  # evenly spaced from the second to the third last
+    if layer_ids is None:  # evenly spaced from the second to the third last layer
         span, steps = num_target_layers - 4, max(num_layers - 1, 1)
         layer_ids = [round(1 + index * span / steps) for index in range(num_layers)]
     return tuple(int(layer) + 1 for layer in layer_ids)
 
 
 def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of the layers, where DFlash's own fields name others."""
+    """Return `layer_types` and `sliding_window` as changed by DFlash's own fields."""
     types, window = layer_fields.get("layer_types") or (), layer_fields.get("sliding_window")
     all_sliding = ["sliding_attention"] * int(layer_fields.get("num_hidden_layers") or 1)
-    if is_muse:  # whose windows count the tokens before a query without the query itself
+    if is_muse:  # Muse's windows do not count the query itself
         return {"layer_types": types or all_sliding, "sliding_window": int(window or 2048) + 1}
     window = fields.get("swa_window_size") or window or fields.get("sliding_window")
     if not fields.get("use_swa") or "sliding_attention" in types:
@@ -270,7 +288,10 @@ def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool
 
 
 def _causal_layers(fields: dict[str, Any], layers: Qwen3Config, is_muse: bool) -> tuple[bool, ...]:
-    """By layer: what the config says for all; otherwise layers with a window are causal, and others are not."""
+    """Return for each layer whether its tokens are causal.
+
+    One value in the config holds for all layers. Without it, only windowed layers are causal.
+    """
     windows = windows_of(layers)
     for is_causal in (fields.get("is_causal"), fields.get("causal")):
         if is_causal is not None:

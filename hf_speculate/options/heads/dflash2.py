@@ -1,12 +1,13 @@
-"""DFlash 2 heads: a DFlash block with convolutions, and a choice from left to right among the best tokens of each slot.
+"""DFlash 2 heads: a DFlash block with convolutions and left-to-right candidate selection.
 
-With the logits u_j of slot j, its state z_j, the ids C_j of its k largest logits, and the token p before it, the score
-of a candidate c is
+With the logits u_j of slot j, its state z_j, the ids C_j of its k largest logits, and the token p
+before it, the score of a candidate c is
 
     s_j[c] = u_j[c] + sum over rho of P[p, rho] * (W z_j)[rho] * S[c, rho]        c in C_j, -inf elsewhere
 
-The draft is the argmax of s_j, or drawn from its softmax, which is then the distribution that the verifier reads. It
-depends on the tokens drawn before it alone, so drafts are exact samples of what is recorded.
+The draft is the argmax of s_j, or a sample of its softmax, the distribution recorded for the
+verifier. It depends on earlier drafted tokens alone, so drafts are exact samples of the recorded
+distribution.
 """
 
 import math
@@ -40,17 +41,17 @@ _PARTIAL_ROTARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Options(DFlashOptions):
-    """How the forward of a DFlash 2 head differs from the plain one."""
+    """Options of a DFlash 2 network."""
 
-    num_taps: int  # T, slots that a convolution reads
-    group_size: int  # g, channels that share what is added to a kernel
+    num_taps: int  # T, slots per convolution
+    group_size: int  # g, channels with a common kernel term
     selector_rank: int  # r
     num_candidates: int  # k
     vocab_size: int  # V of the head
 
 
 class CandidateSelector(nn.Module):
-    """Scores the candidates of a slot by the token before it."""
+    """Candidate scores by the previous token."""
 
     def __init__(self, width: int, options: DFlash2Options):
         super().__init__()
@@ -60,7 +61,13 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(num_ids, rank, device="meta"))
 
     def forward(self, previous: Tensor, features: Tensor, candidate_ids: Tensor) -> Tensor:
-        """What follows for candidates [B, k] from tokens [B] before them and projected states [B, r]: [B, k]."""
+        """Return scores [B, k] of candidates.
+
+        Args:
+            previous: [B] int64, the token before the slot.
+            features: [B, r], projected states of the slot.
+            candidate_ids: [B, k] int64.
+        """
         joined = self.predecessor_codebook[previous] * features  # [B, r]
         return (self.successor_codebook[candidate_ids] @ joined[:, :, None])[:, :, 0]
 
@@ -81,18 +88,19 @@ class DFlash2Network(DFlashNetwork):
 
 
 class SelectingDrafter(BlockDrafter):
-    """Drafts with one block a round, and chooses among the best tokens of each slot."""
+    """A block drafter with candidate selection.
+
+    It chooses among the best tokens of each slot, from left to right.
+    """
 
     network: DFlash2Network
 
     def choose(self, previous: Tensor, states: Tensor, logits: Tensor, draft: RoundDraft) -> None:
         selector = self.network.candidate_selector
         num_rows = len(selector.predecessor_codebook)
-        logits = self.parts.vocabulary.cut(logits)[..., :num_rows]  # a target's own matrix may have more or fewer rows
+        logits = self.parts.vocabulary.cut(logits)[..., :num_rows]  # the target's head may have more or fewer rows
         num_candidates = min(self.network.options.num_candidates, logits.shape[-1])
-        candidate_ids = (
-            logits.topk(num_candidates).indices.sort().values
-        )  # [B, K, k]; of equal scores the lower id wins
+        candidate_ids = logits.topk(num_candidates).indices.sort().values  # [B, K, k]; ties go to the lower id
         unary, features = logits.gather(-1, candidate_ids), selector.hidden_projection(states)
         is_plain, chosen = draft.keys is None and self.chooser.is_plain, []
         for step in range(logits.shape[1]):
@@ -109,7 +117,7 @@ class SelectingDrafter(BlockDrafter):
 
 
 def read_dflash2(source: ConfigSource) -> tuple[HeadSpec, DFlash2Options]:
-    """The DFlash 2 head that a config describes."""
+    """Read the spec and options of a DFlash 2 head from its config."""
     fields: dict[str, Any] = {**source.config, **(source.config.get("dflash_config") or {})}
     spec, options = read_dflash(source._replace(config=_as_dflash(source, fields)))
     if spec.draft_vocab_size != spec.vocab_size:
@@ -117,8 +125,8 @@ def read_dflash2(source: ConfigSource) -> tuple[HeadSpec, DFlash2Options]:
     if options.samples_from_anchor:
         raise unserved("a DFlash 2 head with sample_from_anchor", "slots that predict their own tokens")
     width = options.layers.hidden_size
-    most = {"conv_kernel_size": options.block_size, "selector_top_k": spec.vocab_size}
-    sizes = {name: _size(fields, name, most.get(name, math.inf)) for name in _DEFAULTS}
+    max_sizes = {"conv_kernel_size": options.block_size, "selector_top_k": spec.vocab_size}
+    sizes = {name: _size(fields, name, max_sizes.get(name, math.inf)) for name in _DEFAULTS}
     if width % sizes["conv_group_size"]:
         raise ConfigError(
             f"conv_group_size of {source.name} must divide its width of {width}, got {sizes['conv_group_size']}; check "
@@ -134,16 +142,16 @@ def read_dflash2(source: ConfigSource) -> tuple[HeadSpec, DFlash2Options]:
     )
 
 
-def _size(fields: Mapping[str, Any], name: str, most: float) -> int:
+def _size(fields: Mapping[str, Any], name: str, max_value: float) -> int:
     value = fields.get(name)
     value = _DEFAULTS[name] if value is None else value
-    bound = "" if most == math.inf else f" and at most {most}"
-    integer(f"an int of at least 1{bound}", 1, most, "check config.json")(name, value)
+    bound = "" if max_value == math.inf else f" and at most {max_value}"
+    integer(f"an int of at least 1{bound}", 1, max_value, "check config.json")(name, value)
     return int(value)
 
 
 def _as_dflash(source: ConfigSource, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with what it leaves out and means otherwise than that of a DFlash head."""
+    """Return the config with the defaults of DFlash 2, in the fields of a DFlash head."""
     config, block_size = source.config, fields.get("block_size")
     layer_ids = _LAYER_IDS[source.recognised.format]
     if source.hidden_layers is None and not fields.get(layer_ids):
@@ -165,14 +173,14 @@ def _as_dflash(source: ConfigSource, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _fully_rotated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of layers without those that a head inherits from its target: it rotates all numbers of a head."""
-    kept = {name: value for name, value in fields.items() if name not in _PARTIAL_ROTARY}
+    """Drop the target's partial rotary fields: the head rotates whole head dimensions."""
+    result = {name: value for name, value in fields.items() if name not in _PARTIAL_ROTARY}
     for name in ("rope_parameters", "rope_scaling"):
-        rope = kept.get(name)
+        rope = result.get(name)
         if isinstance(rope, dict):
-            kept[name] = {
+            result[name] = {
                 key: _fully_rotated(value) if isinstance(value, dict) else value
                 for key, value in rope.items()
                 if key not in _PARTIAL_ROTARY
             }
-    return kept
+    return result

@@ -1,4 +1,4 @@
-"""EAGLE-3, EAGLE-3.1 and P-EAGLE heads: a layer that reads embeddings beside fused states of three target layers.
+"""EAGLE-3, EAGLE-3.1 and P-EAGLE heads: one layer over embeddings and fused target states.
 
 Source:
     EAGLE-3: Li et al. (arXiv:2503.01840).
@@ -24,21 +24,24 @@ from hf_speculate.options.heads.row_cache import CacheView
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """How a head's forward differs from the plain one."""
+    """Options of an EAGLE-3 or P-EAGLE network."""
 
     layers: Qwen3Config
-    num_states: int = 3  # A, target states that are concatenated for each token
-    reads_aux: bool = True  # whether `fc` fuses states of inner layers; otherwise it reads the last state as it is
-    norm_before_residual: bool = False  # whether the residual stream begins with the normalised state
-    norm_before_fc: bool = False  # whether the concatenated states are normalised together before `fc`
-    fc_norm: bool = False  # whether they are normalised one by one before `fc`
-    norm_output: bool = False  # whether the next pair gets the state after the final norm (EAGLE-3.1)
+    num_states: int = 3  # A, target states concatenated for each token
+    reads_aux: bool = True  # whether `fc` fuses states of inner layers; else the last state is read
+    norm_before_residual: bool = False  # whether the residual stream starts normalised
+    norm_before_fc: bool = False  # whether `fc` reads states normalised together
+    fc_norm: bool = False  # whether `fc` reads states normalised one by one
+    norm_output: bool = False  # whether the next pair reads the normed output (EAGLE-3.1)
     logit_scale: float = 1.0  # factor on the logits
     mask_token_id: int | None = None  # the token in P-EAGLE's slots; None for other heads
 
 
 class FirstLayer(DecoderLayer):
-    """The layer whose attention reads embeddings and states, and whose residual stream the states."""
+    """The first layer of an EAGLE-3 head.
+
+    Its attention reads embeddings and states, its residual stream the states.
+    """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, norm_before_residual: bool):
         super().__init__(config, has_norms, 2 * config.hidden_size)
@@ -55,7 +58,10 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
-    """The network of an EAGLE-3 head, which drafts a chain, or of a P-EAGLE head, which fills slots."""
+    """The network of an EAGLE-3 or P-EAGLE head.
+
+    EAGLE-3 drafts a chain, P-EAGLE fills slots.
+    """
 
     layers: Any  # an `nn.ModuleList`
 
@@ -108,7 +114,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         return self.logits(normed, parts), normed if self.feeds_normed else outputs
 
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
-        """See `SlotNetwork.fill`: a slot joins the mask token with the learnt state `mask_hidden`."""
+        """Fill slots: each joins the mask token with the learnt state `mask_hidden`."""
         token_ids = inputs.token_ids.masked_fill(inputs.is_slot, self.mask_token_id)
         empty, states = cast(Tensor, self.mask_hidden), cast(Tensor, inputs.states)  # a P-EAGLE head has both
         states = torch.where(inputs.is_slot[:, :, None], self.project(empty), states)
@@ -117,7 +123,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
 
 
 def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
-    """The EAGLE-3 or P-EAGLE head that a config describes."""
+    """Read the spec and options of an EAGLE-3 or P-EAGLE head from its config."""
     config, head = source.config, source.recognised
     if head.kind == "peagle" and config.get("mask_token_id") is None:
         raise ConfigError("mask_token_id must be set for a P-EAGLE head, got none; add it to its config.json")
@@ -152,11 +158,11 @@ def read_eagle3(source: ConfigSource) -> tuple[HeadSpec, Eagle3Options]:
 
 
 def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Ids of target states as inputs of layers."""
+    """Return ids of target states, counted as inputs of layers."""
     name = "eagle_aux_hidden_state_layer_ids"
     if config.get(name):
         return tuple(int(layer) for layer in config[name])
-    if eagle.get(name):  # by outputs if the first id is 1: trainers differ, and published heads follow this rule
+    if eagle.get(name):  # counted as outputs if the first id is 1, as in published heads
         ids = [int(layer) for layer in eagle[name]]
         return tuple(layer + 1 for layer in ids) if ids[0] == 1 else tuple(ids)
     return (2, num_layers // 2, num_layers - 3)

@@ -15,13 +15,13 @@ from hf_speculate.options.heads.served import PLAIN_WEIGHTS, unserved
 from hf_speculate.options.heads.weight_files import PATTERNS, first_file, read_names, read_weights
 
 _QUANTISED = ("weight_scale", "weight_scale_inv", "input_scale", ".scales", "qweight", "weight_packed")
-VOCABULARY_WEIGHTS = ("d2t", "t2d")  # which hold ids and marks
+VOCABULARY_WEIGHTS = ("d2t", "t2d")  # ids and marks
 
 
 class HeadFolder:
-    """A draft head in a folder or a Hub repository, or in a subfolder of either.
+    """A draft head's folder, Hub repository or subfolder.
 
-    Weights are downloaded only when they are needed, those of the subfolder alone.
+    Weights are downloaded on first use, those of the subfolder alone.
 
     Raises:
         ConfigError: there is no config.json, or the subfolder is no path below the folder.
@@ -39,7 +39,7 @@ class HeadFolder:
         reason = None
         try:
             self.config, _ = PreTrainedConfig.get_config_dict(source, subfolder="/".join(self._subfolder.parts))
-        except (OSError, TypeError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
+        except (OSError, TypeError, ValueError) as error:  # the Hub, the network or the id is at fault
             reason = error
         if not self.config or not isinstance(self.config, dict):
             raise ConfigError(
@@ -58,7 +58,7 @@ class HeadFolder:
         return first_file(self._folder)
 
     def weights(self, is_wanted: Callable[[str], bool] = bool) -> dict[str, Tensor]:
-        """The weights whose names are wanted, on the CPU, by their names in the files.
+        """Read the weights with wanted names to the CPU, keyed by their names in the files.
 
         Raises:
             ConfigError: a file is damaged, or cannot be downloaded.
@@ -73,7 +73,7 @@ class HeadFolder:
         return weights
 
     def names(self) -> set[str]:
-        """Names of the weights, as they stand in the files."""
+        """Read the names of the weights in the files."""
         return read_names(self._folder)
 
     @cached_property

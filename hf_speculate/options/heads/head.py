@@ -1,4 +1,4 @@
-"""A loaded draft head: what `load_drafter` returns and `generate(assistant_model=head)` takes."""
+"""A loaded draft head: returned by `load_drafter`, passed to `generate(assistant_model=head)`."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ from hf_speculate.models.runner import CompiledUnits
 from hf_speculate.options.heads.layer_capture import FINAL_STATE
 from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork
 
-_AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds that draft all tokens of a round in one step
+_AT_ONCE = ("peagle", "dflash", "dflash2", "dspark", "pard")  # kinds with one step per round
 _TABLE, _HEAD = SHARED_TABLES
 _CHECK = "hf_speculate.tools.checks.layers"  # imports this module itself
 _LOOKED_UP = (_TABLE, "predecessor_codebook", "successor_codebook")
 
 
 class TargetShape(NamedTuple):
-    """The numbers of a target that a head must fit."""
+    """Sizes and names of a head's target."""
 
     hidden_size: int  # Ht
     num_layers: int  # L
@@ -35,39 +35,45 @@ class TargetShape(NamedTuple):
 
 
 def shape_of(config: PreTrainedConfig) -> TargetShape:
-    """The shape of a target, from its config alone."""
+    """Return the shape of a target from its config alone."""
     text = config.get_text_config(decoder=True)
     name = known_name(str(config.name_or_path or ""))
     return TargetShape(text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name)
 
 
 def known_name(source: str) -> str:
-    """The last part of a repository's id; empty for a local folder, which may have any name."""
+    """Return the last part of a repository's id; empty for a local folder.
+
+    A local folder may have any name.
+    """
     return "" if Path(source).is_dir() else source.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Kind, sizes and requirements of a draft head, as its config gives them."""
+    """Kind, sizes and requirements of a draft head.
+
+    They come from its config.
+    """
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators", "z-lab" or "transformers"
     name: str  # name of the folder or repository
-    hidden_layers: tuple[int, ...]  # ids of the target's states that it reads, see `Drafter.hidden_layers`
+    hidden_layers: tuple[int, ...]  # ids of the target states read, see `Drafter.hidden_layers`
     hidden_size: int  # H, the head's own width
-    target_hidden_size: int  # Ht, the width of the states that it reads
-    vocab_size: int  # V, the vocabulary that it was trained for
-    draft_vocab_size: int  # Vd, how many of these ids it can propose
-    max_draft_tokens: int | None = None  # the most that it proposes in a round; None if there is no bound
-    default_draft_tokens: int | None = None  # K that its config recommends; None if it names none
-    max_position_embeddings: int | None = None  # tokens of a row that it was trained for; longer rows decode plainly
-    target_name: str = ""  # last part of the name of the target that it was trained for; empty if its config has none
-    num_target_layers: int | None = None  # L of that target; None if its config does not say
+    target_hidden_size: int  # Ht, the target's width
+    vocab_size: int  # V, size of the vocabulary at training
+    draft_vocab_size: int  # Vd, number of ids in its proposals
+    max_draft_tokens: int | None = None  # per round; None if unbounded
+    default_draft_tokens: int | None = None  # K recommended by its config; None if absent
+    max_position_embeddings: int | None = None  # context at training; longer rows decode plainly
+    target_name: str = ""  # last part of its target's name; empty if its config names none
+    num_target_layers: int | None = None  # L of the target at training; None if absent in its config
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
-    merges_media: bool = False  # whether it reads the target's embeddings of pictures and sounds, not of their tokens
+    merges_media: bool = False  # whether it reads the target's picture and sound embeddings
 
     def problems_with(self, target: TargetShape) -> list[str]:
-        """Why it cannot draft for a target of this shape, each a sentence; empty if it can."""
+        """Return reasons against drafting for this target, each a sentence; empty if it fits."""
         problems = []
         if self.hidden_layers and self.target_hidden_size != target.hidden_size:
             problems.append(
@@ -92,22 +98,24 @@ HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
 
 
 class DraftHead:
-    """A draft head for one kind of target; pass it as `assistant_model`, to this target or another of its shape.
+    """A draft head for one kind of target.
 
-    The head holds its own weights. Embeddings, a language modelling head and what else it shares are taken from the
-    target of each call, as it then is. The target may have got or lost up to 1,024 ids at the end of its vocabulary.
+    Pass it to `generate()` as `assistant_model`, with its target or another one of the same shape.
+    It holds its own weights. Embeddings, a language modelling head and other shared parts are taken
+    from the target at each call. The target may have gained or lost up to 1,024 ids at the end of
+    its vocabulary.
 
     Attributes:
-        hidden_layers: ids of the target's states that it reads, see `Drafter.hidden_layers`.
-        default_draft_tokens: K that its config recommends; None if it names none.
-        num_parameters: numbers in its own weights.
+        hidden_layers: ids of the target states read by the head, see `Drafter.hidden_layers`.
+        default_draft_tokens: K recommended by its config; None if absent.
+        num_parameters: number of its own parameters.
     """
 
-    draft_source = "a draft head"  # the variant of draft sources that it is
+    draft_source = "a draft head"  # name of its kind of draft source
 
     def __init__(self, spec: HeadSpec, network: HeadNetwork, config: PreTrainedConfig, factory: HeadDrafterFactory):
         self.spec, self.shape = spec, shape_of(config)
-        self.config = config  # config of the target, which transformers' pipelines compare
+        self.config = config  # target's config, compared by transformers' pipelines
         self.network = network.eval().requires_grad_(False)
         self.description = f"{spec.kind} head {spec.name}"
         self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
@@ -117,12 +125,12 @@ class DraftHead:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """Dtype of its weights."""
         return next(self.network.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Of its weights."""
+        """Device of its weights."""
         return next(self.network.parameters()).device
 
     @property
@@ -131,20 +139,21 @@ class DraftHead:
         return self.spec.kind in _AT_ONCE
 
     def num_step_bytes(self, target: PreTrainedModel) -> int:
-        """Bytes of the weights that a step reads, those of the target's language modelling head among them if shared.
+        """Return the size in bytes of the weights read by one step.
 
-        Tables of embeddings and codebooks are not counted: a step reads a few rows of them for each token.
+        A shared language modelling head of the target is included. Embedding tables and codebooks
+        are not: a step reads a few of their rows for each token.
         """
         named = list(self.network.named_parameters(remove_duplicate=False))
         heads = {id(weight) for name, weight in named if name.endswith(_HEAD)}
         weights = {id(weight): weight for name, weight in named if id(weight) in heads or not name.endswith(_LOOKED_UP)}
         shared = None if heads else target.get_output_embeddings()
-        # some libraries keep quantised weights in buffers
+        # Some libraries keep quantised weights in buffers.
         read = [*weights.values(), *(() if shared is None else (*shared.parameters(), *shared.buffers()))]
         return sum(map(weight_bytes, read))
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
-        """The drafter of one call."""
+        """Make the drafter of one call."""
         self.check_target(setup.target)
         if setup.compilation is not None:
             setup = replace(setup, compilation=setup.compilation._replace(units=self._units))
@@ -152,12 +161,12 @@ class DraftHead:
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise `UnsupportedModelError` if the head cannot draft for a target."""
-        shape, num = shape_of(target.config), self.network.least_vocab_size
+        shape, min_vocab_size = shape_of(target.config), self.network.least_vocab_size
         problems = self.spec.problems_with(shape)
         if self.hidden_layers and shape.num_layers != self.shape.num_layers:
             problems.append(f"it was loaded for {self.shape.num_layers} layers, and the target has {shape.num_layers}")
-        if shape.vocab_size < num:
-            problems.append(f"it looks up token {num - 1}, and the target has {shape.vocab_size}")
+        if shape.vocab_size < min_vocab_size:
+            problems.append(f"it looks up token {min_vocab_size - 1}, and the target has {shape.vocab_size}")
         if problems:
             raise UnsupportedModelError(
                 f"a draft head must fit its target {type(target).__name__}, got {self.spec.name} ({self.spec.kind}): "
@@ -167,7 +176,7 @@ class DraftHead:
     def check_layers(
         self, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
     ) -> Any:
-        """Deprecated: see `hf_speculate.tools.checks.layers.check_layers`."""
+        """Call `hf_speculate.tools.checks.layers.check_layers`; deprecated."""
         warn_user(f"DraftHead.check_layers is deprecated; call check_layers(head, ...) of {_CHECK}", DeprecationWarning)
         return importlib.import_module(_CHECK).check_layers(self, target, prompts, num_tokens)
 
@@ -176,7 +185,7 @@ class DraftHead:
         return self
 
     def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
-        """The same network reading as many other states of the target."""
+        """Return a head with the same network over as many other states of the target."""
         spec = replace(self.spec, hidden_layers=hidden_layers)
         return DraftHead(spec, self.network, self.config, self._factory)
 
@@ -185,10 +194,10 @@ class DraftHead:
         words = {FINAL_STATE: "after the final norm", last: f"{last} (before the final norm)"}
         reads = ", ".join(words.get(layer, str(layer)) for layer in spec.hidden_layers) or "no hidden states"
         share = "" if spec.draft_vocab_size == spec.vocab_size else f" of {spec.vocab_size:,}"
-        most = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
+        limit = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
         return (
             f"DraftHead({spec.name}: {spec.kind}, {spec.format} format; reads layers {reads}; proposes "
             f"{spec.draft_vocab_size:,}{share} tokens; {self.num_parameters:,} parameters in "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
-            f"default K {spec.default_draft_tokens or 'as the schedule says'}{most})"
+            f"default K {spec.default_draft_tokens or 'as the schedule says'}{limit})"
         )

@@ -1,7 +1,7 @@
-"""Captures hidden states of chosen decoder layers by forward hooks, and no others.
+"""Captures hidden states of chosen decoder layers by forward hooks.
 
-transformers' own `output_hidden_states` keeps the states of all layers, numbers chosen ones differently from version to
-version, and leaves out the state before the final norm.
+transformers' `output_hidden_states` stores the states of all layers, its layer numbers differ
+between versions, and the state before the final norm is missing.
 """
 
 import threading
@@ -16,18 +16,18 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import UnsupportedModelError
 
-FINAL_STATE = -1  # the state after the final norm, as the language modelling head reads it
+FINAL_STATE = -1  # the state after the final norm, read by the language modelling head
 _LAYERS = ("layers", "h", "blocks")
 STATE_NDIM = 3  # rows, tokens, width
 _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
 
 class LayerCapture:
-    """A context in which the hidden states of chosen layers are kept, forward by forward of this thread.
+    """A context for capturing hidden states.
 
-    Layer i is the input of decoder layer i, the number of layers is the output of the last one before the final norm,
-    and `FINAL_STATE` is the state after that norm. `needs_all_tokens` is false if the states of the last token of a
-    prompt are read alone.
+    It captures the forwards of the current thread. Layer i is the input of decoder layer i, the
+    number of layers is the output of the last layer before the final norm, and `FINAL_STATE` is the
+    state after the norm. `needs_all_tokens` is false for readers of a prompt's last token alone.
 
     Raises:
         UnsupportedModelError: the model's decoder layers or its final norm are not found.
@@ -39,7 +39,7 @@ class LayerCapture:
         self._name = type(model).__name__
         decoder = model.get_decoder()
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        modules = next((part for part in _parts(decoder, _LAYERS) if len(part) == num_layers), None)
+        modules = next((children for children in _parts(decoder, _LAYERS) if len(children) == num_layers), None)
         norm = next(iter(_parts(decoder, _NORMS)), None)
         if modules is None or (norm is None and FINAL_STATE in self.layers):
             raise UnsupportedModelError(
@@ -68,7 +68,7 @@ class LayerCapture:
         self._handles, self._states = [], {}
 
     def state(self, layer: int) -> Tensor:
-        """[B, Q, D] of one layer in the last forward."""
+        """Return the states [B, Q, D] of one layer in the last forward."""
         if layer not in self._states:
             raise UnsupportedModelError(
                 f"the target's forward must run its own layers, got none of layer {layer} in {self._name}, as when "
@@ -77,7 +77,10 @@ class LayerCapture:
         return self._states[layer]
 
     def concatenated(self) -> Tensor:
-        """[B, Q, A * D], the states of all layers in the last forward, concatenated in the order of the ids."""
+        """Return the states of all layers in the last forward, in the order of the ids.
+
+        They are concatenated to [B, Q, A * D].
+        """
         return concatenated([self.state(layer) for layer in self.layers])
 
     def _keep_output(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -98,9 +101,9 @@ class LayerCapture:
 
 
 def concatenated(states: Sequence[Tensor]) -> Tensor:
-    """[B, Q, A * D] of A states [B, Q, D], which may lie on several devices."""
+    """Concatenate A states [B, Q, D], possibly on several devices, to [B, Q, A * D]."""
     return states[0] if len(states) == 1 else torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
 def _parts(decoder: nn.Module, names: Sequence[str]) -> list[Any]:
-    return [part for name in names if (part := getattr(decoder, name, None)) is not None]
+    return [module for name in names if (module := getattr(decoder, name, None)) is not None]

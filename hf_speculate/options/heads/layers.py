@@ -1,4 +1,7 @@
-"""Decoder layers of draft heads, read from a config in any format; their modules have the checkpoints' names."""
+"""Decoder layers of draft heads for configs of any format.
+
+Modules have the names of the checkpoints' weights.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,20 +18,23 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.models.context import context_len
 from hf_speculate.options.heads.row_cache import CacheView
 
-_MOST_FOLDED_ROWS = 64  # to which the heads of a group are folded into query rows; see `models.folded_attention`
+_MOST_FOLDED_ROWS = 64  # largest product of queries and heads per group to fold; see `models.folded_attention`
 
 
 def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:
-    """The layers that a config describes; missing fields mean what they mean to the trainers of the format."""
+    """Build the config of a head's layers.
+
+    Missing fields get the defaults of the format's trainers.
+    """
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_layers, types = config.get("num_hidden_layers") or 1, list(config.get("layer_types") or ())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
-    # a head has one rotary embedding, that of full attention if they are given by type of layer
+    # A head has one rotary embedding; with one per layer type, take full attention's.
     rope = dict(nested.get("full_attention") or next(iter(nested.values()), None) or rope)
     for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         rope.setdefault(name, config.get(name) or default)
-    if "mrope" in (rope.get("type"), rope.get("rope_type")):  # as old configs name plain frequencies with sections
+    if "mrope" in (rope.get("type"), rope.get("rope_type")):  # old name of plain frequencies with sections
         rope = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": "default"}
     sections, is_interleaved = rope.pop("mrope_section", None), bool(rope.pop("mrope_interleaved", False))
     layers = Qwen3Config(
@@ -40,7 +46,7 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
         head_dim=config.get("head_dim") or hidden_size // num_heads,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
         hidden_act=config.get("hidden_act") or "silu",
-        use_sliding_window=True,  # in layers whose type says so
+        use_sliding_window=True,  # by layer type
         sliding_window=config.get("sliding_window"),
         layer_types=(types + ["full_attention"] * num_layers)[:num_layers],
         max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
@@ -51,7 +57,7 @@ def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) ->
 
 
 def axes_of(sections: Sequence[int], is_interleaved: bool, num_frequencies: int) -> list[int]:
-    """The axis of each frequency of a rotary embedding, 0 for time, 1 for height and 2 for width.
+    """Return the axis of each rotary frequency: 0 for time, 1 for height, 2 for width.
 
     Raises:
         ConfigError: the sections do not divide the frequencies into three parts.
@@ -62,13 +68,16 @@ def axes_of(sections: Sequence[int], is_interleaved: bool, num_frequencies: int)
             f"got {list(sections)}; correct it in the config.json of the head"
         )
     if not is_interleaved:
-        return [axis for axis, num in enumerate(sections) for _ in range(num)]
+        return [axis for axis, size in enumerate(sections) for _ in range(size)]
     return [index % 3 if index < 3 * sections[index % 3] else 0 for index in range(num_frequencies)]
 
 
 def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """By layer, how many tokens a query attends to, itself included; None if all; empty without `layer_types`."""
-    window = getattr(config, "sliding_window", None) or None  # some configs say 0 for none
+    """Return for each layer the number of tokens a query attends to, itself included.
+
+    An entry is None for full attention. Without `layer_types`, the result is empty.
+    """
+    window = getattr(config, "sliding_window", None) or None  # some configs write 0 for none
     types = getattr(config, "layer_types", None) or ()
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
@@ -76,36 +85,43 @@ def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
 class Rotation(NamedTuple):
     """Cosines and sines of a rotary embedding."""
 
-    cos: Tensor  # [B, 1, N, R], R leading numbers of a head
+    cos: Tensor  # [B, 1, N, R], for the first R dimensions of a head
     sin: Tensor  # [B, 1, N, R]
 
     def turn(self, states: Tensor) -> Tensor:
-        """Rotate the first R numbers of [B, heads, N, D] and leave the others."""
+        """Rotate the first R dimensions of states [B, heads, N, D]; leave the others."""
         width = self.cos.shape[-1]
-        turned, rest = states[..., :width], states[..., width:]
+        turned, unrotated = states[..., :width], states[..., width:]
         turned = turned * self.cos + rotate_half(turned) * self.sin
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        return torch.cat([turned, unrotated], dim=-1) if unrotated.shape[-1] else turned
 
 
 class Rotary:
-    """The rotary embedding of a head, from transformers, scaled variants included; its frequencies stay in float32."""
+    """The rotary embedding of a head.
+
+    transformers computes it, scaled variants included. Its frequencies stay in float32.
+    """
 
     def __init__(self, config: Qwen3Config, device: torch.device):
         with torch.device(device):
             self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]  # reads common fields alone
         is_dynamic = (config.rope_parameters or {}).get("rope_type") == "dynamic"
-        # frequencies that change past the context would change for the rows within it too
+        # Past the context, dynamic frequencies would change for shorter rows too.
         self._last_position = (context_len(config) or 0) - 1 if is_dynamic else None
         self._sections, self._device = getattr(config, "rope_sections", None), device
 
     @property
     def has_axes(self) -> bool:
-        """Whether it turns parts of a head by time, height and width (M-RoPE); `ConfigError` if they do not fit."""
+        """Whether parts of a head rotate by time, height and width (M-RoPE).
+
+        Raises:
+            ConfigError: the sections do not fit the frequencies.
+        """
         return self._axes is not None
 
     @cached_property
     def _axes(self) -> Tensor | None:
-        """[R] int64, the axis of each number that it turns; None if there is one axis."""
+        """The axis of each rotated dimension, [R] int64; None if there is one axis."""
         if not self._sections:
             return None
         sections, is_interleaved = self._sections
@@ -113,7 +129,10 @@ class Rotary:
         return torch.tensor([*axes, *axes], device=self._device)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of tokens at positions [B, N] int64, or [3, B, N] in time, height and width if it has axes."""
+        """Return the rotation at positions [B, N] int64.
+
+        With axes, positions are [3, B, N] in time, height and width.
+        """
         if self._last_position is not None:
             positions = positions.clamp_max(self._last_position)
         example = torch.empty(0, dtype=dtype, device=positions.device)
@@ -127,7 +146,10 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a `RowCache`; with `has_norms`, queries and keys are normalised head by head."""
+    """Grouped-query attention over a `RowCache`.
+
+    With `has_norms`, queries and keys are normalised head by head.
+    """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int):
         super().__init__()
@@ -141,16 +163,16 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps) if has_norms else None
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
-        """[B, num_heads, N, D] of states [B, N, in_width]."""
+        """Return queries [B, num_heads, N, D] of states [B, N, in_width]."""
         return self._turned(self.q_proj(states), self.q_norm, rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, num_kv_heads, N, D] of states [B, N, in_width]."""
+        """Return keys and values [B, num_kv_heads, N, D] of states [B, N, in_width]."""
         values = self._heads(self.v_proj(states)).transpose(1, 2)
         return self._turned(self.k_proj(states), self.k_norm, rotation), values
 
     def forward(self, states: Tensor, rotation: Rotation, view: CacheView, layer: int) -> Tensor:
-        """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
+        """Write keys and values of states [B, N, in_width] to the cache; return [B, N, H]."""
         keys, values = view.write(layer, *self.keys_values(states, rotation))
         attended = attend(self.queries(states, rotation), keys, values, view.mask(layer))
         return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -164,7 +186,10 @@ class Attention(nn.Module):
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, g * H, N, D] of queries [B, g * H, N, D] and keys and values [B, H, T, D]; the mask [B, 1, N, T] is added."""
+    """Attend from queries [B, g * H, N, D] to keys and values [B, H, T, D].
+
+    The mask [B, 1, N, T] is added to the scores. The result is [B, g * H, N, D].
+    """
     groups, num_query = queries.shape[1] // keys.shape[1], queries.shape[2]
     if groups == 1 or num_query * groups > _MOST_FOLDED_ROWS:
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=groups > 1)
@@ -176,7 +201,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
 
 
 class DecoderLayer(nn.Module):
-    """An ordinary pre-norm layer of Llama or Qwen 3, whose attention may read more than its residual stream."""
+    """A pre-norm layer of Llama or Qwen 3.
+
+    Its attention may read more than the residual stream.
+    """
 
     def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int | None = None):
         super().__init__()
@@ -189,6 +217,6 @@ class DecoderLayer(nn.Module):
         return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, view, layer))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """[B, N, H] of the residual stream [B, N, H] and what attention adds to it."""
+        """Add attention's output, then the MLP's, to the residual stream [B, N, H]."""
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Loads a draft head of any served kind, or says from configs alone whether it fits."""
+"""Loads a draft head of any served kind, or checks its fit by configs alone."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,17 +29,17 @@ from hf_speculate.options.heads.parallel import ParallelDrafter
 from hf_speculate.options.heads.pard import load_pard, read_pard
 from hf_speculate.options.heads.recognise import recognise
 
-_MERGING = ("eagle3", "mtp")  # kinds that may read the target's embeddings of pictures
+_MERGING = ("eagle3", "mtp")  # kinds with optional picture embeddings of the target
 _LENGTH = integer("an int of at least 1", 1, math.inf, "leave it out for the length that the head was trained for")
 
 
 class HeadFit(NamedTuple):
-    """Whether a head fits a target."""
+    """The fit of a head to a target."""
 
     spec: HeadSpec
     target: str  # name or path
-    problems: tuple[str, ...]  # why it cannot be used; empty if it can
-    notes: tuple[str, ...]  # what may lower the acceptance
+    problems: tuple[str, ...]  # obstacles; empty if it fits
+    notes: tuple[str, ...]  # warnings about the acceptance rate
 
     @property
     def ok(self) -> bool:
@@ -48,11 +48,11 @@ class HeadFit(NamedTuple):
 
     @property
     def level(self) -> str:
-        """The worst of what was found: "ok", "warning" or "does not fit"."""
+        """Worst finding: "ok", "warning" or "does not fit"."""
         return "does not fit" if self.problems else "warning" if self.notes else "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**self._asdict(), "spec": asdict(self.spec), "ok": self.ok, "level": self.level}
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class HeadFit(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    read: Callable[[ConfigSource], tuple[HeadSpec, Any]]  # and the network's options
+    read: Callable[[ConfigSource], tuple[HeadSpec, Any]]  # spec and network options
     load: Callable[[LoadRequest], HeadNetwork]
     drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # makes the drafter of the network
 
@@ -99,32 +99,36 @@ def load_drafter(
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
 
-    Served are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash and DFlash 2 (z-lab and speculators),
-    DSpark, PARD, and MTP layers, for which `head` is the folder of the target itself or a speculators "mtp" head.
+    Served are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash and DFlash 2
+    (z-lab and speculators), DSpark, PARD, and MTP layers. For MTP layers, `head` is the folder of
+    the target itself or a speculators "mtp" head.
 
     Args:
-        head: a folder with `config.json` and weights (safetensors, sharded or not, or `pytorch_model.bin`), or the id
-            of a Hub repository.
-        target: the model that the head was trained for, with up to 1,024 ids more or fewer; left as it is.
-        dtype: of the head's weights; the target's if None.
-        device: of the head's weights; the target's if None.
-        aux_layers: ids of the target's hidden states that the head reads, for configs that name them wrongly: i is the
-            input of decoder layer i, and the number of layers is the state before the final norm. If None, those
-            of the config. `hf_speculate.tools.checks.layers.check_layers` measures whether they are right.
-        context_len: tokens up to which rows are drafted for, >= 1; longer rows decode plainly. If None, the
-            `max_position_embeddings` of the config, beyond which the acceptance rate falls.
-        subfolder: of the folder or repository, with "/" between its parts; empty for none. Of a repository, the weights
-            in the subfolder alone are downloaded.
-        merged_embeddings: whether an EAGLE-3 or MTP head reads what the target's encoder makes of pictures and sounds,
-            or the embeddings of the tokens that stand for them. If None, MTP layers read the former, and EAGLE-3 heads,
-            most of which were trained so, the latter.
+        head: a folder with `config.json` and weights (safetensors, sharded or not, or
+            `pytorch_model.bin`), or the id of a Hub repository.
+        target: the head's target, with up to 1,024 ids more or fewer than at training; left as it
+            is.
+        dtype: of the head's weights. If None, the target's.
+        device: of the head's weights. If None, the target's.
+        aux_layers: ids of the target's hidden states to read, for heads with wrong ids in the
+            config: i is the input of decoder layer i, and the number of layers is the state before
+            the final norm. If None, the ids of the config.
+            `hf_speculate.tools.checks.layers.check_layers` measures whether they are right.
+        context_len: longest row to draft for, in tokens, >= 1; longer rows decode plainly. If None,
+            the `max_position_embeddings` of the config: beyond it, the acceptance rate falls.
+        subfolder: of the folder or repository, with "/" between its parts; empty for none. From a
+            repository, only the subfolder's weights are downloaded.
+        merged_embeddings: for EAGLE-3 and MTP heads, True to read the output of the target's
+            encoder for pictures and sounds, False for the embeddings of their placeholder tokens.
+            If None, True for MTP layers, and False for EAGLE-3 heads, since most were trained so.
 
     Returns:
-        The head, whose `repr` says what was loaded.
+        The head; its `repr` lists kind, layers, tokens and parameters.
 
     Raises:
-        ConfigError: a file is missing or damaged, config and weights do not belong together, fields exclude each
-            other, or `aux_layers`, `context_len` or `merged_embeddings` cannot be.
+        ConfigError: a file is missing or damaged, config and weights do not belong together, fields
+            exclude each other, or `aux_layers`, `context_len` or `merged_embeddings` is out of
+            range or does not fit the head.
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     target = unwrapped(target, "target")
@@ -152,7 +156,7 @@ def load_drafter(
 
 
 def _merges_media(spec: HeadSpec, wanted: bool) -> bool:
-    """Whether a head is to read the target's embeddings of pictures and sounds; an error if it cannot."""
+    """Return `wanted`; raise `ConfigError` if the head cannot read the target's embeddings."""
     if wanted and (spec.kind not in _MERGING or spec.hidden_size != spec.target_hidden_size):
         raise ConfigError(
             f"merged_embeddings must be left out for a head of kind {spec.kind} of width {spec.hidden_size}, got True; "
@@ -162,11 +166,13 @@ def _merges_media(spec: HeadSpec, wanted: bool) -> bool:
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfolder: str = "") -> HeadFit:
-    """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself.
+    """Check from configs alone whether a head fits a target.
+
+    Both are given by folder or id; the target may also be its config.
 
     Raises:
         ConfigError: the head has no config.json.
-        UnsupportedModelError: the head is of a kind, or has an option, that is not served.
+        UnsupportedModelError: the head's kind or one of its options is not served.
         OSError: the target has no config.
     """
     config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
@@ -174,18 +180,18 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfo
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
     fit = _read(HeadFolder(head, subfolder), shape, name)[0]
-    longest, of_target = fit.spec.max_position_embeddings, context_len_of(config)
-    if longest is None or (of_target is not None and of_target <= longest):
+    head_len, target_len = fit.spec.max_position_embeddings, context_len_of(config)
+    if head_len is None or (target_len is not None and target_len <= head_len):
         return fit
-    bound = "has no bound" if of_target is None else f"is {of_target}"
-    note = f"its context is {longest} tokens, and the target's {bound}: longer rows decode plainly"
+    bound = "has no bound" if target_len is None else f"is {target_len}"
+    note = f"its context is {head_len} tokens, and the target's {bound}: longer rows decode plainly"
     return fit._replace(notes=(*fit.notes, note))
 
 
 def _read(
     folder: HeadFolder, shape: TargetShape, target: str, aux_layers: Sequence[int] | None = None
 ) -> tuple[HeadFit, Any]:
-    """Whether a head fits a target of this shape and name, and the options of its network."""
+    """Read a head's config: return its fit to a target of this shape, and network options."""
     num_layers, layers = shape.num_layers, None if aux_layers is None else tuple(aux_layers)
     if layers == () or not all(is_int(layer) and 0 <= layer <= num_layers for layer in layers or ()):
         raise ConfigError(

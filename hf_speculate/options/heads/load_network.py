@@ -1,4 +1,4 @@
-"""What the loaders of all kinds of draft heads share: the config, the request, and a network with its weights."""
+"""Shared parts of all head loaders: the config, the request, and the network's weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from hf_speculate.options.heads.network import SHARED_TABLES, HeadNetwork, Netwo
 from hf_speculate.options.heads.recognise import HeadKind, named_target
 from hf_speculate.options.heads.target_ids import target_ids
 
-# Names of the same weight in other trainers' files.
+# Other trainers' names of the same weights.
 _RENAMED = (
     ("midlayer.", "layers.0."),
     ("mtp_layers.", "layers."),
@@ -32,30 +32,30 @@ _IGNORED = ("verifier_lm_head.", "verifier_norm.")
 
 
 class ConfigSource(NamedTuple):
-    """The config of a draft head, and what it is read for."""
+    """A draft head's config and its target's shape."""
 
     config: dict[str, Any]  # content of `config.json`
     recognised: HeadKind
     name: str  # name of the folder or repository
     shape: TargetShape
-    hidden_layers: tuple[int, ...] | None = None  # given by the caller; None for those of the config
+    hidden_layers: tuple[int, ...] | None = None  # from the caller; None for the config's
 
     @property
     def layer_fields(self) -> dict[str, Any]:
-        """The part of the config that describes the layers."""
+        """The part of the config about the layers."""
         return self.config.get("transformer_layer_config") or self.config
 
     def check_no_layers(self, head: str) -> None:
-        """Refuse layers that the caller gave, for a head that reads none."""
+        """Raise `ConfigError` if the caller passed layers for a head without target states."""
         if self.hidden_layers is not None:
             raise ConfigError(f"aux_layers must be left out for {head}, got {list(self.hidden_layers)}; leave it out")
 
     def spec(self, fields: dict[str, Any], hidden_layers: tuple[int, ...], **others: Any) -> HeadSpec:
-        """The spec of a head whose sizes are in `fields`; `others` are what only its kind has."""
+        """Build the spec of a head with sizes in `fields`; `others` are specific to its kind."""
         config, hidden_size = self.config, int(fields["hidden_size"])
         speculators: dict[str, Any] = config.get("speculators_config") or {}
         num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
-        # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
+        # Muse-Glimmer's assistant has no embedding table, so its config lacks vocab_size.
         vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
         if fields.get("max_position_embeddings") and "max_position_embeddings" not in others:
@@ -75,11 +75,11 @@ class ConfigSource(NamedTuple):
 
 
 class LoadRequest(NamedTuple):
-    """A head that is to be loaded."""
+    """A request to load a head."""
 
     folder: HeadFolder
     spec: HeadSpec
-    options: Any  # options of a network that `load_network` makes
+    options: Any  # network options for `load_network`
     target: PreTrainedModel
     dtype: torch.dtype
     device: torch.device
@@ -88,7 +88,7 @@ class LoadRequest(NamedTuple):
 def load_network(
     make: Callable[[NetworkPlan], HeadNetwork], request: LoadRequest, ignored: Collection[str] = ()
 ) -> HeadNetwork:
-    """A network with the weights of a folder, but for those `ignored`."""
+    """Load a network with the weights of a folder, except those in `ignored`."""
     spec, options, file = request.spec, request.options, request.folder.weights_file
     renamed = ((own_name(name), weight) for name, weight in request.folder.weights().items())
     weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
@@ -107,12 +107,17 @@ def load_network(
 def _check_shapes(
     request: LoadRequest, shapes: Mapping[str, tuple[int, ...]], vocabulary: DraftVocabulary, file: Path
 ) -> None:
-    """Refuse a head whose config names other states than its weights join, or whose target cannot lend it a table."""
+    """Check that states, tables and mask token of a config fit the shapes of the weights.
+
+    Raises:
+        ConfigError: config and weights do not belong together.
+        UnsupportedModelError: a table is missing, and the target's does not fit.
+    """
     spec, options = request.spec, request.options
-    num = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else None
-    if num is not None and num != options.num_states:
+    num_states = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else None
+    if num_states is not None and num_states != options.num_states:
         raise ConfigError(
-            f"{spec.name} must read as many target states as fc.weight joins, {num:g} of width "
+            f"{spec.name} must read as many target states as fc.weight joins, {num_states:g} of width "
             f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)} for the weights of {file}; pass "
             "aux_layers="
         )
@@ -144,7 +149,7 @@ def _check_shapes(
 
 
 def own_name(name: str) -> str | None:
-    """The name of a stored weight in our networks; None for what no network needs."""
+    """Return the name of a stored weight in our networks; None for unused weights."""
     name = name.removeprefix("model.")
     for old, new in _RENAMED:
         if name.startswith(old):
@@ -153,7 +158,10 @@ def own_name(name: str) -> str | None:
 
 
 def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRequest) -> None:
-    """Give a network on the meta device its weights; linear layers get a bias if there are weights for one."""
+    """Load weights into a network on the meta device.
+
+    Linear layers get a bias if there are weights for one.
+    """
     modules = dict(network.named_modules())
     for name, weight in weights.items():
         owner = modules.get(name.removesuffix(".bias")) if name.endswith(".bias") else None
@@ -165,7 +173,7 @@ def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRe
 
 
 def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: Path) -> None:
-    """Refuse weights of a file that are missing, left over, or of another shape."""
+    """Raise `ConfigError` if weights are missing, left over, or of another shape."""
     shapes = {name: (list(expected[name].shape), list(weights[name].shape)) for name in expected if name in weights}
     faults = {
         "none of": sorted(expected.keys() - weights.keys()),
@@ -182,12 +190,12 @@ def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor],
 
 @contextmanager
 def naming(file: str | Path, content: str) -> Iterator[None]:
-    """Raise what reading damaged content raises as an error that names the file."""
+    """Reraise errors from damaged content as a `ConfigError` with the file's name."""
     try:
         yield
     except (SpeculateError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # an error of any type, by what is wrong with the content
+    except Exception as error:  # damaged content may raise any type
         raise ConfigError(
             f"{file} must hold {content}, got a fault in it ({type(error).__name__}: {' '.join(str(error).split())}); "
             "download or save it again"

@@ -1,7 +1,8 @@
-"""The target's embeddings of pictures and sounds, for a head that reads them in place of their tokens' own.
+"""The target's embeddings of pictures and sounds, in place of their tokens' own.
 
-A pair joins token t_{i+1} with the state of token t_i. What enters the target's first layer at t_i is captured with
-that state, so the embedding of t_{i+1} is the one captured a token later in the same row.
+A pair joins token t_{i+1} with the state of token t_i. The input of the target's first layer at t_i
+is captured with that state. So the embedding of t_{i+1} is captured one token later in the same
+row.
 """
 
 from typing import Any
@@ -14,46 +15,46 @@ from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.options.heads.head import HeadSpec
 from hf_speculate.options.heads.round import MergedEmbeddings, NewTokens
 
-FIRST_INPUT = 0  # the hidden state that enters the first layer, see `Drafter.hidden_layers`
+FIRST_INPUT = 0  # input of the first layer, see `Drafter.hidden_layers`
 _NAMES = [f"{modality}_token_{end}" for modality in ("image", "video", "audio") for end in ("id", "index")]
 
 
 def media_token_ids(config: PreTrainedConfig) -> list[int]:
-    """The ids of tokens that stand for pictures and sounds in the texts of a target."""
+    """Return the ids of placeholder tokens for pictures and sounds."""
     ids: list[Any] = [getattr(config, name, None) for name in _NAMES]
     return sorted({token_id for token_id in ids if isinstance(token_id, int)})
 
 
 class MediaEmbeddings:
-    """Carries the inputs of the target's first layer beside the states that a head reads."""
+    """Picture and sound embeddings beside a head's states."""
 
     def __init__(self, token_ids: Tensor, width: int):
-        self._token_ids = token_ids  # [M] int64, of pictures and sounds
+        self._token_ids = token_ids  # [M] int64, placeholders of pictures and sounds
         self._width = width  # Ht
 
     @classmethod
     def of(cls, setup: DrafterSetup, spec: HeadSpec, device: torch.device) -> "MediaEmbeddings | None":
-        """What a head reads in one call; None if it reads the embeddings of tokens alone."""
+        """Make the embeddings of one call; return None if the head reads token embeddings alone."""
         ids = media_token_ids(setup.target.config)
         if not (spec.merges_media and setup.has_media and ids):
             return None
         return cls(torch.tensor(ids, device=device), spec.target_hidden_size)
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """States [..., D] and inputs [..., Ht] of joined ones [..., D + Ht]."""
+        """Split joined states [..., D + Ht] into states [..., D] and inputs [..., Ht]."""
         return states[..., : -self._width], states[..., -self._width :]
 
     def join(self, states: Tensor, inputs: Tensor) -> Tensor:
-        """[..., D + Ht] of states [..., D] and inputs [..., Ht], as `split` takes them."""
+        """Join states [..., D] and inputs [..., Ht] to [..., D + Ht] for `split`."""
         return torch.cat([states, inputs.to(states)], dim=-1)
 
     def read(self, new: NewTokens) -> NewTokens:
-        """New tokens with joined states, as states alone and the embeddings of their pictures."""
+        """Split the joined states of new tokens into states and picture embeddings."""
         if new.states is None:
             return new
         states, inputs = self.split(new.states)
-        following = torch.cat([inputs[:, 1:], inputs[:, -1:]], dim=1)  # [B, N, Ht], those of each pair's token
-        # the state of a row's newest token is yet to come
+        following = torch.cat([inputs[:, 1:], inputs[:, -1:]], dim=1)  # [B, N, Ht], of each pair's token
+        # The target has not yet computed the state of a row's newest token.
         has_state = torch.arange(new.width, device=inputs.device) < new.lens[:, None] - 1  # [B, N]
         is_media = has_state & torch.isin(new.token_ids, self._token_ids)
         return new._replace(states=states, merged=MergedEmbeddings(following, is_media[:, :, None]))

@@ -1,4 +1,4 @@
-"""MTP layers in both formats: speculators "mtp" heads, whose network is here, and those in a target's checkpoint."""
+"""MTP layers in both formats: speculators "mtp" heads, and layers in a target's checkpoint."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class SpeculatorsMtpLayer(DecoderLayer):
-    """A decoder layer after a projection of embedding and state, and before a norm."""
+    """A decoder layer of a speculators "mtp" head.
+
+    A projection of embedding and state stands before it, a norm behind it.
+    """
 
     def __init__(self, plan: NetworkPlan):
         super().__init__(plan.options, plan.has_head_norms)
@@ -37,7 +40,10 @@ class SpeculatorsMtpLayer(DecoderLayer):
 
 
 class SpeculatorsMtpNetwork(ChainNetwork):
-    """The network of a speculators "mtp" head: one layer, applied again to its own output."""
+    """The network of a speculators "mtp" head.
+
+    It applies one layer again and again to its own output.
+    """
 
     def __init__(self, plan: NetworkPlan):
         super().__init__(plan.vocabulary, windows_of(plan.options))
@@ -52,7 +58,7 @@ class SpeculatorsMtpNetwork(ChainNetwork):
 
 
 def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
-    """The MTP layers that the config of a speculators head or of a target describes."""
+    """Read the spec and layers of MTP layers from the config of a head or of a target."""
     source.check_no_layers("MTP layers, which read the last state")
     fields = source.layer_fields
     if source.recognised.format == "speculators":
@@ -69,7 +75,7 @@ def read_mtp(source: ConfigSource) -> tuple[HeadSpec, Qwen3Config | None]:
 
 
 def load_mtp(request: LoadRequest) -> HeadNetwork:
-    """MTP layers in either format."""
+    """Load MTP layers of either format."""
     if request.options is None:
         return load_checkpoint_mtp(request)
     return load_network(SpeculatorsMtpNetwork, request, ignored=SHARED_TABLES)

@@ -1,7 +1,8 @@
 """MTP layers in a target's checkpoint, run by transformers' own modules.
 
-Some families store them behind the target's layers, as `model.layers.{L + i}`. Those under `mtp.` are attention layers
-of the target's own class, which share the input projection and all norms; transformers ignores them.
+Some families store them behind the target's layers, as `model.layers.{L + i}`. Layers under `mtp.`
+are attention layers of the target's class. They share the input projection and all norms, and
+transformers ignores them.
 """
 
 import copy
@@ -27,9 +28,9 @@ from hf_speculate.options.heads.row_cache import LayerMask, TransformersCache
 _NUMBERED_TARGETS = ("deepseek_v3", "glm4_moe")
 _PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 SERVED_TARGETS = (*_NUMBERED_TARGETS, *_PREFIXED_TARGETS)
-_MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
+_MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations for our additive masks
 _PREFIX = "mtp."
-# Name in the checkpoint -> in transformers' layers: of weights that all layers share, and of a numbered layer's own.
+# Checkpoint name -> name in transformers' layers: shared weights, then a numbered layer's own.
 _SHARED = {
     "fc.weight": "eh_proj.weight",
     "pre_fc_norm_embedding.weight": "enorm.weight",
@@ -44,10 +45,13 @@ _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class CheckpointMtpNetwork(ChainNetwork):
-    """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
+    """The MTP layers of a target's checkpoint.
+
+    The next depth and the head read a layer's normalised output.
+    """
 
     is_traceable = False
-    reads_axes = True  # its rotary embedding is the target's
+    reads_axes = True  # the rotary embedding is the target's
 
     def __init__(self, layers: nn.ModuleList, config: PreTrainedConfig, vocab_size: int):
         self.num_depths = len(layers)
@@ -69,7 +73,7 @@ class CheckpointMtpNetwork(ChainNetwork):
 
 
 def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
-    """The MTP layers of the checkpoint in a folder."""
+    """Load the MTP layers of the checkpoint in a folder."""
     file, num_layers = request.folder.weights_file, num_mtp_layers(request.folder.config)
     is_prefixed = request.folder.config.get("model_type") in _PREFIXED_TARGETS
     with naming(file, "the weights of the target's MTP layers"):
@@ -95,7 +99,7 @@ def load_checkpoint_mtp(request: LoadRequest) -> CheckpointMtpNetwork:
 
 
 def _layer_config(request: LoadRequest, num_layers: int, is_prefixed: bool) -> PreTrainedConfig:
-    """A copy of the target's config that describes its MTP layers."""
+    """Return a copy of the target's config for its MTP layers."""
     config: Any = copy.deepcopy(request.target.config.get_text_config(decoder=True))
     if is_prefixed:
         config.layer_types, config.num_hidden_layers = ["full_attention"] * num_layers, num_layers
@@ -108,38 +112,41 @@ def _layer_config(request: LoadRequest, num_layers: int, is_prefixed: bool) -> P
 
 
 def _numbered_weights(request: LoadRequest) -> dict[str, Tensor]:
-    """By depth and name in transformers' layers, of layers behind the target's."""
+    """Read weights behind the target's layers, keyed by depth and transformers' name."""
     num_before = request.spec.num_target_layers or 0
     weights = {}
     for name, weight in request.folder.weights(lambda name: _number(name) >= num_before).items():
-        own = name.split(".", 3)[3]
-        if own not in _OF_TARGET:
-            weights[f"{_number(name) - num_before}.{_OWN.get(own, f'mtp_block.{own}')}"] = weight
+        layer_name = name.split(".", 3)[3]
+        if layer_name not in _OF_TARGET:
+            weights[f"{_number(name) - num_before}.{_OWN.get(layer_name, f'mtp_block.{layer_name}')}"] = weight
     return weights
 
 
 def _number(name: str) -> int:
-    """The number of the layer that a weight belongs to; -1 if to none."""
+    """Return the layer number in a weight's name; -1 if it has none."""
     match = _NUMBERED.fullmatch(name)
     return -1 if match is None else int(match[1])
 
 
 def _prefixed_weights(request: LoadRequest) -> dict[str, Tensor]:
-    """By depth and name in transformers' layers; every layer has the shared weights."""
+    """Read weights under `mtp.`, keyed by depth and transformers' name.
+
+    Every layer gets the shared weights.
+    """
     stored = request.folder.weights(lambda name: name.startswith(_PREFIX)).items()
     weights, shared = {}, {}
     for name, weight in ((name.removeprefix(_PREFIX), weight) for name, weight in stored):
         if name in _SHARED:
             shared[_SHARED[name]] = weight
         else:
-            _, depth, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
-            weights[f"{depth}.mtp_block.{rest}"] = weight
+            _, depth, layer_name = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+            weights[f"{depth}.mtp_block.{layer_name}"] = weight
     depths = {name.partition(".")[0] for name in weights}
     return weights | {f"{depth}.{name}": weight for depth in depths for name, weight in shared.items()}
 
 
 def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of single experts stacked as in transformers' modules; others as they are."""
+    """Stack the weights of single experts as in transformers' modules; copy all others."""
     experts: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
     fused = {}
     for name, weight in weights.items():
@@ -148,7 +155,9 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             fused[name] = weight
         else:
             experts[match[1], match[3]][int(match[2])] = weight
-    stacked = {key: torch.stack([parts[number] for number in sorted(parts)]) for key, parts in experts.items()}
+    stacked = {
+        key: torch.stack([by_number[number] for number in sorted(by_number)]) for key, by_number in experts.items()
+    }
     for name in {name for name, _ in stacked}:
         fused[f"{name}.gate_up_proj"] = torch.cat([stacked[name, "gate"], stacked[name, "up"]], dim=1)
         fused[f"{name}.down_proj"] = stacked[name, "down"]

@@ -1,4 +1,7 @@
-"""Base classes of the networks of draft heads, whose modules have the checkpoints' names."""
+"""Base classes of head networks.
+
+Modules have the names of the checkpoints' weights.
+"""
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
@@ -26,10 +29,10 @@ SHARED_TABLES = _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class TargetParts:
-    """What a head shares with the target of one call: modules, read on the head's device and in its dtype, and ids.
+    """Modules and vocabulary shared with the target.
 
-    The target may be another one in every call, and have got other modules since the head was loaded. So a network
-    keeps none of them, and a drafter looks them up when it is made.
+    The modules are read on the head's device and in its dtype. Each call may have another target,
+    or a target with new modules. So no network stores them, and each drafter looks them up.
     """
 
     def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary, device: torch.device, dtype: torch.dtype):
@@ -39,9 +42,9 @@ class TargetParts:
                 f"a draft head must share the embeddings of its target, got {type(target).__name__}, which names none; "
                 "use another draft"
             )
-        self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # as by PEFT, whose adapter may add to rows
+        self._is_wrapped = not isinstance(self._embeddings, nn.Embedding)  # for example by PEFT, with an adapter
         self._scale, norm = (_member(self._embeddings, name) for name in ("embed_scale", "embed_norm"))
-        if isinstance(self._scale, Tensor) and self._scale.is_meta:  # a buffer that is offloaded too
+        if isinstance(self._scale, Tensor) and self._scale.is_meta:  # an offloaded buffer
             self._scale = _member(self._embeddings, "scalar_embed_scale")
         self._is_normed = norm is not None
         self._head: Any = target.get_output_embeddings()
@@ -51,16 +54,22 @@ class TargetParts:
         self._head_device = None if self._head is None else module_device(self._head, device_of(target))
         head_weight = plain_weight(self._head)
         self._head_dtype = dtype_of(target) if head_weight is None else head_weight.dtype
-        self.vocabulary = vocabulary.resized(self._vocab_size)  # the head's, in the target's ids
+        self.vocabulary = vocabulary.resized(self._vocab_size)  # the head's vocabulary in target ids
         self.device, self.dtype = device, dtype
 
     def known(self, token_ids: Tensor, num_rows: int) -> Tensor:
-        """Ids of the target for a table of so many rows, whose last one stands for ids that it lacks."""
+        """Clamp target ids to a table with `num_rows` rows.
+
+        The last row stands for ids beyond the table.
+        """
         return token_ids if num_rows >= self._vocab_size else token_ids.clamp_max(num_rows - 1)
 
     def embedded(self, token_ids: Tensor, is_scaled: bool = True) -> Tensor:
-        """[..., Ht] embeddings of ids [...] int64, without a norm, and with a scale of the family if `is_scaled`."""
-        weight = plain_weight(self._embeddings)  # rows of a quantised one are known to the module alone
+        """Return embeddings [..., Ht] of ids [...] int64, without a norm.
+
+        With `is_scaled`, the family's scale is applied.
+        """
+        weight = plain_weight(self._embeddings)  # only the module can read rows of quantised tables
         num_rows = _member(self._embeddings, "num_embeddings") if weight is None else len(weight)
         token_ids = self.known(token_ids, num_rows or self._vocab_size).to(self._token_device)
         needs_unscaled = not is_scaled and self._scale is not None
@@ -71,7 +80,7 @@ class TargetParts:
         return rows.to(self.device, self.dtype)
 
     def _bare_rows(self, token_ids: Tensor) -> Tensor:
-        """[..., Ht] rows of the table itself, which a hook may have to load first."""
+        """Return rows [..., Ht] of the table itself; an offloading hook loads them first."""
         hook = getattr(self._embeddings, "_hf_hook", None)
         if hook is None:
             return embedding(token_ids, self._embeddings.weight)
@@ -80,53 +89,56 @@ class TargetParts:
         return rows
 
     def rotation(self, states: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [B, N, R] at positions [B, N] or [3, B, N] in the dtype of states; None without rotary."""
+        """Return cosines and sines [B, N, R] in the states' dtype; None without a rotary embedding.
+
+        Positions are [B, N] or [3, B, N].
+        """
         if self._rotary is None:
             return None
-        # older versions of transformers want a position for each axis
+        # Older versions of transformers need a position for each axis.
         if positions.ndim == 2 and hasattr(self._rotary, "mrope_section"):
             positions = positions.expand(3, -1, -1)
         cos, sin = self._rotary(states, position_ids=positions, **options)
         return cos.to(self.device), sin.to(self.device)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., V] of states [..., Ht] after a final norm."""
+        """Return logits [..., V] of states [..., Ht] after a final norm."""
         logits: Tensor = self._head(states.to(self._head_device, self._head_dtype))
         return logits.to(self.device, self.dtype)
 
 
 def _member(module: nn.Module, name: str) -> Any:
-    """An attribute of a module or of what it wraps; None if there is none."""
-    return next((getattr(part, name) for part in module.modules() if hasattr(part, name)), None)
+    """Return an attribute of a module or of a wrapped one; None if there is none."""
+    return next((getattr(submodule, name) for submodule in module.modules() if hasattr(submodule, name)), None)
 
 
 class HeadNetwork(nn.Module, ABC):
-    """What a `HeadDrafter` drafts with."""
+    """The network of a draft head."""
 
     def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
         super().__init__()
         self.vocabulary = vocabulary
-        self.layer_masks = [LayerMask(window) for window in windows]  # by layer that writes to the cache
+        self.layer_masks = [LayerMask(window) for window in windows]  # one for each layer with a cache
 
     def project(self, states: Tensor) -> Tensor:
-        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
+        """Project the target's concatenated states [B, N, A * Ht] to [B, N, H]."""
         return states
 
     @property
     def least_vocab_size(self) -> int:
-        """V that a target must have at least, because the network looks up tokens of its own in the target's table."""
+        """Smallest V of a target; above 0 if the network looks up mask tokens in its table."""
         return 0
 
     def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
-        """[..., Vd] of states [..., H] after the final norm."""
+        """Return logits [..., Vd] of states [..., H] after the final norm."""
         return parts.logits(normed)
 
 
 class NetworkPlan(NamedTuple):
-    """What a network is built from."""
+    """The inputs for building a network."""
 
-    options: Any  # those of the head's type
-    shapes: Mapping[str, Sequence[int]]  # shapes of the checkpoint's weights by name, which say what it has of its own
+    options: Any  # options of the head's type
+    shapes: Mapping[str, Sequence[int]]  # shapes of the checkpoint's weights by name
     target_hidden_size: int  # Ht
     vocabulary: DraftVocabulary
     device: torch.device
@@ -137,7 +149,10 @@ class NetworkPlan(NamedTuple):
 
 
 class FusingNetwork(HeadNetwork):
-    """A network that fuses several states of the target; tables that its checkpoint lacks are the target's."""
+    """A network over several fused target states.
+
+    Tables missing in its checkpoint are taken from the target.
+    """
 
     def __init__(self, plan: NetworkPlan):
         layers, shapes = plan.options.layers, plan.shapes

@@ -1,7 +1,8 @@
-"""Drafts all tokens of a round in one forward, over slots that hold a mask token: P-EAGLE and PARD.
+"""Drafts all tokens of a round in one forward over mask-token slots: P-EAGLE and PARD.
 
-The slots follow each row's newest tokens; the last of these gives the first draft, slot k gives draft k + 1. A draft
-depends on none of the others, so sampling them one by one is sampling from the product of their distributions.
+The slots follow each row's newest tokens. The newest token gives the first draft, slot k gives
+draft k + 1. Drafted tokens do not depend on each other, so sampling them one by one samples the
+product of their distributions.
 
 Source:
     PARD: An et al. (arXiv:2504.18583).
@@ -20,24 +21,27 @@ from hf_speculate.options.heads.row_cache import CacheView
 
 
 class SlotInputs(NamedTuple):
-    """Tokens of each row, then slots."""
+    """Tokens of each row, followed by slots."""
 
-    token_ids: Tensor  # [B, N] int64; in slots anything
-    states: Tensor | None  # [B, N, H], the target's after `project`; in slots anything
+    token_ids: Tensor  # [B, N] int64; undefined in slots
+    states: Tensor | None  # [B, N, H], the target's after `project`; undefined in slots
     is_slot: Tensor  # [B, N] bool, true in slots and after them
     view: CacheView  # columns are positions
 
 
 class SlotNetwork(HeadNetwork):
-    """A network that fills slots."""
+    """A network with mask-token slots."""
 
     @abstractmethod
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
-        """[B, N, H], what the network makes of tokens and slots, after its final norm."""
+        """Run tokens and slots; return outputs [B, N, H] after the final norm."""
 
 
 class ParallelDrafter(HeadDrafter[SlotNetwork]):
-    """Drafts with one forward of a `SlotNetwork` a round; prompts take one for each chunk."""
+    """A drafter with one `SlotNetwork` forward per round.
+
+    Prompts take one forward for each chunk.
+    """
 
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> None:
         *before, last = new.chunks()
@@ -55,7 +59,10 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         self.newest_outputs[0] = last_of(self._fill(new, 0), new, self.newest_outputs.get(0))
 
     def _fill(self, new: NewTokens, num_slots: int) -> Tensor:
-        """[B, N, H] of new tokens with slots behind each row's own; the tokens stay in the cache."""
+        """Run new tokens with slots behind each row's last; return [B, N, H].
+
+        The tokens stay in the cache.
+        """
         width = new.width + num_slots
         is_slot = torch.arange(width, device=self.device) >= new.lens[:, None]  # [B, N]
         token_ids = torch.nn.functional.pad(new.token_ids, (0, num_slots))

@@ -1,4 +1,4 @@
-"""PARD: an ordinary language model with a token whose slots it fills in one forward.
+"""PARD: an ordinary language model with a mask token for parallel drafts.
 
 Source:
     PARD: An et al. (arXiv:2504.18583).
@@ -27,7 +27,10 @@ _CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM
 
 
 class PardNetwork(SlotNetwork):
-    """A transformers model, whose layers share one attention mask."""
+    """A transformers model with mask-token slots.
+
+    Its layers share one attention mask.
+    """
 
     def __init__(self, model: PreTrainedModel, pard_token: int, vocab_size: int):
         super().__init__(DraftVocabulary(vocab_size), [None] * model.config.num_hidden_layers)
@@ -36,7 +39,7 @@ class PardNetwork(SlotNetwork):
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
         token_ids = parts.known(inputs.token_ids, int(self.model.config.vocab_size))
         token_ids = token_ids.masked_fill(inputs.is_slot, self.pard_token)
-        # given in any case, or the model would make one from the cache's length
+        # Without a mask, the model would make one from the cache's length.
         mask = replace(inputs.view, is_bare=False).mask(0)  # [B, 1, N, T]
         decoder: Any = self.model.get_decoder()
         output = decoder(
@@ -54,7 +57,7 @@ class PardNetwork(SlotNetwork):
 
 
 def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
-    """A PARD draft, which needs the target's vocabulary and none of its states."""
+    """Read the spec of a PARD draft; it needs the target's vocabulary, but no states."""
     source.check_no_layers("a PARD draft, which reads no hidden states")
     config = source.config
     model_type = config.get("model_type")
@@ -75,7 +78,7 @@ def read_pard(source: ConfigSource) -> tuple[HeadSpec, None]:
 
 
 def load_pard(request: LoadRequest) -> PardNetwork:
-    """A PARD draft, in transformers' own class."""
+    """Load a PARD draft as a transformers model."""
     fields, file = request.folder.config, request.folder.weights_file
     model_class = _CLASSES[fields["model_type"]]
     weights = {

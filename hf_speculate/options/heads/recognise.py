@@ -8,21 +8,21 @@ from hf_speculate.options.heads.served import architectures_of, check_config, un
 
 SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-_UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer that their configs do not name
+_UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer but no count in the config
 _HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
 _DFLASH2_FIELDS = {"selector_rank", "selector_top_k"}
-_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # fields that DFlash heads have at the top level
+_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # top-level fields of DFlash heads
 
 
 class HeadKind(NamedTuple):
-    """Kind and format of the head in a folder."""
+    """Kind and format of a draft head."""
 
     kind: str  # "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp" or "pard"
     format: str  # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
 
 
 def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]], target_type: str | None) -> HeadKind:
-    """The kind of head in a folder, which may be a checkpoint of `target_type`.
+    """Recognise the kind of a head in a folder or in a checkpoint of `target_type`.
 
     Raises:
         UnsupportedModelError: the kind is not served, or not recognised.
@@ -54,36 +54,36 @@ def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]
 
 
 def is_head(config: dict[str, Any]) -> bool:
-    """Return whether a config is that of a draft head rather than of an ordinary model."""
-    # MTP layers have no config of their own, and a few early heads have that of an ordinary model.
+    """Return whether a config belongs to a draft head rather than to an ordinary model."""
+    # MTP layers have no config, and a few early heads have an ordinary model's.
     fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size", *_DFLASH2_FIELDS}
     has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS
     return has_fields or any(name in architectures_of(config) for name in _HEAD_NAMES)
 
 
 def named_target(config: dict[str, Any]) -> str:
-    """Return the folder or Hub id of the target that a head's config names; empty if it names none."""
+    """Return the target's folder or Hub id in a head's config; empty if there is none."""
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     return str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
 
 
 def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
-    """Whether the config is that of a target with layers for multi-token prediction in its checkpoint."""
+    """Return whether a config belongs to a target with MTP layers in its checkpoint."""
     if target_type is None or target_type not in (config.get("model_type"), text_fields(config).get("model_type")):
         return False
     return bool(num_mtp_layers(config))
 
 
 def num_mtp_layers(config: dict[str, Any]) -> int:
-    """How many MTP layers a checkpoint with this config has; 0 if none."""
+    """Return the number of MTP layers in a checkpoint with this config."""
     text = text_fields(config)
     counts = [text[name] for name in _MTP_COUNTS if is_int(text.get(name)) and text[name] > 0]
     return counts[0] if counts else int(text.get("model_type") in _UNCOUNTED_MTP)
 
 
 def text_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a `config.json` that describes the text decoder."""
+    """Return the text decoder's part of a `config.json`."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 

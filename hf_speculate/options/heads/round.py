@@ -1,4 +1,4 @@
-"""One round of a draft head: reads the emitted tokens, and proposes tokens chosen from the network's logits."""
+"""One round of a draft head: it reads the emitted tokens and proposes new ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -16,42 +16,42 @@ from hf_speculate.options.heads.row_cache import RowCache, fill_absent
 from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import DraftOut, Kept
 
-_CHUNK_SIZE = 512  # tokens of each row per forward of a head, so that the mask of a long prompt stays small
+_CHUNK_SIZE = 512  # tokens of each row per forward; bounds the mask of long prompts
 
 
 class MergedEmbeddings(NamedTuple):
     """The target's embeddings of pictures and sounds."""
 
-    embeddings: Tensor  # [B, N, Ht], what entered the target's first layer at each token
-    is_media: Tensor  # [B, N, 1] bool, whether they take the place of the token's embedding
+    embeddings: Tensor  # [B, N, Ht], input of the target's first layer
+    is_media: Tensor  # [B, N, 1] bool, whether to replace the token's embedding
 
     def merge(self, embeddings: Tensor) -> Tensor:
-        """[B, N, Ht], embeddings of tokens, replaced where these stand for pictures or sounds."""
+        """Replace embeddings [B, N, Ht] of placeholder tokens by pictures and sounds."""
         return torch.where(self.is_media, self.embeddings, embeddings)
 
 
 class NewTokens(NamedTuple):
-    """Tokens that the rows gained since the last round, left-aligned."""
+    """Tokens since the last round, left-aligned."""
 
-    token_ids: Tensor  # [B, N] int64; behind a row's own anything in the vocabulary
-    states: Tensor | None  # [B, N, D], each the state that its token was chosen from; 0 behind a row's own
+    token_ids: Tensor  # [B, N] int64; any valid id behind a row's last token
+    states: Tensor | None  # [B, N, D], states of the tokens before; 0 behind a row's last
     counts: list[int]  # [B] tokens of each row
     lens: Tensor  # [B] int64, the counts on the head's device
     newest_ids: Tensor  # [B] int64, the newest token of each row
-    merged: MergedEmbeddings | None = None  # None if the network reads the embeddings of tokens alone
+    merged: MergedEmbeddings | None = None  # None if the network reads token embeddings alone
 
     @property
     def width(self) -> int:
         return self.token_ids.shape[1]
 
     def chunks(self) -> Iterator["NewTokens"]:
-        """The same in pieces of at most `_CHUNK_SIZE` columns, at least one piece."""
+        """Split into chunks of at most `_CHUNK_SIZE` columns; yield at least one."""
         for start in range(0, max(self.width, 1), _CHUNK_SIZE):
             columns = slice(start, start + _CHUNK_SIZE)
             states = None if self.states is None else self.states[:, columns]
             counts = [min(max(count - start, 0), _CHUNK_SIZE) for count in self.counts]
             lens = (self.lens - start).clamp(0, _CHUNK_SIZE)
-            merged = None if self.merged is None else MergedEmbeddings(*(part[:, columns] for part in self.merged))
+            merged = None if self.merged is None else MergedEmbeddings(*(tensor[:, columns] for tensor in self.merged))
             yield NewTokens(self.token_ids[:, columns], states, counts, lens, self.newest_ids, merged)
 
 
@@ -59,7 +59,10 @@ NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 
 
 class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
-    """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
+    """A `Drafter` over a head's network.
+
+    Its cache holds B rows of different lengths.
+    """
 
     drafts_fewer = True
     BY_ROW = ("_num_pads",)
@@ -72,9 +75,9 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self.network = network
         self.hidden_layers = spec.hidden_layers or None
         self.max_draft_tokens = spec.max_draft_tokens
-        longest = spec.max_position_embeddings
-        is_reached = longest is not None and (longest < setup.max_length or setup.processors.can_join)
-        self.context_len = longest if is_reached else None  # rows that join may be longer
+        context_len = spec.max_position_embeddings
+        is_reached = context_len is not None and (context_len < setup.max_length or setup.processors.can_join)
+        self.context_len = context_len if is_reached else None  # joining rows may be longer
         self.parts = TargetParts(setup.target, network.vocabulary, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
@@ -82,7 +85,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         self.cache = RowCache(network.layer_masks, setup.batch_size, weight)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
-        self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
+        self.newest_outputs: dict[int, Tensor] = {}  # by depth: [B, H], outputs at the newest tokens
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
@@ -95,7 +98,7 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         return self.chooser.has_numbers()
 
     def project_states(self, states: Tensor) -> Tensor:
-        """Projects the target's concatenated states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
+        """Project the target's concatenated states [B, N, A * Ht] to the head's [B, N, D]."""
         return self.network.project(states.to(self.device, self.dtype))
 
     def begin(self, token_ids: Tensor) -> None:
@@ -117,11 +120,14 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
 
     @abstractmethod
     def read_new(self, new: NewTokens) -> None:
-        """Let the cache hold new tokens, without a draft."""
+        """Write new tokens to the cache, without a draft."""
 
     @abstractmethod
     def propose(self, new: NewTokens, num_draft_tokens: int, draft: RoundDraft) -> Tensor | None:
-        """Read the new tokens and add up to K tokens of every row; [B] int bounds of those that count, or None."""
+        """Read the new tokens and add up to K draft tokens to every row.
+
+        Return the draft lengths [B] int, or None if all tokens count.
+        """
 
     @torch.no_grad()
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -131,16 +137,16 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
             raise ShapeError(
                 "kept must hold hidden states for a draft head, got none; pass the emitted tokens with them"
             )
-        num = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
+        num_draft_tokens = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
         self.chooser.read(query, kept)
-        draft = self.chooser.start(num, request.sample_strategy, request.keys)
-        most = self.propose(self._new_tokens(query, kept), num, draft)
-        return draft.finish(self._tokens_device, most)
+        draft = self.chooser.start(num_draft_tokens, request.sample_strategy, request.keys)
+        draft_lens = self.propose(self._new_tokens(query, kept), num_draft_tokens, draft)
+        return draft.finish(self._tokens_device, draft_lens)
 
     def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
         newest = query[:, -1].to(self.device)
-        if kept is None:  # the first round of a head that reads no states: the whole sequences
-            counts = [query.shape[1] - num for num in self._num_pads]
+        if kept is None:  # first round of a head without states: read whole sequences
+            counts = [query.shape[1] - num_pads for num_pads in self._num_pads]
             lens = torch.tensor(counts, device=self.device)
             columns = torch.arange(max(counts), device=self.device) + (query.shape[1] - lens)[:, None]
             ids = query.to(self.device).gather(1, columns.clamp_max(query.shape[1] - 1))  # [B, N]
@@ -150,12 +156,15 @@ class HeadDrafter(PerRow, Drafter, ABC, Generic[NetworkT]):
         states = None if kept.hidden_states is None else kept.hidden_states.to(self.device, self.dtype)
         if states is not None and min(counts) < ids.shape[1]:
             is_behind = torch.arange(ids.shape[1], device=self.device) >= lens[:, None]  # [B, N]
-            states = states.masked_fill(is_behind[:, :, None], 0)  # what is there may be NaN
+            states = states.masked_fill(is_behind[:, :, None], 0)  # they may be NaN
         return NewTokens(ids, states, counts, lens, newest)
 
 
 def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Tensor:
-    """[B, H], each row's output at its last new token, of outputs [B, N, H]; rows without new tokens get `before`."""
+    """Return the outputs [B, H] at each row's last new token, from outputs [B, N, H].
+
+    Rows without new tokens get `before`.
+    """
     if min(new.counts) == max(new.counts) > 0:
         return outputs[:, new.counts[0] - 1]
     index = (new.lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])

@@ -1,4 +1,7 @@
-"""Key-value states of a draft head: every row is written at its own end, and dropping states copies nothing."""
+"""Key-value states of a draft head, written at each row's own end.
+
+Dropping states copies nothing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,36 +18,39 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 
 Buffers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values by layer, each [B, heads, capacity, D]; a layer is added when it is first written to."""
+"""Keys and values [B, heads, capacity, D] by layer, added at the first write to a layer."""
 
-_GROWTH = 2  # factor by which buffers grow, so that copying them costs a constant share
-_ALIGNMENT = 8  # columns are read in multiples of this, which GPU kernels load as vectors
+_GROWTH = 2  # growth factor of buffers; bounds the share of copying
+_ALIGNMENT = 8  # columns per read are a multiple of this, for vector loads on GPUs
 
 
 class LayerMask(NamedTuple):
-    """Which tokens a layer's queries attend to."""
+    """The attention pattern of a layer."""
 
-    window: int | None = None  # how many, the query included; None if all before it
-    first: int = 0  # the first column that holds a token of this layer
-    is_causal: bool = True  # whether tokens of one forward hide those after them
+    window: int | None = None  # tokens per query, itself included; None for all before it
+    first: int = 0  # first column with a token of this layer
+    is_causal: bool = True  # whether tokens of a forward hide later ones
 
 
 @dataclass
 class CacheView:
-    """A `RowCache` for one forward: where its tokens are written, and what they attend to."""
+    """A `RowCache` for one forward.
+
+    It holds the columns to write to and the columns to attend to.
+    """
 
     buffers: Buffers
     capacity: int  # columns of the buffers
     row_ids: Tensor  # [B, 1] int64
-    columns: Tensor  # [B or 1, N] int64, the columns that they are written to
-    width: int  # columns that attention reads
+    columns: Tensor  # [B or 1, N] int64, columns to write to
+    width: int  # columns for attention
     layer_masks: Sequence[LayerMask]
     dtype: torch.dtype  # dtype of the masks
-    is_bare: bool = False  # whether each token sees all `width` columns, so that layers without a window need no mask
+    is_bare: bool = False  # whether every token sees all columns, so no mask is needed
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # additive masks, see `mask`
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
+        """Store states [B, heads, N, D]; return views of the states in columns for attention."""
         if layer not in self.buffers:
             self.buffers[layer] = self._zeros(keys), self._zeros(values)
         buffers = self.buffers[layer]
@@ -53,7 +59,7 @@ class CacheView:
         return buffers[0][:, :, : self.width], buffers[1][:, :, : self.width]
 
     def mask(self, layer: int) -> Tensor | None:
-        """[B or 1, 1, N, width] additive; None if the layer's tokens see every column."""
+        """Return the additive mask [B or 1, 1, N, width]; None if every column is visible."""
         key = self.layer_masks[layer]
         if self.is_bare and key.first == 0 and (key.window is None or key.window >= self.width):
             return None
@@ -69,16 +75,19 @@ class CacheView:
             hidden = hidden | (seen <= at - window)
             if not is_causal:
                 hidden = hidden | (seen >= at + window)
-        if first:  # a token before it sees itself: nobody reads what comes of it, but it must be finite
+        if first:  # A token before it sees itself: its output is unused but must be finite.
             hidden = hidden | ((seen < first) & (seen != at))
         return hidden
 
-    def _zeros(self, states: Tensor) -> Tensor:  # what masks hide must be finite
+    def _zeros(self, states: Tensor) -> Tensor:  # masked states must be finite
         return states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
 
 
 class RowCache(PerRow):
-    """Keys and values of B rows by layer; a row's next token goes where it ends, and masks hide what lies behind."""
+    """Keys and values of B rows by layer.
+
+    A row's next token is written at the row's end. Masks hide the columns behind it.
+    """
 
     TENSORS = ("buffers",)
     PARTS = ("row_lens",)
@@ -91,7 +100,10 @@ class RowCache(PerRow):
         self._row_ids = torch.arange(batch_size, device=weight.device)[:, None]  # [B, 1]
 
     def view(self, num_tokens: int, offset: int = 0) -> CacheView:
-        """Make room for N tokens behind each row's end and the `offset` columns that this round wrote."""
+        """Reserve N columns behind each row's end plus `offset`; return the view for a forward.
+
+        `offset` counts columns written by earlier forwards of the same round.
+        """
         longest = max(self.row_lens.on_host, default=0) + offset + num_tokens
         aligned = -(-longest // _ALIGNMENT) * _ALIGNMENT
         is_bare = num_tokens == 1 and self.row_lens.is_even
@@ -101,11 +113,14 @@ class RowCache(PerRow):
         return CacheView(self.buffers, self.capacity, self._row_ids, columns, width, layer_masks, dtype, is_bare)
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
-        """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
+        """Append the first `counts` [B] of the tokens written last.
+
+        `on_device` holds the counts as [B] int64.
+        """
         self.row_lens.add_counts(RowCounts(counts, on_device))
 
     def join(self, other: "RowCache") -> None:
-        """Add the rows of `other` behind these; a cache that has read nothing has no buffers yet."""
+        """Add the rows of `other` behind these; an unused cache has no buffers yet."""
         capacity = max(self.capacity, other.capacity)
         self._grow_to(capacity)
         other._grow_to(capacity)
@@ -119,25 +134,30 @@ class RowCache(PerRow):
         self._row_ids = self._row_ids[:num_rows]
 
     def reserve(self, num_columns: int) -> None:
-        """Make the buffers hold so many columns or more."""
+        """Grow the buffers to at least `num_columns` columns."""
         if num_columns > self.capacity:
             self._grow_to(max(num_columns, _GROWTH * self.capacity))
 
     def _grow_to(self, capacity: int) -> None:
-        more = (0, 0, 0, capacity - self.capacity)
+        padding = (0, 0, 0, capacity - self.capacity)
         self.capacity = capacity
-        self.buffers = {layer: (pad(keys, more), pad(values, more)) for layer, (keys, values) in self.buffers.items()}
+        self.buffers = {
+            layer: (pad(keys, padding), pad(values, padding)) for layer, (keys, values) in self.buffers.items()
+        }
 
 
 def fill_absent(mine: dict[int, Any], theirs: dict[int, Any], num_mine: int, num_theirs: int) -> None:
-    """Give each dictionary zeros [B, ...] of its rows for the tensors that only the other one has."""
+    """Add zeros [B, ...] to each dictionary for tensors of the other one alone."""
     for tensors, others, num_rows in ((mine, theirs, num_mine), (theirs, mine, num_theirs)):
         for key in others.keys() - tensors.keys():
             tensors[key] = tree_map(lambda tensor, num=num_rows: tensor.new_zeros(num, *tensor.shape[1:]), others[key])
 
 
 class TransformersCache(Cache):
-    """A transformers `Cache` for one forward over a `RowCache`."""
+    """A transformers `Cache` over a `RowCache`.
+
+    It serves one forward.
+    """
 
     def __init__(self, view: CacheView):
         super().__init__(layers=[])
@@ -149,5 +169,5 @@ class TransformersCache(Cache):
         return self._view.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that attention reads: a row's own length is in no Python number."""
+        """Return the number of columns for attention, since rows have different lengths."""
         return self._view.width

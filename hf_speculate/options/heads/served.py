@@ -1,4 +1,4 @@
-"""The kinds of draft heads that are served, the error for others, and options that a served kind must not have."""
+"""The served kinds of draft heads, the error for others, and unsupported options."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _DENSE = "dense Llama or Qwen 3 layers"
 
 
 def unserved(got: str, allowed: str = "") -> UnsupportedModelError:
-    """Return the error for a head that is not served; `allowed` is what is served instead."""
+    """Return the error for a head outside the served kinds; `allowed` names the alternatives."""
     return UnsupportedModelError(
         f"a draft head must be of a served kind ({SERVED}){' with ' if allowed else ''}{allowed}, got {got}; use "
         "another head, or load an ordinary draft model and pass it as assistant_model"
@@ -25,12 +25,12 @@ def architectures_of(config: dict[str, Any]) -> str:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Check that a config names no option under which a served kind would read its tensors wrongly.
+    """Check that a config has no option with another meaning for known tensors.
 
-    The weights of other kinds are missing or left over when they are loaded.
+    Unknown kinds are found later by missing or left-over weights.
 
     Raises:
-        UnsupportedModelError: it names one.
+        UnsupportedModelError: the config has such an option.
     """
     layer, dflash = _nested(config, "transformer_layer_config") or config, _nested(config, "dflash_config")
     fields, architectures = config | dflash, architectures_of(config)

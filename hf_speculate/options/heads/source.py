@@ -1,4 +1,4 @@
-"""The source of draft heads: a loaded head, or the MTP layers of the target's own checkpoint (`use_mtp`)."""
+"""The source of draft heads: a loaded head, or MTP layers of the target's checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ FIRST_TOKENS_BOUND = AcceptanceBound(least_rate=0.2, num_drafted=200)
 
 
 class HeadSource(FactorySource):
-    """The source of a call that drafts with a head."""
+    """The draft source of a head."""
 
     unsynced = "a draft head"
 
@@ -39,18 +39,18 @@ class HeadSource(FactorySource):
         return self.head.drafts_at_once
 
     def settings(self, config: SpeculationConfig) -> SpeculationConfig:
-        """If the call sets no number of tokens, the default K of the head bounds it."""
-        if self.argument == "drafter":  # as for any other factory
+        """Bound the draft length by the head's default K, unless the call sets its own."""
+        if self.argument == "drafter":  # treated like any other factory
             return config
         for name in ("prompt_lookup_num_tokens", "draft_state"):
             if getattr(config, name) is not None:
                 raise UnsupportedGenerationError(
                     f"{name} cannot be combined with a draft head, got one as {self.argument}; omit one of them"
                 )
-        num = self.head.default_draft_tokens
-        if config.num_assistant_tokens is not None or num is None:
+        default_k = self.head.default_draft_tokens
+        if config.num_assistant_tokens is not None or default_k is None:
             return config
-        return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
+        return replace(config, num_assistant_tokens=default_k, num_assistant_tokens_schedule=config.schedule)
 
     def start(self, setup: DrafterSetup) -> Drafter:
         return self.head(setup)
@@ -62,7 +62,7 @@ class HeadSource(FactorySource):
         return self.head.num_step_bytes(target)
 
     def after_call(self, target: PreTrainedModel, stats: SpeculationStats) -> None:
-        """Warn once if few of the first tokens that it drafted were accepted, and say what may be wrong."""
+        """Warn once if few first draft tokens were accepted, with the likely cause."""
         spec, drafted, accepted = self.head.spec, stats.drafted_per_position, stats.accepted_per_position
         first = DraftCounts(drafted[0], accepted[0]) if drafted else DraftCounts(0, 0)
         if not AcceptanceTallies.of(target).add(self.head, first, FIRST_TOKENS_BOUND):
@@ -83,7 +83,10 @@ class HeadSource(FactorySource):
 
 
 class MtpSource(HeadSource):
-    """The source of a call that drafts with the MTP layers of the target's checkpoint, which are read on first use."""
+    """The draft source of a target's MTP layers.
+
+    They are read from its checkpoint on first use.
+    """
 
     argument = "use_mtp"
     hint = hint_of(argument)
@@ -99,11 +102,11 @@ class MtpSource(HeadSource):
 
 
 def make_source(target: PreTrainedModel, values: Mapping[str, Any]) -> HeadSource:
-    """The source of a head that was passed as `assistant_model` or as `drafter`."""
+    """Make the source of a head from `assistant_model` or `drafter`."""
     argument = "drafter" if values.get("assistant_model") is None else "assistant_model"
     return HeadSource(values[argument], argument)
 
 
 def make_mtp_source(target: PreTrainedModel, values: Mapping[str, Any]) -> MtpSource | None:
-    """The source of `use_mtp`; None for targets whose MTP layers transformers runs itself."""
+    """Make the source of `use_mtp`; return None if transformers runs the MTP layers itself."""
     return MtpSource(target) if target.config.model_type in SERVED_TARGETS else None

@@ -1,10 +1,11 @@
-"""The target's ids that a draft head proposes, as the `d2t` of its weights gives them.
+"""The target ids of a draft head's tokens, from `d2t` in its weights.
 
-Trainers save offsets: column j stands for id j + d2t[j]. Some save the ids themselves. `t2d`, which marks the ids,
-tells which. Without it, values that rise at every column are ids: as offsets they would leave out both neighbours of
-every id, and of n frequent ids out of V about n^2 / V pairs are neighbours, thousands in any head that is published. An
-arange is the first n ids, and not every other one, which no count of frequencies gives. A short `d2t` that could be
-either is refused.
+Trainers save offsets: column j stands for id j + d2t[j]. Some save the ids themselves. `t2d` marks
+the ids and decides between the two. Without it, values rising at every column are ids. As offsets,
+they would leave out both neighbours of every id, but n frequent ids out of V have about n^2 / V
+pairs of neighbours: thousands in any published head. An arange is the first n ids, not every other
+id, since no frequency count gives the latter. A short `d2t` with two possible readings is not
+supported.
 """
 
 from pathlib import Path
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from hf_speculate.errors import ConfigError
 
-# Expected pairs of neighbours from which on offsets without any are ruled out: the chance is about exp(-20).
+# With 20 expected pairs of neighbours, offsets without any pair have a chance of about exp(-20).
 _RULED_OUT = 20
 
 
 def target_ids(d2t: Tensor, t2d: Tensor | None, vocab_size: int, file: Path) -> Tensor:
-    """[Vd] int64 ids of V, increasing, on the CPU, of d2t [Vd] int and t2d [V] bool.
+    """Return increasing ids [Vd] int64 below V on the CPU, from d2t [Vd] int and t2d [V] bool.
 
     Raises:
-        ConfigError: they give no increasing ids below V, or different ones, or d2t has two meanings.
+        ConfigError: d2t and t2d give no increasing ids below V or contradict each other, or d2t has
+            two meanings.
     """
     stored = d2t.cpu().long().flatten()
     columns = torch.arange(len(stored), device="cpu")

@@ -1,4 +1,4 @@
-"""Reads the weight files of a folder; errors name the file that is damaged or missing."""
+"""Reads the weight files of a folder; errors name the damaged or missing file."""
 
 import json
 import zipfile
@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_speculate.errors import ConfigError, UnsupportedModelError, shown
 
 PATTERNS = ["*.safetensors", "*.bin", "*.index.json"]
-_FIRST_FILES = (  # the first that exists is read
+_FIRST_FILES = (  # in order of preference
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -22,7 +22,7 @@ _FIRST_FILES = (  # the first that exists is read
 
 
 def first_file(folder: Path) -> Path:
-    """The file of all weights, or their index.
+    """Return the file of all weights, or their index.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -37,29 +37,29 @@ def first_file(folder: Path) -> Path:
 
 
 def read_weights(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The weights that are wanted, on the CPU, by their names in the files.
+    """Read the wanted weights to the CPU, keyed by their names in the files.
 
-    Of files that an index lists, only those with such weights are read.
+    With an index, only files with wanted weights are read.
 
     Raises:
-        ConfigError: a file is damaged, or one that the index names is missing or lacks weights.
+        ConfigError: a file is damaged, or a file of the index is missing or lacks weights.
         UnsupportedModelError: there are no weights.
     """
     return {name: weight for file in _read_files(folder, is_wanted) for name, weight in file.weights.items()}
 
 
 def read_names(folder: Path) -> set[str]:
-    """Names of the weights in the files; raises as `read_weights`."""
+    """Read the names of the weights in the files; raise the errors of `read_weights`."""
     return {name for file in _read_files(folder) for name in file.names}
 
 
 class _File(NamedTuple):
-    names: Collection[str]  # all in it
-    weights: dict[str, Tensor]  # those that are wanted
+    names: Collection[str]  # every weight's name
+    weights: dict[str, Tensor]  # only wanted weights
 
 
 def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[_File]:
-    """The files with wanted weights, or all without weights."""
+    """Read the files with wanted weights; without `is_wanted`, all files but no weights."""
     for path, listed in _listed_files(first_file(folder)).items():
         if is_wanted is not None and listed and not any(map(is_wanted, listed)):
             continue
@@ -75,12 +75,12 @@ def _read_files(folder: Path, is_wanted: Callable[[str], bool] | None = None) ->
 
 
 def _listed_files(path: Path) -> dict[Path, list[str]]:
-    """The files of a folder's weights by path, with the names that an index lists for each."""
+    """Return the weight files of a folder, with the names in their index."""
     if not path.name.endswith(".index.json"):
         return {path: []}
     try:
         index = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not text
         raise _damaged(path, error) from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(shard, str) for shard in names.values()):
@@ -102,7 +102,7 @@ def _listed_files(path: Path) -> dict[Path, list[str]]:
 
 
 def _read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> _File:
-    """Weights are mapped into memory: what is not used is not read."""
+    """Read wanted weights, mapped into memory; unused ones are not read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = list(file.keys())
@@ -112,7 +112,10 @@ def _read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> _File:
 
 
 def _read_pickle(path: Path, is_wanted: Callable[[str], bool]) -> _File:
-    """Code in the file is not run. Weights are mapped into memory, but for files of torch before 1.6."""
+    """Read wanted weights without running code from the file.
+
+    They are mapped into memory, except in files of torch before 1.6.
+    """
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged pickle may raise anything

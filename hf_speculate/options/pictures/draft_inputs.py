@@ -1,4 +1,4 @@
-"""Pictures and sounds for a draft model, which encodes them itself and reads them with the prompt."""
+"""Pictures and sounds for a draft model; its own encoder reads them with the prompt."""
 
 import copy
 import inspect
@@ -21,12 +21,12 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, dtype_of
 from hf_speculate.stats import SpeculationStats
 
-ENCODED = "mm_encoder_outputs"  # argument that holds encoded pictures; since transformers 5.24
+ENCODED = "mm_encoder_outputs"  # argument for encoded pictures; since transformers 5.24
 _MODALITIES = ("image", "video", "audio")
 
 
 class _CannotReadError(Exception):
-    """Why a draft model cannot read the pictures of a call."""
+    """The reason against pictures for a draft model."""
 
 
 def read_media(
@@ -41,22 +41,22 @@ def read_media(
     ranks: Ranks,
     stats: SpeculationStats,
 ) -> ExtraInputs:
-    """What a decoder-only draft model reads besides tokens, prepared as its own `generate` prepares it.
+    """Prepare a decoder-only draft model's inputs besides tokens, as its own `generate` does.
 
     Args:
-        target: the model that reads the same.
+        target: the model with the same inputs.
         draft: the draft model; it is not written to.
-        prompts: the rows that the inputs are for.
-        passed: the arguments of `generate()`, of which transformers has taken out the pictures by now.
-        media: the names of those that hold pictures or sounds, at least one.
-        vocabulary: maps the target's ids to the draft's; None if they are the same.
-        generation_config: the call's, as transformers has prepared it.
-        ranks: the processes that decode the call together.
-        stats: gets the reason if the draft model takes such arguments but reads the text alone.
+        prompts: the rows of the inputs.
+        passed: the arguments of `generate()`; transformers has already removed the pictures.
+        media: the names of the arguments for pictures or sounds, at least one.
+        vocabulary: maps the target's ids to the draft's. If None, they are equal.
+        generation_config: the call's, as prepared by transformers.
+        ranks: the processes of the call.
+        stats: records the reason if the draft model takes such arguments but reads the text alone.
 
     Returns:
-        Inputs that the draft model must read with the whole prompt; empty ones if it reads the text alone. Their
-        `description` says which, and why.
+        Inputs to read with the whole prompt; empty if the draft model reads the text alone. Their
+        `description` names the inputs and the reason.
     """
     parameters = inspect.signature(type(draft).forward).parameters
     lacking = [name for name in media if name not in parameters]
@@ -70,7 +70,7 @@ def read_media(
         inputs = _prepare(draft, prompts, {name: passed[name] for name in names}, vocabulary, generation_config)
     except _CannotReadError as error:
         reason = str(error)
-    except Exception as error:  # whatever the code of a model raises for pictures of another model
+    except Exception as error:  # model code may raise anything for another model's pictures
         if is_of_device(error, device_of(draft)):
             raise
         first_line = str(error).strip().partition("\n")[0]
@@ -89,7 +89,7 @@ def _check_call(
     passed: Mapping[str, Any],
     vocabulary: VocabMapping | None,
 ) -> None:
-    """Raise an error with the reason if the draft model cannot read what the target reads."""
+    """Raise an error with the reason if the draft model cannot read the target's inputs."""
     if passed.get("inputs_embeds") is not None:
         raise _CannotReadError("the prompt is one of embeddings")
     if passed.get(ENCODED) is not None:
@@ -111,7 +111,7 @@ def _prepare(
     vocabulary: VocabMapping | None,
     generation_config: GenerationConfig,
 ) -> ExtraInputs:
-    """The inputs of a draft model's forwards, of arguments for prompts that are not yet repeated."""
+    """Return the inputs of a draft model's forwards; `arguments` are for unrepeated prompts."""
     device, num_copies = device_of(draft), generation_config.num_return_sequences or 1
     input_ids, mask = prompts.input_ids[::num_copies], prompts.text_mask
     if vocabulary is not None:
@@ -119,7 +119,7 @@ def _prepare(
     mask = torch.ones_like(input_ids) if mask is None else mask[::num_copies]
 
     def moved(tensor: Tensor) -> Tensor:
-        is_feature = tensor.is_floating_point() and tensor.ndim > 1  # and not the seconds of videos
+        is_feature = tensor.is_floating_point() and tensor.ndim > 1  # not the seconds of videos
         return tensor.to(device, dtype_of(draft) if is_feature else tensor.dtype)
 
     def decoding_method(
@@ -134,15 +134,15 @@ def _prepare(
         prompts = Prompts(input_ids, input_ids, model_kwargs.get("attention_mask"))
         return target_inputs(model, prompts, model_kwargs, has_positions=False)
 
-    twin: Any = _shallow_copy(draft)
-    twin.generation_config = config = GenerationConfig(
+    draft_copy: Any = _shallow_copy(draft)
+    draft_copy.generation_config = config = GenerationConfig(
         max_new_tokens=1,
         do_sample=num_copies > 1,
         num_return_sequences=num_copies,
         pad_token_id=pad_token_id(generation_config) or 0,
     )
     inputs: ExtraInputs = GenerationMixin.generate(
-        twin,
+        draft_copy,
         input_ids=input_ids.to(device),
         attention_mask=mask.to(device),
         generation_config=config,
@@ -153,16 +153,19 @@ def _prepare(
 
 
 def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mapping[str, Any]) -> None:
-    """Raise an error if the prompts [B, T] have not as many tokens for pictures as the encoder has given states."""
+    """Raise an error if the numbers of placeholder tokens and encoder states differ.
+
+    The prompts are [B, T].
+    """
     for modality, output in encoded.items():
         states = output.pooler_output  # [N, D] of each picture, or [..., D] of all
         by_layer = getattr(output, "deepstack_features", None)
-        if states is None and by_layer:  # states of several layers, as many of each
+        if states is None and by_layer:  # states of several layers, equally many for each
             states = by_layer[0][1]
         if states is None:
             raise _CannotReadError(f"its encoder gives no states for {modality} tokens")
-        parts = [states] if isinstance(states, Tensor) else states
-        num_states = sum(part.numel() // part.shape[-1] for part in parts)
+        tensors = [states] if isinstance(states, Tensor) else states
+        num_states = sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
         token_id = _token_id(config, modality)
         num_tokens = 0 if token_id is None else int((input_ids == token_id).sum())
         if num_states != num_tokens:
@@ -170,16 +173,16 @@ def _check_features(config: PreTrainedConfig, input_ids: Tensor, encoded: Mappin
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:
-    """The id of the tokens that pictures or sounds take in the text."""
+    """Return the id of the placeholder tokens for pictures or sounds."""
     names = (f"{modality}_token_id", f"{modality}_token_index")
     ids = (getattr(config, name, None) for name in names)
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
 def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with the same parts, which takes what its class notes about a prompt (`rope_deltas`)."""
-    twin, name = copy.copy(model), model.base_model_prefix
+    """Return a shallow copy for state of a prompt (`rope_deltas`); all weights are shared."""
+    copied, name = copy.copy(model), model.base_model_prefix
     base = model._modules.get(name)
-    if isinstance(base, nn.Module):  # assigning a part would write to the model's own table
-        vars(twin)["_modules"] = {**model._modules, name: copy.copy(base)}
-    return twin
+    if isinstance(base, nn.Module):  # assigning a module would write to the model's own table
+        vars(copied)["_modules"] = {**model._modules, name: copy.copy(base)}
+    return copied

@@ -13,11 +13,14 @@ from hf_speculate.options.ranks.tensor_parallel import TensorParallelGroup, tens
 
 @dataclass(frozen=True)
 class SyncedGroup(SyncedRanks, TensorParallelGroup):
-    """Synced ranks among which those of a tensor-parallel group decode one text; flags are those of all ranks."""
+    """Synced ranks with tensor-parallel groups.
+
+    Ranks of one group decode one text. Flags are combined over all ranks.
+    """
 
 
 def find_ranks(synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device) -> Ranks:
-    """The ranks of a call; see `engine.ranks`."""
+    """Find the ranks of a call; see `engine.ranks`."""
     group = tensor_parallel_group(models, device)
     if not must_sync(synced_gpus, models):
         return group or ONE_PROCESS

@@ -1,4 +1,4 @@
-"""Synced ranks: processes that must run equally many forwards, because each forward gathers weights from all."""
+"""Synced ranks: each forward gathers weights from all ranks, so all run equally many."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,28 +14,34 @@ from hf_speculate.engine.ranks import Ranks
 
 @dataclass(frozen=True)
 class SyncedRanks(Ranks):
-    """The ranks that must run as many forwards as this one, because each forward gathers weights from all of them."""
+    """Ranks with equal numbers of forwards.
+
+    Each forward gathers weights from all of them.
+    """
 
     device: torch.device
     is_synced = True
 
     def max(self, num: int | None) -> int | None:
-        wish = torch.tensor(0 if num is None else num + 1, device=self.device)
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX)
-        agreed = int(wish)
+        value = torch.tensor(0 if num is None else num + 1, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        agreed = int(value)
         return agreed - 1 if agreed else None
 
     def min(self, num: int) -> int:
-        wish = torch.tensor(num, device=self.device)
-        dist.all_reduce(wish, op=dist.ReduceOp.MIN)
-        return int(wish)
+        value = torch.tensor(num, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return int(value)
 
     def any(self, flag: bool) -> bool:
         return self.min(int(not flag)) == 0
 
 
 def must_sync(synced_gpus: bool | None, models: Iterable[nn.Module]) -> bool:
-    """Whether ranks must run equally many forwards: as `synced_gpus` says, else by ZeRO-3 and FSDP."""
+    """Return whether ranks must run equally many forwards.
+
+    `synced_gpus` decides; if None, ZeRO-3 and FSDP do.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return False
     if synced_gpus is not None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel groups: processes that compute one split model together, and all use what rank 0 decides."""
+"""Tensor-parallel groups: processes with one split model and the decisions of rank 0."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,22 @@ from hf_speculate.verify.base import Verifier
 
 @dataclass(frozen=True)
 class TensorParallelGroup(Ranks):
-    """The processes that compute one tensor-parallel model together; all use what rank 0 decides, so forwards agree."""
+    """The processes of one tensor-parallel model.
+
+    All use the decisions of rank 0, so their forwards agree.
+    """
 
     group: dist.ProcessGroup
     device: torch.device
     is_group = True
 
     def any(self, flag: bool) -> bool:
-        wish = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(wish)
+        value = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(value)
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        if numbers.dtype == torch.bool:  # which not every backend sends
+        if numbers.dtype == torch.bool:  # not every backend can send bools
             return self.broadcast(numbers.to(torch.uint8)).bool()
         shared = numbers.to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
@@ -41,17 +44,17 @@ class TensorParallelGroup(Ranks):
         return type(number)(self.broadcast(torch.tensor(number, dtype=dtype, device="cpu")).item())
 
     def broadcast_draft(self, own: DraftOut, num_draft_tokens: int, has_cache: bool) -> DraftOut:
-        num_own = own.token_ids.shape[1]
+        num_drafted = own.token_ids.shape[1]
         packed = own.token_ids.new_full((len(own.token_ids), num_draft_tokens + 2), -1)  # [B, K' + 2]
-        packed[:, :num_own] = own.token_ids
+        packed[:, :num_drafted] = own.token_ids
         packed[:, -2] = own.lens
-        packed[:, -1] = num_own
+        packed[:, -1] = num_drafted
         agreed = self.broadcast(packed)
-        num = int(agreed[0, -1])
-        draft = own._replace(token_ids=agreed[:, :num], lens=agreed[:, -2].to(own.lens.dtype))
-        if num == num_own:
+        num_agreed = int(agreed[0, -1])
+        draft = own._replace(token_ids=agreed[:, :num_agreed], lens=agreed[:, -2].to(own.lens.dtype))
+        if num_agreed == num_drafted:
             return draft
-        cached = own.cached or CachedDraft(num_own - 1 if has_cache else 0, [False] * len(agreed))
+        cached = own.cached or CachedDraft(num_drafted - 1 if has_cache else 0, [False] * len(agreed))
         return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
     def wrap_verifier(self, verifier: Verifier) -> Verifier:
@@ -62,11 +65,11 @@ class TensorParallelGroup(Ranks):
 
 
 def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.device) -> TensorParallelGroup | None:
-    """The processes that compute one of the models together; None if this process computes them alone."""
+    """Return the process group of a tensor-parallel model; None if there is none."""
     weights = (weight for model in models if tensor_parallel_size(model) > 1 for weight in model.parameters())
     meshes: Iterator[Any] = (weight.device_mesh for weight in weights if hasattr(weight, "device_mesh"))  # a DTensor's
     for mesh in meshes:
-        names = mesh.mesh_dim_names or ("tp",)  # older versions of transformers name none; FSDP's have no "tp"
+        names = mesh.mesh_dim_names or ("tp",)  # older versions of transformers set no names; FSDP's lack "tp"
         if "tp" in names:
             return TensorParallelGroup(mesh.get_group(names.index("tp")), device)
     return None
@@ -74,29 +77,32 @@ def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.devic
 
 @dataclass
 class BroadcastVerifier:
-    """A verifier on a tensor-parallel group: rank 0's verdict counts."""
+    """A verifier with the verdicts of rank 0."""
 
     verifier: Verifier
     group: TensorParallelGroup
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        own = self.verifier.verify(target_logits, draft, keys)
-        counts = torch.stack([own.num_accepted, own.status], dim=1).to(torch.int64)  # [B, 2]
-        agreed = self.group.broadcast(torch.cat([own.token_ids, counts], dim=1))
+        verdict = self.verifier.verify(target_logits, draft, keys)
+        counts = torch.stack([verdict.num_accepted, verdict.status], dim=1).to(torch.int64)  # [B, 2]
+        agreed = self.group.broadcast(torch.cat([verdict.token_ids, counts], dim=1))
         return Verdict(agreed[:, :-2], agreed[:, -2].to(torch.int32), agreed[:, -1].to(torch.int32))
 
 
 class BroadcastStopping(BlockStoppingCriteria):
-    """Stopping criteria on a tensor-parallel group: rank 0's verdict counts, another rank's may read another clock."""
+    """Stopping criteria with the verdicts of rank 0.
+
+    Other ranks may read another clock.
+    """
 
     def __init__(self, criteria: Iterable[Any], group: TensorParallelGroup):
         super().__init__(criteria)
         self._group = group
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        own = super().__call__(tokens, new_ids)
-        verdict = torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64, device="cpu")  # [2, B]
-        num_emitted, is_done = self._group.broadcast(verdict).tolist()
+        verdict = super().__call__(tokens, new_ids)
+        packed = torch.tensor([verdict.num_emitted, verdict.is_done], dtype=torch.int64, device="cpu")  # [2, B]
+        num_emitted, is_done = self._group.broadcast(packed).tolist()
         return StopVerdict(num_emitted, [bool(done) for done in is_done])
 
     def ask(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hybrid KV cache: keys and values in transformers' dynamic cache, and recurrent states, rolled back per row."""
+"""Hybrid KV cache: transformers' dynamic cache plus recurrent states, rolled back per row."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,10 +17,11 @@ from hf_speculate.types import KVState
 
 
 class HybridKVCache(DynamicKVCache):
-    """`KVCache` over a `DynamicCache` with recurrent layers.
+    """A `KVCache` over a `DynamicCache` with recurrent layers.
 
-    A row can return to its states after any token since the last `crop`. A row that drops more tokens keeps its states;
-    the next forward then begins with tokens that the row holds already, and these do not change its states.
+    A row can return to its states after any token since the last `crop`. A row with more dropped
+    tokens keeps its states. Its next forward begins with tokens already in the states, and these do
+    not change them.
     """
 
     kind = "hybrid"
@@ -30,11 +31,11 @@ class HybridKVCache(DynamicKVCache):
         self,
         cache: Cache,
         states: RecurrentStates,
-        attach: Sequence[Callable[[list[RemovableHandle]], None]],  # add hooks that let modules read tokens one by one
+        attach: Sequence[Callable[[list[RemovableHandle]], None]],  # add hooks for token-by-token reading
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
-        steps_after_states: bool = False,  # whether only the first forward reads tokens at once
+        steps_after_states: bool = False,  # whether later forwards step through their tokens
     ):
         super().__init__(cache, batch_size, attention_mask, device)
         self._steps_after_states = steps_after_states
@@ -43,9 +44,9 @@ class HybridKVCache(DynamicKVCache):
         self._hooks: list[RemovableHandle] = []
         self._has_attention = bool(attention_layers(cache.layers))
         self._num_columns = num_cached(cache)
-        self._num_reread = [0] * batch_size  # [B] first tokens of the next forwards that a row holds already
-        self._num_passed = [0] * batch_size  # [B] tokens since the last rollback that a row held already
-        self._num_announced = 0  # Q of the forward that `states` prepared for; 0 if there is none
+        self._num_reread = [0] * batch_size  # [B] next tokens already in a row's states
+        self._num_passed = [0] * batch_size  # [B] repeated tokens since the last rollback
+        self._num_announced = 0  # Q of the next forward, once `states` is prepared; else 0
 
     @property
     def num_columns(self) -> int:
@@ -53,17 +54,20 @@ class HybridKVCache(DynamicKVCache):
 
     @property
     def num_real_tokens(self) -> list[int]:
-        return [num - again for num, again in zip(super().num_real_tokens, self._num_reread, strict=True)]
+        return [count - num_reread for count, num_reread in zip(super().num_real_tokens, self._num_reread, strict=True)]
 
     def first_tokens(self, counts: Sequence[int]) -> None:
-        """None, because earlier recurrent states are not kept."""
+        """Return None: earlier recurrent states are not stored."""
 
     def update(self, states: Sequence[KVState]) -> None:
-        """Not supported: keys and values do not determine recurrent states."""
+        """Raise `UnsupportedModelError`: keys and values do not determine recurrent states."""
         raise UnsupportedModelError("recurrent states must come from a forward, got keys and values; feed the tokens")
 
     def mask(self, num_query: int) -> Tensor | None:
-        """Without attention layers, only the prompt has a mask, as wide as the query."""
+        """Prepare a forward and return its mask.
+
+        Without attention layers, only the prompt has a mask, as wide as the query.
+        """
         self._announce(num_query)
         mask = super().mask(num_query)
         if not self._has_attention:
@@ -72,8 +76,8 @@ class HybridKVCache(DynamicKVCache):
             return mask
         shape = self.batch_size, self.num_columns + num_query
         mask = torch.ones(shape, dtype=torch.int64, device=self.device) if mask is None else mask.clone()
-        for row, num in enumerate(self._num_reread):
-            mask[row, self.num_columns : self.num_columns + num] = 0
+        for row, count in enumerate(self._num_reread):
+            mask[row, self.num_columns : self.num_columns + count] = 0
         return mask
 
     def position_ids(self, num_query: int) -> Tensor:
@@ -86,11 +90,11 @@ class HybridKVCache(DynamicKVCache):
         self.states.end(num_query)
         self._num_announced = 0
         num_before, self._num_columns = self._num_columns, self._num_columns + num_query
-        passed = [min(num, num_query) for num in self._num_reread]
+        passed = [min(count, num_query) for count in self._num_reread]
         if any(passed):
             self._close_gaps(num_before, passed)
-            self._num_reread = [num - gone for num, gone in zip(self._num_reread, passed, strict=True)]
-            self._num_passed = [num + gone for num, gone in zip(self._num_passed, passed, strict=True)]
+            self._num_reread = [count - num_passed for count, num_passed in zip(self._num_reread, passed, strict=True)]
+            self._num_passed = [count + num_passed for count, num_passed in zip(self._num_passed, passed, strict=True)]
             self._drop_common_padding()
 
     def short_layer(self, num_columns: int) -> ShortLayer | None:
@@ -104,13 +108,15 @@ class HybridKVCache(DynamicKVCache):
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         self._is_recording = True
-        wanted = [drop + again for drop, again in zip(drops, self._num_reread, strict=True)]
+        wanted = [drop + num_reread for drop, num_reread in zip(drops, self._num_reread, strict=True)]
         num_tokens = self.states.num_tokens
-        dropped = [min(num, num_tokens - gone) for num, gone in zip(wanted, self._num_passed, strict=True)]
-        self.states.roll_back([num_tokens - num for num in dropped])
+        dropped = [
+            min(count, num_tokens - num_passed) for count, num_passed in zip(wanted, self._num_passed, strict=True)
+        ]
+        self.states.roll_back([num_tokens - count for count in dropped])
         self._num_reread = self._num_passed = [0] * self.batch_size
         super().crop(dropped, like if dropped == drops else None)
-        self._num_reread = [num - gone for num, gone in zip(wanted, dropped, strict=True)]
+        self._num_reread = [count - num_dropped for count, num_dropped in zip(wanted, dropped, strict=True)]
 
     def rows(self, indices: Sequence[int]) -> None:
         self._num_reread = [self._num_reread[row] for row in indices]
@@ -127,11 +133,11 @@ class HybridKVCache(DynamicKVCache):
         self._num_columns += num_gained
 
     def snapshot(self) -> Callable[[], None]:
-        parts = super().snapshot(), self.states.snapshot()
+        restores = super().snapshot(), self.states.snapshot()
 
         def restore() -> None:
-            for restore_part in parts:
-                restore_part()
+            for restore_one in restores:
+                restore_one()
 
         return restore
 
@@ -144,15 +150,15 @@ class HybridKVCache(DynamicKVCache):
             self._hooks.pop().remove()
 
     def _announce(self, num_query: int) -> None:
-        """Prepare the states for the next forward; a second call does nothing."""
+        """Prepare the states for the next forward; repeated calls change nothing."""
         if self._num_announced == num_query:
             return
         self._num_announced = num_query
         if self._steps_after_states and self.num_columns and not self._is_recording:
             self.begin_recording()
         is_prompt = not self._is_recording and (num_query > 1 or not self.num_columns)
-        again = [min(num, num_query) for num in self._num_reread] if any(self._num_reread) else None
-        self.states.begin(num_query, is_prompt=is_prompt, num_skipped=again)
+        num_skipped = [min(count, num_query) for count in self._num_reread] if any(self._num_reread) else None
+        self.states.begin(num_query, is_prompt=is_prompt, num_skipped=num_skipped)
         if self.states.is_stepping and not self._hooks:
             for attach in self._attach:
                 attach(self._hooks)
@@ -162,9 +168,9 @@ class HybridKVCache(DynamicKVCache):
         for layer in self._text_layers:
             layer.batch_select_indices(index)
 
-    def _drop_last(self, num: int) -> None:
-        super()._drop_last(num)
-        self._num_columns -= num
+    def _drop_last(self, num_columns: int) -> None:
+        super()._drop_last(num_columns)
+        self._num_columns -= num_columns
 
     def _drop_common_padding(self) -> None:
         num_pads = self._padding.pads[0]
@@ -172,14 +178,14 @@ class HybridKVCache(DynamicKVCache):
         self._num_columns -= num_pads - self._padding.pads[0]
 
     def _close_gaps(self, start: int, widths: Sequence[int]) -> None:
-        """Move each row's columns before `start` right, over the `widths` [B] columns that repeat its last tokens."""
+        """Move each row's columns before `start` right, over `widths` [B] repeated columns."""
         width = torch.tensor(widths, device=self.device)[:, None]  # [B, 1]
         columns = torch.arange(self.num_columns, device=self.device)
         source = torch.where(columns < start + width, columns - width, columns)  # [B, T]
         if self._mask is not None:
             self._mask = self._moved(self._mask, source)
         for layer in self._text_layers:
-            there = source.clamp_min(0).to(layer.keys.device)
-            layer.keys, layer.values = gathered(layer.keys, there), gathered(layer.values, there)
-        self._padding.pads = [pad + num for pad, num in zip(self._padding.pads, widths, strict=True)]
+            index = source.clamp_min(0).to(layer.keys.device)
+            layer.keys, layer.values = gathered(layer.keys, index), gathered(layer.values, index)
+        self._padding.pads = [pad + shift for pad, shift in zip(self._padding.pads, widths, strict=True)]
         self.expect(0)

@@ -1,4 +1,4 @@
-"""The hybrid kind: keys and values in transformers' dynamic cache, and recurrent states that hooks record."""
+"""The hybrid kind: transformers' dynamic cache, and recurrent states recorded by hooks."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from hf_speculate.options.recurrent.mixer_steps import SteppedMixer
 from hf_speculate.options.recurrent.mixers import stepped_model
 from hf_speculate.options.recurrent.states import RecurrentStates
 
-# Share of the device's memory that the states after each token of a verification may take.
+# Largest share of the device's memory for recurrent states of a verification.
 MAX_STATE_SHARE = 0.05
 
 
 class HybridKind(CacheKind):
-    """States of models with recurrent layers."""
+    """The cache kind of models with recurrent layers."""
 
     def obstacle(self, request: CacheRequest) -> str:
         return stepped_model(request.model, request.layers).obstacle
@@ -49,7 +49,13 @@ def make_hybrid_cache(
     device: torch.device,
     max_kept_bytes: int | None = None,
 ) -> HybridKVCache:
-    """The hybrid KV cache of a model with recurrent layers, over what transformers made or the user passed."""
+    """Make the hybrid KV cache of a model with recurrent layers.
+
+    A passed `cache` is wrapped; without one, a draft model's cache is made.
+
+    Raises:
+        UnsupportedModelError: recurrent states of the model cannot be rolled back.
+    """
     config, is_drafts = model.config.get_text_config(decoder=True), cache is None
     if cache is None:
         cache = _with_full_attention(DynamicCache(config=config))
@@ -61,13 +67,13 @@ def make_hybrid_cache(
         )
     states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
     attach = [SteppedMixer(mixer, protocol, states).attach for mixer, protocol in stepped.mixers]
-    # A target loses earlier states as it does in plain decoding; a draft model that does would only draft badly.
+    # A target must lose earlier states as in plain decoding; a draft model would only draft badly.
     steps = is_drafts and not stepped.reads_at_once
     return HybridKVCache(cache, states, attach, batch_size, attention_mask, device, steps)
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:
-    """How a hybrid cache rolls recurrent states back, in words; a round keeps `num_states` of a row at most."""
+    """Describe the rollback of recurrent states with up to `num_states` per row and round."""
     num_bytes = stepped_model(model, cache).num_bytes * num_states
     if num_bytes <= _max_kept_bytes(device):
         return f"keeps {num_bytes / 2**20:.3g} MiB of states after each token"
@@ -78,12 +84,12 @@ def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device:
 
 
 def _max_kept_bytes(device: torch.device) -> int:
-    """The most bytes of a device's memory for states after each token of a verification."""
+    """Return the memory limit in bytes for states after each token of a verification."""
     return int(MAX_STATE_SHARE * memory_bytes(device))
 
 
 def _with_full_attention(cache: Cache) -> Cache:
-    """The cache without windows, so that several forwards in a row can be rolled back at once."""
+    """Replace window layers by full ones, to roll back several forwards at once."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()

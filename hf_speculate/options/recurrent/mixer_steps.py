@@ -1,4 +1,4 @@
-"""Stepped mixers: hooks that let a mixer read tokens one by one, over projections of all tokens at once."""
+"""Stepped mixers: hooks make a mixer read tokens one by one, after one projection of all."""
 
 import copy
 import inspect
@@ -17,7 +17,10 @@ from hf_speculate.options.recurrent.states import ModuleStates, RecurrentStates,
 
 
 class Mixer(NamedTuple):
-    """A module that reads and writes recurrent states of a cache layer, and its argument names."""
+    """A module with states in a cache layer.
+
+    It is stored with its layer index and argument names.
+    """
 
     module: nn.Module
     layer_index: int
@@ -27,25 +30,28 @@ class Mixer(NamedTuple):
 
 
 class StepProtocol(NamedTuple):
-    """The properties of a class of mixers, as the probe found them."""
+    """Probed properties of a mixer class."""
 
-    slots: frozenset[Slot]  # slots of the states that it writes
-    inputs: frozenset[str]  # input projections: children that read the token, or another one's output
-    prepared: str | None  # the first of them, if it reads what the mixer computed from the token
-    output: str | None  # output projection: the child whose output the mixer returns
-    writes_recurrent: bool  # whether it writes recurrent states in place
-    reads_at_once: bool  # whether several tokens at once give the states of single ones
+    slots: frozenset[Slot]  # slots of its states
+    inputs: frozenset[str]  # input projections: children over the token or another child's output
+    prepared: str | None  # the first input projection, if its input is computed from the token
+    output: str | None  # output projection: the child with the mixer's output
+    writes_recurrent: bool  # whether recurrent states are written in place
+    reads_at_once: bool  # whether several tokens at once give single tokens' states
     num_bytes: int  # bytes of the states of one row
-    continues: bool = True  # whether tokens read at once in two parts give the states of one part
+    continues: bool = True  # whether two forwards give the states of one
 
     @property
     def reads_columns(self) -> bool:
-        """Whether it reads several tokens at once, and only has convolution states, which can be cropped."""
+        """Whether it reads several tokens at once and only has croppable convolution states."""
         return self.reads_at_once and not any(slot.type == "recurrent" for slot in self.slots)
 
 
 class StandIn(nn.Module):
-    """Replaces a child in a copy of its parent by a function; other attributes are the child's."""
+    """A function in place of a child module.
+
+    Other attributes are the child's. It stands in a copy of the parent.
+    """
 
     def __init__(self, child: nn.Module, function: Callable[..., Any]):
         super().__init__()
@@ -56,49 +62,55 @@ class StandIn(nn.Module):
 
 
 def copy_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> nn.Module:
-    """A shallow copy of a module, some of whose children are replaced by functions."""
-    twin = copy.copy(module)
+    """Return a shallow copy of a module with some children replaced by functions."""
+    copied = copy.copy(module)
     children = dict(module.named_children())
     stand_ins = {name: StandIn(children[name], function) for name, function in functions.items()}
-    vars(twin)["_modules"] = {**vars(twin)["_modules"], **stand_ins}
-    return twin
+    vars(copied)["_modules"] = {**vars(copied)["_modules"], **stand_ins}
+    return copied
 
 
 @contextmanager
 def loaded_weights(module: nn.Module) -> Iterator[None]:
-    """Load the weights of a module and its parts that accelerate keeps on another device or on disk."""
+    """Load offloaded weights of a module and its children within the context.
+
+    accelerate holds them on another device or on disk.
+    """
     with ExitStack() as loaded:
-        for part in module.modules():
-            if _is_offloaded(part):
-                hook: Any = part._hf_hook
-                loaded.callback(hook.post_forward, part, None)  # also after loading has failed half way
-                hook.pre_forward(part)
+        for submodule in module.modules():
+            if _is_offloaded(submodule):
+                hook: Any = submodule._hf_hook
+                loaded.callback(hook.post_forward, submodule, None)  # also after an error of the next line
+                hook.pre_forward(submodule)
         yield
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Return whether a hook loads the weights of a module, which are not here now."""
+    """Return whether a hook loads the weights of a module, and they are not loaded now."""
     return "_hf_hook" in vars(module) and any(
         weight is not None and weight.is_meta for weight in module._parameters.values()
     )
 
 
 class _StopForward(Exception):  # not an error
-    """Ends a forward at a projection, with the input of that."""
+    """The end of a forward at a projection.
+
+    It carries the projection's input.
+    """
 
 
 def _projection_output(outputs: dict[str, Tensor], name: str, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An input projection of the copy of a mixer."""
+    """Return the stored output of an input projection, in the copy of a mixer."""
     if name not in outputs:
         raise _StopForward(inputs)
     return outputs[name]
 
 
 class StepLayer(LinearAttentionLayer):
-    """A cache layer that stores new states without copying them."""
+    """A cache layer without copies of new states."""
 
     def load(self, states: States) -> None:
-        """Store states, by reference."""
+        """Store states by reference."""
         put_states(self, states)
         for slot, state in states.items():
             self.has_previous_state[slot.number] = True
@@ -124,18 +136,18 @@ class _Forward:
         self.layer = layer
         self.before = before  # the states before the first token
         self.outputs: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
-        # tensors of all tokens, by the id of the first token's
+        # tensors of all tokens, by the id of the first token's tensor
         self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
         self.prepared: Tensor | None = None  # input of the first projection, for all tokens
-        self.projecting = ""  # the input projection that currently reads all tokens
+        self.projecting = ""  # name of the running input projection
         self.states: list[States] = []
 
 
 class SteppedMixer:
-    """Hooks on a mixer, which act in forwards of one cache that may be rolled back.
+    """Hooks on a mixer for one cache.
 
-    Weights are read once for all tokens; what lies between the projections runs token by token, so that the states
-    after each token are known::
+    They act in forwards with a possible rollback. Weights are read once for all tokens. Everything
+    between the projections runs token by token, so the states after each token are known::
 
         hidden [B, Q, D]
             | _feed_first_token  calls the mixer with token 0 alone, and a cache layer of its own
@@ -150,8 +162,8 @@ class SteppedMixer:
             v
         output [B, Q, D]
 
-    The copy is a shallow one. Its input projections return what the mixer's gave for a token, its output projection
-    returns its input.
+    The copy is shallow. Its input projections return the mixer's outputs for one token. Its output
+    projection returns its input.
     """
 
     def __init__(self, mixer: Mixer, protocol: StepProtocol, states: RecurrentStates):
@@ -159,8 +171,8 @@ class SteppedMixer:
         self.protocol = protocol
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
-        # Outputs of the copy's input projections for a token, changed in place: the copy does not refer to this object,
-        # so that the cache is freed with the call.
+        # Outputs of the copy's input projections for one token, changed in place. The copy does not refer
+        # to this object, so the cache is freed with the call.
         self._token_outputs: dict[str, Tensor] = {}
         functions: dict[str, Callable[..., Any]] = {
             name: partial(_projection_output, self._token_outputs, name) for name in protocol.inputs
@@ -172,7 +184,7 @@ class SteppedMixer:
         self._thread = 0
 
     def attach(self, handles: list[RemovableHandle]) -> None:
-        """Register the hooks, whose handles are appended to `handles`."""
+        """Register the hooks and append their handles to `handles`."""
         module = self.mixer.module
         children = dict(module.named_children())
         handles.append(module.register_forward_pre_hook(self._feed_first_token, with_kwargs=True))
@@ -186,15 +198,15 @@ class SteppedMixer:
 
     @property
     def _own_forward(self) -> _Forward | None:
-        """The current forward of this thread; None in other threads, which may run the same modules."""
+        """The current forward of this thread; None in other threads with the same modules."""
         return self._forward if self._thread == threading.get_ident() else None
 
     def _feed_first_token(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pass the mixer the first token only, and a cache of its own."""
+        """Pass the mixer the first token alone, and a separate cache."""
         states, mixer = self.states, self.mixer
-        if kwargs is None:  # a forward in another thread, while torch registers or removes this hook
+        if kwargs is None:  # another thread's forward, while torch adds or removes this hook
             return None
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         if not states.is_stepping or arguments.get(mixer.cache_name) is not states.cache:
@@ -235,14 +247,17 @@ class SteppedMixer:
         return first
 
     def _run_rest(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Let the copy read the other tokens, and the output projection all of them."""
+        """Run the copy on the other tokens, and the output projection on all."""
         forward = self._own_forward
         if forward is None or forward.states:
             return None
         return torch.cat(self._step_through_rest(forward, args[0]), dim=1), *args[1:]
 
     def _record_states(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Record the states after each token; without an output projection, return the output of all tokens."""
+        """Record the states after each token.
+
+        Without an output projection, return the output of all tokens.
+        """
         forward = self._own_forward
         if forward is None:
             return None
@@ -256,7 +271,7 @@ class SteppedMixer:
         return output
 
     def _step_through_rest(self, forward: _Forward, first: Any) -> list[Any]:
-        """Inputs of the output projection, or outputs of the mixer, by token; the states are recorded."""
+        """Record states and return, by token, inputs of the output projection or mixer outputs."""
         outputs, states = [first], self._after(forward, 0, forward.before)
         with loaded_weights(self._copy):  # without its projections, which have read all tokens
             for number in range(1, len(forward.tokens)):
@@ -272,7 +287,7 @@ class SteppedMixer:
             return self._step(forward, number, before)[1]
 
     def _step(self, forward: _Forward, number: int, before: States) -> tuple[Any, States]:
-        """The copy's output for a token, and the states after it, from those before it."""
+        """Return the copy's output for one token, and the states after it."""
         self._load(forward.layer, before)
         self._token_outputs.update({name: by_token[number] for name, by_token in forward.outputs.items()})
         arguments = {self.mixer.hidden_name: forward.tokens[number], **forward.arguments}
@@ -280,7 +295,7 @@ class SteppedMixer:
         return output, self._after(forward, number, before)
 
     def _first_input(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The input of the first input projection for all tokens."""
+        """Return the input of the first input projection for all tokens."""
         self._token_outputs.clear()
         try:
             with loaded_weights(self._copy):
@@ -290,13 +305,13 @@ class SteppedMixer:
         return None
 
     def _load(self, layer: StepLayer, states: States) -> None:
-        """Load states into the layer; those that are written in place are copied."""
+        """Load states into the layer; copy those written in place."""
         is_written = {"conv": True, "recurrent": self.protocol.writes_recurrent}
-        own = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
-        layer.load({slot: state.clone() if is_written[slot.type] else state for slot, state in own.items()})
+        selected = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
+        layer.load({slot: state.clone() if is_written[slot.type] else state for slot, state in selected.items()})
 
     def _after(self, forward: _Forward, number: int, before: States) -> States:
-        """The layer's states after a token; rows that held the token already keep theirs."""
+        """Return the layer's states after a token; rows with a repeated token keep theirs."""
         after, skips = states_of(forward.layer), self.states.num_skipped
         if skips is not None and number < max(skips):
             for slot, state in after.items():
@@ -306,13 +321,13 @@ class SteppedMixer:
 
 
 def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
-    """Q contiguous [B, 1, ...] of [B, Q, ...]."""
+    """Split [B, Q, ...] into Q contiguous tensors [B, 1, ...]."""
     by_token = hidden.transpose(0, 1) if hidden.shape[0] == 1 else hidden.transpose(0, 1).contiguous()
     return tuple(token[:, None] for token in by_token.unbind(0))
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Outputs of single tokens as one output [B, Q, ...], or as a tuple of outputs."""
+    """Join outputs of single tokens to one output [B, Q, ...], or to a tuple of outputs."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
-    return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
+    return tuple(_joined(list(elements)) for elements in zip(*outputs, strict=True))

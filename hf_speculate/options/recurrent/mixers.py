@@ -1,6 +1,7 @@
-"""Mixers of a model, the modules that write recurrent states: a probe finds how each reads tokens one by one.
+"""Mixers of a model: its modules with recurrent states, probed for token-by-token reading.
 
-The probe runs a mixer on a few tokens to find its projections and states, and checks it under hooks.
+The probe runs a mixer on a few tokens to find its projections and states, and checks it under
+hooks.
 """
 
 import inspect
@@ -27,23 +28,23 @@ from hf_speculate.options.recurrent.mixer_steps import (
 )
 from hf_speculate.options.recurrent.states import RecurrentStates, States, states_of
 
-# Layer types for which older versions of transformers make a recurrent cache layer that stays empty.
+# Layer types with an empty recurrent cache layer in older versions of transformers.
 _WITHOUT_STATES = ("mlp", "moe")
 
-_HOOKS = "accelerate.hooks"  # where hooks that load weights are defined
+_HOOKS = "accelerate.hooks"  # module of the hooks for offloaded weights
 _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
-# Relative to the largest number. A projection of several tokens rounds differently from one of a single token, and some
-# state functions compute in float32 for every dtype. Wrong states differ by a tenth or more.
+# Relative to the largest number. A projection of several tokens is not rounded like one of a single
+# token, and some state functions compute in float32 for every dtype. Wrong states differ by >= 0.1.
 _TOLERANCE = 1e-3
 _ROUNDINGS = 16.0  # units of rounding; the tolerance of coarse dtypes
 _ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
 class SteppedModel(NamedTuple):
-    """The mixers of a model, each with its protocol."""
+    """A model's mixers with their protocols."""
 
     mixers: Sequence[tuple[Mixer, StepProtocol]]
-    obstacle: str  # why their states cannot be rolled back; empty if they can
+    obstacle: str  # reason against a rollback of their states; empty if none
 
     @property
     def num_bytes(self) -> int:
@@ -51,17 +52,20 @@ class SteppedModel(NamedTuple):
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether several tokens at once, after earlier states, give the states of single ones in every mixer."""
+        """Whether reading several tokens at once gives single tokens' states in every mixer.
+
+        The comparison starts from earlier states.
+        """
         return all(protocol.reads_at_once for _, protocol in self.mixers)
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens at once go on from earlier states in every mixer."""
+        """Whether all mixers continue from earlier states when reading several tokens at once."""
         return all(protocol.continues for _, protocol in self.mixers)
 
 
 def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
-    """The mixers of a model, by the layers of its cache."""
+    """Find and probe the mixers of a model by the layers of its cache."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     pairs: list[tuple[Mixer, StepProtocol]] = []
     protocols: dict[Any, StepProtocol | str] = {}
@@ -88,7 +92,7 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
 
 
 def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
-    """Why the states of the recurrent layers of a cache cannot be rolled back; empty if they can."""
+    """Return the reason against a rollback of a cache's recurrent layers; empty if none."""
     if (getattr(model, "tp_size", None) or 1) > 1:
         return "and is split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
@@ -97,7 +101,7 @@ def rollback_obstacle(model: PreTrainedModel, cache: Cache) -> str:
 
 
 def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
-    """Modules with a convolution that take hidden states and a cache and have a layer index, by that index."""
+    """Find modules with a convolution, hidden states, a cache and a layer index, by layer."""
     mixers: dict[int, list[Mixer]] = defaultdict(list)
     for module in model.modules():
         index = vars(module).get("layer_idx")
@@ -117,7 +121,7 @@ def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
 
 
 def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Sizes, flags and the index of its state in the cache layer; modules of one class share a protocol if equal."""
+    """Return sizes, flags and the state's index; modules of a class share a protocol if equal."""
     return tuple(
         (name, value) for name, value in vars(module).items() if isinstance(value, int) and name != "layer_idx"
     )
@@ -128,16 +132,16 @@ def _unserved(mixer: Mixer, why: str) -> SteppedModel:
 
 
 def _replaced_forward(module: nn.Module, devices: set[Any]) -> str:
-    """Return why a forward of a module's own cannot be stepped; empty if there is none but that of accelerate.
+    """Return the reason against stepping an instance's own forward; empty if it can be stepped.
 
-    accelerate's loads the weights of an offloaded module and then runs the class's.
+    Only accelerate's can: it loads an offloaded module's weights and then runs the class's.
 
     Args:
         module: a mixer.
-        devices: where accelerate runs the earlier mixers; that of this one is added.
+        devices: accelerate's devices for earlier mixers; this mixer's device is added.
     """
-    own, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
-    if own is None:
+    replaced, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
+    if replaced is None:
         return ""
     wrapped = getattr(vars(module).get("_old_forward"), "__func__", None)
     if type(hook).__module__ != _HOOKS or wrapped is not type(module).forward:
@@ -153,7 +157,10 @@ class _Steps(NamedTuple):
 
 
 def _probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
-    """The protocol of a mixer whose cache layer may hold `num_states` of each kind; a reason if there is none."""
+    """Return the protocol of a mixer, or the reason against it, from the model's memory.
+
+    `num_states` is the number of states of each kind in its cache layer.
+    """
     return model_state(mixer.module).get(StepProtocol, partial(_probe, mixer, num_states))
 
 
@@ -195,7 +202,10 @@ def _find_protocol(mixer: Mixer, num_states: int) -> StepProtocol | str:
 
 
 def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States, steps: _Steps) -> bool:
-    """Whether a mixer under hooks gives the outputs and states of single tokens, with states kept and replayed."""
+    """Return whether a mixer under hooks gives single tokens' outputs and states.
+
+    Both stored and recomputed states are compared.
+    """
     for max_kept_bytes in (1 << 60, -1):
         outputs, states = _hooked(mixer, protocol, tokens, before, max_kept_bytes)
         pairs = [(outputs, steps.output)]
@@ -207,7 +217,7 @@ def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States,
 
 
 def _synthetic_states(module: nn.Module) -> Tensor:
-    """[B, T, D] in the dtype and on the device of the convolution."""
+    """Return hidden states [B, T, D] in the dtype and on the device of the convolution."""
     conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
     width = getattr(module, "hidden_size", conv.in_channels)
     numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64, device="cpu").sin()
@@ -243,7 +253,7 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
 
 
 def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States) -> StepProtocol:
-    """The protocol with the input and output projections, found by watching calls of the children."""
+    """Return the protocol with input and output projections, found by watching the children."""
     calls: list[tuple[str, Any, Any]] = []
 
     def watched(name: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -251,12 +261,12 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
         calls.append((name, args[0] if args else None, output))
         return output
 
-    twin = copy_with(
+    watched_copy = copy_with(
         mixer.module, {name: partial(watched, name, child) for name, child in mixer.module.named_children()}
     )
-    result = _run(mixer, twin, token, _loaded(before))
+    result = _run(mixer, watched_copy, token, _loaded(before))
     counts = Counter(name for name, _, _ in calls)
-    single = [call for call in calls if counts[call[0]] == 1 and all(isinstance(part, Tensor) for part in call[1:])]
+    single = [call for call in calls if counts[call[0]] == 1 and all(isinstance(value, Tensor) for value in call[1:])]
     shared = {id(token)}
     inputs = set()
     prepared = None
@@ -275,7 +285,7 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
 def _hooked(
     mixer: Mixer, protocol: StepProtocol, tokens: Tensor, before: States, max_kept_bytes: int
 ) -> tuple[Tensor, dict[int, States]]:
-    """The mixer's output under hooks, and its states after the first and after the last token."""
+    """Return the mixer's output under hooks, and its states after the first and last token."""
     states: dict[int, States] = {}
     for number in (0, _NUM_STEPS - 1):
         layer = _loaded(before)
@@ -296,15 +306,15 @@ def _hooked(
 
 
 def _flat(output: Any) -> Tensor:
-    """A mixer's output [B, Q, ...], or a tuple of outputs concatenated, as [B, Q, N]."""
-    parts: Sequence[Tensor] = [output] if isinstance(output, Tensor) else output
-    return torch.cat([part.flatten(2) for part in parts], dim=2)
+    """Flatten a mixer's output [B, Q, ...], or a tuple of outputs, to [B, Q, N]."""
+    outputs: Sequence[Tensor] = [output] if isinstance(output, Tensor) else output
+    return torch.cat([tensor.flatten(2) for tensor in outputs], dim=2)
 
 
 def _is_close(actual: Tensor, other: Tensor) -> bool:
     if not actual.is_floating_point():
         return torch.equal(actual, other)
-    are_numbers = other.isfinite()  # a draft may have weights that are none
+    are_numbers = other.isfinite()  # a draft model may have non-finite weights
     if not torch.equal(actual.isfinite(), are_numbers):
         return False
     tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(actual.dtype).eps)

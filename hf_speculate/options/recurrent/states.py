@@ -1,4 +1,4 @@
-"""Recurrent and convolution states of a cache after each token of a forward, and their rollback by row."""
+"""Recurrent and convolution states after each token of a forward, and rollback by row."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_speculate.errors import UnsupportedModelError
 
-_MAX_SINGLE_ROWS = 4  # rows that are copied one by one; more are copied at once, through a temporary tensor
+_MAX_SINGLE_ROWS = 4  # largest number of rows copied one by one; more need a temporary tensor
 
 
 class Slot(NamedTuple):
-    """Names one state of a cache layer."""
+    """The name of a cache layer's state."""
 
     type: str  # "conv" or "recurrent"
-    number: int  # among the layer's states of this type
+    number: int  # index among the layer's states of this type
 
 
 States = Mapping[Slot, Tensor]
@@ -26,16 +26,16 @@ States = Mapping[Slot, Tensor]
 
 
 class ModuleStates(NamedTuple):
-    """The states that one module wrote, after each token of a forward."""
+    """One module's states after each token."""
 
-    states: Sequence[States]  # [Q]; empty if not kept, except after the last token
-    # computes the states after token t from those before it; None if kept
+    states: Sequence[States]  # [Q]; if not stored, empty but for the last token
+    # computes the states after token t from those before it; None if stored
     replay: Callable[[int, States], States] | None
 
 
 class _Token(NamedTuple):
-    states: States  # the states of a layer after the token that were kept
-    replays: Sequence[Callable[[States], States]]  # compute the others from the states before the token
+    states: States  # stored states of a layer after the token
+    replays: Sequence[Callable[[States], States]]  # compute the other states from those before the token
 
     def after(self, before: States) -> States:
         states = {**before, **self.states}
@@ -45,7 +45,7 @@ class _Token(NamedTuple):
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
-    """The states of a cache layer, by reference."""
+    """Return the states of a cache layer, by reference."""
     states: dict[Slot, Tensor | None] = {Slot("conv", index): state for index, state in layer.conv_states.items()}
     states |= {Slot("recurrent", index): state for index, state in layer.recurrent_states.items()}
     return {slot: state for slot, state in states.items() if state is not None}
@@ -59,7 +59,10 @@ def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tens
 
 
 class LayerHistory:
-    """The states of one cache layer after each token since the last rollback."""
+    """A cache layer's states since the last rollback.
+
+    One set of states is held for each token.
+    """
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin):
         self.layer = layer
@@ -72,7 +75,7 @@ class LayerHistory:
         return self._tokens[-1].states if self._tokens else self._base
 
     def restart(self) -> None:
-        """Forget the tokens; no rollback goes behind the layer's current states."""
+        """Forget the tokens; later rollbacks stop at the layer's current states."""
         self._base, self._tokens, self.records = states_of(self.layer), [], []
 
     def detach(self) -> None:
@@ -94,7 +97,7 @@ class LayerHistory:
             states: dict[Slot, Tensor] = {}
             for record in records:
                 states |= record.states[token]
-            for slot, state in others.items():  # convolution states that nobody recorded hold a column per token
+            for slot, state in others.items():  # unrecorded convolution states hold a column per token
                 end = state.shape[-1] - (num_query - token - 1)
                 states[slot] = state[..., end - before[slot].shape[-1] : end] if slot.type == "conv" else state
             replays = [
@@ -118,35 +121,38 @@ class LayerHistory:
         put_states(self.layer, self._base)
 
     def join(self, other: "LayerHistory") -> None:
-        """Add the rows of `other` behind the layer's states, and forget earlier states."""
+        """Add the rows of `other` behind the layer's states; forget earlier states."""
         joining = other.current
         put_states(self.layer, {slot: torch.cat([state, joining[slot]]) for slot, state in self.current.items()})
         self.restart()
 
     def rows(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [N] int64 of the layer's states, and forget earlier states."""
+        """Select rows `indices` [N] int64 of the layer's states; forget earlier states."""
         states = {slot: state.index_select(0, indices.to(state.device)) for slot, state in self.current.items()}
         put_states(self.layer, states)
         self.restart()
 
 
 class RecurrentStates:
-    """The recurrent layers of a cache; `begin` is called before each forward and `end` after it."""
+    """The recurrent layers of a cache.
+
+    Call `begin` before each forward and `end` after it.
+    """
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
         self.cache = cache
-        # The bound of states after each token; beyond it, a rollback computes them again from recorded projections.
+        # Limit for states after each token; above it, a rollback recomputes them from recorded projections.
         self.max_kept_bytes = max_kept_bytes
         self.histories = {
             index: LayerHistory(layer)
             for index, layer in enumerate(cache.layers)
             if isinstance(layer, LinearAttentionCacheLayerMixin)
         }
-        self.is_stepping = False  # whether modules read the tokens of the next forward one by one
-        self.keeps = True  # whether they keep the states after each token
+        self.is_stepping = False  # whether the next forward steps through its tokens
+        self.keeps = True  # whether states after each token are stored
         self.num_tokens = 0  # since the last rollback
-        self.num_skipped: list[int] | None = None  # [B] first tokens of the forward that a row holds already
-        self._is_prompt = False  # the model reads all tokens at once, and no rollback goes into them
+        self.num_skipped: list[int] | None = None  # [B] first tokens of the forward already in a row's states
+        self._is_prompt = False  # read at once, without rollback
         self._recorded_past: list[bool] = []
 
     @property
@@ -160,7 +166,10 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def begin(self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None) -> None:
-        """Prepare for a forward of Q tokens, of which each row's states include the first `num_skipped` [B] already."""
+        """Prepare for a forward of Q tokens.
+
+        Each row's states already include the first `num_skipped` [B] of them.
+        """
         self.num_skipped = num_skipped
         self._is_prompt = is_prompt
         self.is_stepping = not is_prompt and (num_query > 1 or num_skipped is not None)
@@ -184,7 +193,7 @@ class RecurrentStates:
         self.is_stepping = False
 
     def roll_back(self, counts: Sequence[int]) -> None:
-        """Keep the first `counts` [B] of the tokens since the last rollback, each 0..`num_tokens`."""
+        """Keep the first `counts` [B] tokens since the last rollback, each 0..`num_tokens`."""
         for history in self.histories.values():
             history.roll_back(counts)
         self.num_tokens = 0
@@ -200,7 +209,7 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def snapshot(self) -> Callable[[], None]:
-        """A function that returns to the current states, also from the middle of a forward."""
+        """Return a function to restore the current states, even in the middle of a forward."""
         saved = []
         for history in self.histories.values():
             saved.append((history.layer, states_of(history.layer), dict(history.layer.has_previous_state)))
@@ -228,12 +237,15 @@ class RecurrentStates:
 
 
 def mixed_rows(by_count: Mapping[int, States], counts: Sequence[int]) -> dict[Slot, Tensor]:
-    """Row b of `by_count[counts[b]]`; recurrent states are written into those that most rows share."""
+    """Select row b of `by_count[counts[b]]` for every row.
+
+    Recurrent states are written into those shared by most rows.
+    """
     (common, _), *others = Counter(counts).most_common()
     rows = {count: [row for row, row_count in enumerate(counts) if row_count == count] for count, _ in others}
     mixed = {}
     for slot, state in by_count[common].items():
-        if slot.type == "conv":  # a view of a tensor that states after other tokens share
+        if slot.type == "conv":  # a view of a tensor shared with states after other tokens
             state = state.clone(memory_format=torch.contiguous_format)
         with torch.inference_mode(state.is_inference()):  # only inference mode may write to its tensors
             for count, indices in rows.items():

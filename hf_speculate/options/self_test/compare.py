@@ -1,13 +1,15 @@
-"""The self-test: compares a model's forwards of several tokens with plain decoding, once for each type of call.
+"""The self-test: compares a model's multi-token forwards with plain decoding.
 
-A model whose type is not in `hf_speculate.models.quirks.TESTED_TYPES`, or in which there is foreign code such as hooks,
-decodes `NUM_TOKENS` tokens plainly, with foreign code as many as a round verifies. Then it reads the same tokens in one
-forward after the same prompt, is rolled back, and reads the last of them again. A model of a type in the table does so
-with versions of transformers that are not tested; its result holds for its class.
+It runs once for each type of call: for models outside `hf_speculate.models.quirks.TESTED_TYPES`,
+and for models with foreign code such as hooks. Models of a type in the table are tested with
+untested versions of transformers, once per class. The model decodes `NUM_TOKENS` tokens plainly;
+with foreign code, as many as a round verifies. After the same prompt, it reads the same tokens in
+one forward, is rolled back, and reads the last of them again.
 
-The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
-norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
-resolution of the dtype and grows with depth; a token at a wrong position, or with a wrong mask, gives 0.05 to 1.5.
+The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|,
+with the Euclidean norm over the vocabulary. A common offset of all logits of a position is ignored.
+Round-off of one layer is near the resolution of the dtype and grows with depth. A wrong position or
+mask gives 0.05 to 1.5.
 """
 
 import copy
@@ -35,25 +37,31 @@ from hf_speculate.models.language_model import LanguageModel, cache_name, dtype_
 from hf_speculate.models.quirks import is_known_type, token_without_position
 
 LOGGER = logging.getLogger("hf_speculate")
-MAX_TOKENS = 16  # the most that are read together
-_MAX_SETS = 16  # sets of foreign code whose results are kept
+MAX_TOKENS = 16  # largest number of tokens per forward
+_MAX_SETS = 16  # largest number of foreign-code sets with stored results
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-_LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
+_LARGEST_LOGIT = 1e30  # larger values stand for -inf
 
 
 def check_decoding(call: Call, source: DraftSource) -> str:
-    """Compare a target of unknown type with plain decoding at its first call of this kind; the result in words."""
+    """Compare a target of unknown type with plain decoding; return the result in words.
+
+    Each kind of call is measured once.
+
+    Raises:
+        UnsupportedModelError: the difference exceeds the tolerance.
+    """
     model, num_tokens = call.target, min(NUM_TOKENS, call.max_new_tokens - 1)
     if num_tokens < 1:
         return ""
-    if model.training:  # dropout draws anew in every forward
+    if model.training:  # dropout differs between forwards
         return "skipped, for the model is in training mode"
     situation, padding = _situation(call, num_tokens)
-    owner = type(model) if is_known_type(model) else model  # a known type is new in its version only
+    owner = type(model) if is_known_type(model) else model  # a known type is new only by its version
     differences: dict[Hashable, float] = model_state(owner).get(check_decoding, dict)
     difference = differences.get(situation, torch.nan)
-    if call.ranks.max(int(math.isnan(difference))):  # forwards wait for those of the other ranks
+    if call.ranks.max(int(math.isnan(difference))):  # all ranks must run the same number of forwards
         difference = _measure(call, num_tokens, source)
         differences[situation] = difference = call.ranks.broadcast_number(difference)
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
@@ -71,9 +79,9 @@ def check_decoding(call: Call, source: DraftSource) -> str:
 
 
 def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
-    """Why drafts would change the text with the foreign code in the target of this call; empty if they do not.
+    """Return how drafts would change the text with the target's foreign code; empty if not.
 
-    Compared once for each set of foreign code; its hooks see the forwards of the comparison.
+    Each set of foreign code is compared once; its hooks see the comparison's forwards.
     """
     model = call.target
     num_tokens = min(max(NUM_TOKENS, call.config.max_draft_tokens + 1), MAX_TOKENS, call.max_new_tokens - 1)
@@ -82,7 +90,7 @@ def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
     by_code: dict[Hashable, dict[Hashable, str]] = model_state(model).get(foreign_code_obstacle, dict)
     obstacles = by_code.setdefault(call.foreign_code, {})
     situation, _ = _situation(call, num_tokens)
-    if call.ranks.max(int(situation not in obstacles)):  # forwards wait for those of the other ranks
+    if call.ranks.max(int(situation not in obstacles)):  # all ranks must run the same number of forwards
         obstacles[situation] = _compared(call, num_tokens, source)
         while len(by_code) > _MAX_SETS:
             del by_code[next(iter(by_code))]
@@ -91,7 +99,7 @@ def foreign_code_obstacle(call: Call, source: DraftSource) -> str:
 
 
 def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
-    """Why a target differs from its plain steps; empty if it does not."""
+    """Return the reason if a target differs from its plain steps; empty if not."""
     dtype = _dtype(call.target)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     try:
@@ -107,7 +115,7 @@ def _compared(call: Call, num_tokens: int, source: DraftSource) -> str:
 
 
 def _situation(call: Call, num_tokens: int) -> tuple[Hashable, str]:
-    """A key for calls that are decoded alike, and the kind of padding among their prompts."""
+    """Return a key for calls with equal decoding, and the kind of padding in their prompts."""
     model, mask = call.target, call.prompts.attention_mask
     padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
     model_type, cache_choice = (
@@ -119,16 +127,19 @@ def _situation(call: Call, num_tokens: int) -> tuple[Hashable, str]:
 
 
 def relative_difference(plain: Tensor, ours: Tensor) -> float:
-    """The largest difference of a row of [B, N, V], see above; inf if only one holds numbers, 0 if neither does."""
+    """Return the largest difference of a row of [B, N, V], as defined above.
+
+    It is inf if only one tensor is finite at some place, and 0 if nothing is finite.
+    """
     plain, ours = plain.double(), ours.to(plain.device).double()
     is_number = plain.isfinite() & (plain.abs() < _LARGEST_LOGIT)
     if not torch.equal(is_number, ours.isfinite() & (ours.abs() < _LARGEST_LOGIT)):
         return torch.inf
-    num = is_number.sum(-1, keepdim=True).clamp_min(1)
+    num_finite = is_number.sum(-1, keepdim=True).clamp_min(1)
 
     def centred(values: Tensor) -> Tensor:
         values = values.where(is_number, 0)
-        return (values - values.sum(-1, keepdim=True) / num).where(is_number, 0)
+        return (values - values.sum(-1, keepdim=True) / num_finite).where(is_number, 0)
 
     norms = torch.maximum(centred(plain).norm(dim=-1), 1e-3 * plain.where(is_number, 0).norm(dim=-1))
     distances = centred(ours - plain).norm(dim=-1) / norms.clamp_min(1e-30)  # [B, N]
@@ -136,12 +147,12 @@ def relative_difference(plain: Tensor, ours: Tensor) -> float:
 
 
 def _measure(call: Call, num_tokens: int, source: DraftSource) -> float:
-    """The difference between plain steps and our forwards, on copies of the call's cache."""
+    """Return the difference between plain steps and our forwards, on copies of the cache."""
     model = call.target
     with _same_randomness(model):
         plain_kwargs = {**call.model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
         plain = plain_steps(model, call.prompts.input_ids, call.generation_config, plain_kwargs, num_tokens)
-    del plain_kwargs  # before the second cache is made
+    del plain_kwargs  # free the first cache before the second is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
     folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
@@ -171,33 +182,33 @@ def _difference_to(plain: PlainSteps, call: Call, cache: KVCache, num_tokens: in
     together = torch.cat([logits, block], dim=1)  # [B, N+1, V]
     differences = [relative_difference(plain.logits[:, : num_tokens + 1], together)]
     if num_tokens > 2:
-        num_again = num_tokens - 2
+        num_reread = num_tokens - 2
         is_lock_step = counts_by_column(model) or batch_size == 1
         counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
-        kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
-        cache.crop(num_tokens - kept)
-        columns = (kept[:, None] + torch.arange(num_again, device="cpu")).to(device)  # [B, Q]
-        again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_again)
+        num_kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
+        cache.crop(num_tokens - num_kept)
+        columns = (num_kept[:, None] + torch.arange(num_reread, device="cpu")).to(device)  # [B, Q]
+        again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_reread)
         index = (columns + 1)[..., None].expand(-1, -1, plain.logits.shape[2])
         differences.append(relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again))
     return max(differences)
 
 
 def _num_read_together(token_ids: Tensor, no_position: int | None) -> int:
-    """How many of the tokens [B, N] a forward may read together, 1 at least."""
+    """Return the number of leading tokens [B, N] allowed in one forward, at least 1."""
     ends = (token_ids == no_position).any(0).nonzero()[:, 0].tolist() if no_position is not None else []
     return int(ends[0]) + 1 if ends else token_ids.shape[1]
 
 
 def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Restores torch's generators at the end: some encoders draw noise."""
+    """Restore torch's generators on exit, since some encoders draw noise."""
     device = model.device
     devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype that the model computes in; bfloat16 if float32 matrix products may be coarser."""
+    """Return the model's compute dtype; bfloat16 if float32 matrix products may be coarser."""
     device_type = model.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

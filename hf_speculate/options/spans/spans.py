@@ -17,13 +17,19 @@ from hf_speculate.verify.base import Verifier, make_verifier
 
 
 class Span(NamedTuple):
-    """The tokens that open and close a span. Spans do not nest: a second opening token changes nothing."""
+    """The opening and closing tokens of a span.
+
+    Spans do not nest: a second opening token changes nothing.
+    """
 
     open_id: int
     close_id: int
 
     def open_after_each(self, token_ids: Tensor, was_open: Tensor) -> Tensor:
-        """[B, K+1] bool: whether each row is inside a span after its first i tokens of [B, K]."""
+        """Return whether each row is inside a span after its first i tokens of [B, K].
+
+        The result is [B, K+1] bool.
+        """
         marks = (token_ids == self.open_id).long() - (token_ids == self.close_id).long()  # [B, K]: 1 opens, -1 closes
         marks = torch.cat([was_open.long()[:, None] * 2 - 1, marks], dim=1)  # [B, K+1]
         columns = torch.arange(marks.shape[1], device=marks.device)
@@ -33,17 +39,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanVerifier:
-    """Verifies positions inside spans with a lossy verifier, and all others with a lossless one.
+    """A lossy verifier inside spans, lossless outside.
 
-    Position i of a round is inside if the sequence and the first i drafted tokens end inside a span. Every position is
-    verified as a draft of one token, with the noise that it has in the whole round. So each token outside has the
-    target's distribution given the sequence before it, or is the target's argmax. The token that opens a span is
-    verified outside, the one that closes it inside.
+    Position i of a round is inside if the sequence and the first i drafted tokens end inside a
+    span. Every position is verified as a draft of one token, with its noise in the whole round. So
+    each token outside has the target's distribution given the sequence before it, or is the
+    target's argmax. An opening token is verified outside, a closing token inside.
     """
 
     lossy: Verifier  # verifies positions inside
-    exact: Verifier  # verifies positions outside; verifying position by position must give the same verdict
-    span: Span  # the tokens that open and close a span
+    exact: Verifier  # verifies positions outside; its verdict must not depend on grouping
+    span: Span  # opening and closing tokens
     is_open: Tensor  # [B] bool, whether each row ends inside a span
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
@@ -52,7 +58,7 @@ class SpanVerifier:
             return self.exact.verify(target_logits, draft, keys)
         single_logits, single_draft, single_keys = _token_by_token(target_logits, draft, keys)
         lossy = self.lossy.verify(single_logits, single_draft, single_keys)
-        # Both everywhere, because telling positions apart would wait for a device.
+        # Run both on all positions: selecting positions would synchronise with the device.
         only_lossy = inside.device.type == "cpu" and bool(inside.all())
         exact = lossy if only_lossy else self.exact.verify(single_logits, single_draft, single_keys)
         is_lossy = inside.flatten()
@@ -67,7 +73,10 @@ class SpanVerifier:
 
 
 class Spans(PerRow):
-    """Whether each row is inside a span; tokens are read once, on the host."""
+    """The span state of each row.
+
+    A row is inside a span or outside. Tokens are read once, on the host.
+    """
 
     TENSORS = ("_num_read", "_is_open")
 
@@ -78,10 +87,10 @@ class Spans(PerRow):
         self._is_open = torch.zeros(len(num_pads), dtype=torch.bool, device="cpu")
 
     def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> SpanVerifier:
-        """The verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
+        """Return the verifier for positions after the rows' tokens, then `token_ids` [B, N]."""
         lens = torch.tensor(host_tokens.lens, device="cpu")
         width = max(int((lens - self._num_read).max()), 0)
-        columns = self._num_read[:, None] + torch.arange(width, device="cpu")  # [B, width], not read so far
+        columns = self._num_read[:, None] + torch.arange(width, device="cpu")  # [B, width], unread
         news = host_tokens.token_ids.gather(1, columns.clamp(max=host_tokens.token_ids.shape[1] - 1))
         news = news.masked_fill(columns >= lens[:, None], -1)
         self._is_open, self._num_read = self.span.open_after_each(news, self._is_open)[:, -1], lens
@@ -90,14 +99,17 @@ class Spans(PerRow):
 
 
 def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans:
-    """What restricts the call's verifier to the spans that its settings name."""
+    """Make the spans of a call's settings."""
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
     open_id, close_id = config.relax_only_inside or ()
     return Spans(Span(int(open_id), int(close_id)), exact, num_pads)
 
 
 def _token_by_token(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> tuple[Tensor, DraftOut, NoiseKeys]:
-    """B rounds of K+1 positions as N = B (K+1) rounds of one drafted token, or none at a bonus position."""
+    """Split B rounds of K+1 positions into N = B (K+1) rounds of one drafted token.
+
+    A bonus position gets no drafted token.
+    """
     num_positions, vocab_size = target_logits.shape[1:]
     offsets = torch.arange(num_positions, device=target_logits.device)
     logits, sums = draft.token_logits, draft.logsumexp
@@ -108,6 +120,6 @@ def _token_by_token(target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> 
         logsumexp=None if sums is None else pad(sums, (0, 1)).reshape(-1, 1),
     )
     positions = (keys.positions[:, None] + offsets).reshape(-1)
-    seeds, rounds = (part.repeat_interleave(num_positions) for part in (keys.seeds, keys.rounds))
-    logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)  # the sample of the second row is not used
+    seeds, rounds = (values.repeat_interleave(num_positions) for values in (keys.seeds, keys.rounds))
+    logits = target_logits.reshape(-1, 1, vocab_size).expand(-1, 2, -1)  # the second position's sample is unused
     return logits, singles, NoiseKeys(seeds, rounds, positions)

@@ -1,4 +1,7 @@
-"""Copies between transformers' static cache, which cannot be rolled back row by row, and its dynamic one."""
+"""Copies between transformers' static and dynamic caches.
+
+A static cache cannot be rolled back row by row.
+"""
 
 from typing import Any
 
@@ -21,11 +24,11 @@ from hf_speculate.errors import UnsupportedGenerationError, counted
 
 
 def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """The states of a static cache in a dynamic one, which never writes to them."""
+    """Copy a static cache to a dynamic one by reference; its states are never written to."""
     copies = []
-    for part in parts_of(cache):
+    for source in parts_of(cache):
         copy = DynamicCache(config=config)
-        for layer, static in zip(holding(copy.layers), holding(part.layers), strict=True):
+        for layer, static in zip(holding(copy.layers), holding(source.layers), strict=True):
             num_tokens = int(static.get_seq_length())
             if not num_tokens:
                 continue
@@ -41,12 +44,12 @@ def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
 
 
 def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> Cache:
-    """The states of a dynamic cache in a new static one, with room for `max_cache_len` tokens of the text."""
-    lens = [max_cache_len, *(int(part.get_seq_length()) for part in parts_of(cache)[1:])]
+    """Copy a dynamic cache to a new static one with room for `max_cache_len` tokens."""
+    lens = [max_cache_len, *(int(source.get_seq_length()) for source in parts_of(cache)[1:])]
     copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
     layers: list[Any] = text_cache(cache).layers
     for index in fixed_layers(config):
-        if layers[index].is_initialized:  # as long as what the pictures gave
+        if layers[index].is_initialized:  # as long as the pictures' states
             copies[0].layers[index] = StaticLayer(max_cache_len=layers[index].keys.shape[2])
     copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
     write_back(cache, copy)
@@ -57,10 +60,10 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
 
 
 def write_back(cache: Cache, static: Cache) -> None:
-    """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails."""
+    """Update a static cache in place with a dynamic one's states; undo this after an error."""
     # The oldest column of a full window is not written: the next token drops it unread.
     layers: list[list[Any]] = [
-        [layer for part in parts_of(any_cache) for layer in attention_layers(part.layers)]
+        [layer for source_part in parts_of(any_cache) for layer in attention_layers(source_part.layers)]
         for any_cache in (cache, static)
     ]
     pairs = [(source, layer) for source, layer in zip(*layers, strict=True) if source.is_initialized]
@@ -73,7 +76,7 @@ def write_back(cache: Cache, static: Cache) -> None:
             )
     initialized = [layer for _, layer in pairs if layer.is_initialized]
     windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # others keep the columns that they have
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # other layers only gain columns
     try:
         for source, layer in pairs:
             if not layer.is_initialized:
@@ -82,9 +85,9 @@ def write_back(cache: Cache, static: Cache) -> None:
             start = max(end - source.keys.shape[2], 0)
             if not isinstance(layer, StaticSlidingWindowLayer):
                 start = min(int(layer.get_seq_length()), end)
-            num = end - start
+            num_new = end - start
             for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                buffer[:, :, start:end] = states[:, :, states.shape[2] - num :]
+                buffer[:, :, start:end] = states[:, :, states.shape[2] - num_new :]
     except BaseException:
         for layer, (keys, values) in zip(windows, before, strict=True):
             layer.keys[:], layer.values[:] = keys, values
@@ -98,16 +101,16 @@ def write_back(cache: Cache, static: Cache) -> None:
 
 
 def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
-    """Tokens of the text that a static cache has room for; None for any number, with window layers alone."""
+    """Return the capacity of a static cache in tokens; None if it only has window layers."""
     layers = zip(holding(DynamicCache(config=config).layers), holding(parts_of(cache)[0].layers), strict=True)
-    rooms = [
+    capacities = [
         int(static.max_cache_len)
         for index, (layer, static) in enumerate(layers)
         if index not in fixed_layers(config) and static.max_cache_len != window_of(layer)
     ]
-    return min(rooms, default=None)
+    return min(capacities, default=None)
 
 
 def _num_tokens(layer: Any) -> int:
-    """Tokens that a dynamic layer has seen."""
+    """Return the number of tokens seen by a dynamic layer."""
     return layer.cumulative_length if isinstance(layer, DynamicSlidingWindowLayer) else int(layer.keys.shape[2])
