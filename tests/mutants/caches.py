@@ -128,7 +128,7 @@ MUTANTS = mutants_of(
         ("hf_speculate/models/wrapper_probe.py", "models/test_wrapper_probe.py"): {
             "any mask is ours": Fault("is_same = all(any(leaf is mask", "is_same = all(any(True"),
             "positions always arrive": Fault(
-                "HandedOn(is_same, _names_positions(twin) or received", "HandedOn(is_same, True or received"
+                "HandedOn(is_same, _names_positions(meta_model) or received", "HandedOn(is_same, True or received"
             ),
         },
         ("hf_speculate/generation/inputs.py", "generation/test_prompt_arguments.py"): {
