@@ -9,7 +9,7 @@ CONTEXT = "draft/test_context.py reliability/test_draft_faults.py"
 MUTANTS = mutants_of(
     {
         ("hf_speculate/rows/per_row.py", "test_per_row.py"): {
-            "lists are not compacted": Fault("[values[row] for row in kept]", "values[: len(kept)]"),
+            "lists are not compacted": Fault("[values[row] for row in row_indices]", "values[: len(row_indices)]"),
             "tensors are not compacted": Fault(
                 "tensor.index_select(dim, self.on(tensor.device))", "tensor.narrow(dim, 0, len(self))"
             ),
@@ -17,7 +17,7 @@ MUTANTS = mutants_of(
                 "if name in first.values()]", "if getattr(self, name) is not None]"
             ),
             "what was derived of other rows stays": Fault(
-                "getattr(self, name).rows(kept)\n        self.forget()", "getattr(self, name).rows(kept)"
+                "getattr(self, name).rows(row_indices)\n        self.forget()", "getattr(self, name).rows(row_indices)"
             ),
         },
         ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
