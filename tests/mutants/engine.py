@@ -25,7 +25,7 @@ MUTANTS = mutants_of(
                 "positions = self._key_offsets + (", "positions = 0 * self._key_offsets + ("
             ),
             "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
-            "one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
+            "one token of room too many": Fault("[max_len - length for", "[max_len - length + 1 for"),
             "a row that joins counts the rounds before it": Fault(
                 "[self.num_rounds - other.num_rounds]", "[0]", "options/refill/test_continuous.py"
             ),
@@ -102,8 +102,8 @@ MUTANTS = mutants_of(
             ),
             "dropped rows stay in the draft cache": Fault('("drafter", "kv_cache",', '("drafter",'),
             "rows draft past their end": Fault(
-                "most = [max(min(left - 1, limit), 0)",
-                "most = [max(min(left + 9, limit), 0)",
+                "max_lens = [max(min(left - 1, limit), 0)",
+                "max_lens = [max(min(left + 9, limit), 0)",
                 "generation/test_distribution.py generation/test_coupled.py test_stats.py "
                 "draft/test_custom.py generation/test_schedules.py",
             ),
@@ -111,8 +111,8 @@ MUTANTS = mutants_of(
                 "row.num_seen += num_skipped", "row.num_seen += 0", "draft/test_context.py"
             ),
             "a rejected token stays in the cache": Fault(
-                "kept = self.length - num_query",
-                "kept = self.length - num_query + 1",
+                "num_columns = self.length - num_query",
+                "num_columns = self.length - num_query + 1",
                 "options/draft_state/test_draft_state.py",
             ),
             "a row drafts one token past the context": Fault(
@@ -123,7 +123,9 @@ MUTANTS = mutants_of(
                 "if room[row.index] >= num_draft_tokens]", "if True]", CONTEXT
             ),
             "a dead drafter is asked again": Fault(
-                "if not self.faults.is_pending:  # then it is raised in all processes", "if False:", CONTEXT
+                "if not self.faults.is_pending:  # a pending error is raised in all processes later",
+                "if False:",
+                CONTEXT,
             ),
             "the cache of a dead drafter keeps its hooks": Fault(
                 "                session.kv_cache.release()\n", "                pass\n", CONTEXT
@@ -135,7 +137,9 @@ MUTANTS = mutants_of(
                 ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()", CONTEXT
             ),
             "a full row counts for the schedule": Fault(
-                "self.is_served = [num > 0 for num in room]", "self.is_served = [True for num in room]", CONTEXT
+                "self.is_served = [max_tokens > 0 for max_tokens in room]",
+                "self.is_served = [True for _ in room]",
+                CONTEXT,
             ),
         },
         ("hf_speculate/engine/draft_faults.py", "reliability/test_draft_faults.py"): {
