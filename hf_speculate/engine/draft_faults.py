@@ -22,9 +22,9 @@ class DraftFaults:
     """A context for errors of a drafter.
 
     It turns an error of a draft model or head into a fallback: decoding continues without drafts. Errors of user code
-    are raised, and errors that leave the device unusable. With several processes per call, an error of one is raised in
-    all of them at their next synchronisation, otherwise they would wait for ever. Out of memory is a fallback: the
-    draft frees its cache, and the target does not need it.
+    are raised, and errors with a lost device. With several processes per call, an error of one is raised in all of them
+    at their next synchronisation, otherwise they would wait for ever. Out of memory is a fallback: the draft frees its
+    cache, and the target does not need it.
     """
 
     stats: SpeculationStats  # for the fallbacks
@@ -71,7 +71,7 @@ class DraftFaults:
     def meet(self, is_last: bool = True) -> None:
         """Synchronise errors: raise an error of any process in all of them.
 
-        Call it before a step that waits for the other processes.
+        Call it before waiting for other processes in another way.
 
         Args:
             is_last: Whether this is the last synchronisation in the context.

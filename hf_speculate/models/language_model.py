@@ -169,7 +169,7 @@ class LanguageModel(PerRow):
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
     def _check_lens(self, kv_cache: KVCache, num_columns: int) -> None:
-        """Raise an error if foreign code has shortened a layer of the cache: rollback fails then."""
+        """Raise an error if foreign code has shortened a layer of the cache: its rollback fails."""
         short = kv_cache.short_layer(num_columns)
         if short is not None:
             raise UnsupportedModelError(

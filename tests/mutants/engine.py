@@ -150,7 +150,7 @@ MUTANTS = mutants_of(
             "an error that is deferred by the device is not waited for": Fault('if device.type != "cuda":', "if True:"),
         },
         ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
-            "a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
+            "a row stops one token late": Fault("self.num_new[row] + count\n", "self.num_new[row] + count + 1\n"),
             "a finished row emits on": Fault("if batch.is_finished[row] and not self.is_lock_step:", "if False:"),
             "rows without padding end at their own stop": Fault(
                 "end = min(self.max_new_tokens, self.end) if", "end = min(self.max_new_tokens, *self.stop_lens) if"
@@ -165,7 +165,9 @@ MUTANTS = mutants_of(
             "flags are lost": Fault(
                 "reduce(or_, (flags[row] for row in live), 0)", "0", "reliability/test_bad_logits.py"
             ),
-            "one token too few": Fault("[row[: num + 1] for", "[row[: max(num, 1)] for", "generation/test_options.py"),
+            "one token too few": Fault(
+                "[row[: count + 1] for", "[row[: max(count, 1)] for", "generation/test_options.py"
+            ),
             "NaN is not looked for": Fault(
                 "if flags[row] & BAD_LOGITS] if checks_logits", "if False] if checks_logits", NAN
             ),
@@ -181,8 +183,8 @@ MUTANTS = mutants_of(
                 "self.processors.rollback([num_positions] * batch.num_rows)", "pass", NAN
             ),
             "processors are not rolled back": Fault(
-                "[num_positions - num for num in trimmed.num_emitted]",
-                "[0 for num in trimmed.num_emitted]",
+                "[num_positions - count for count in trimmed.num_emitted]",
+                "[0 for _ in trimmed.num_emitted]",
                 "generation/test_rollback.py processors",
             ),
             "criteria are asked once a round": Fault(
@@ -210,7 +212,9 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/engine/outputs.py", "generation/test_options.py generation/test_matrix.py"): {
-            "scores of the wrong rows": Fault("record.verified.scores[row, :num]", "record.verified.scores[0, :num]"),
+            "scores of the wrong rows": Fault(
+                "record.verified.scores[row, :num_emitted]", "record.verified.scores[0, :num_emitted]"
+            ),
             "ended rows hold no score at the padding": Fault(
                 "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0", "engine/test_batch.py"
             ),
