@@ -103,7 +103,7 @@ class Verified(NamedTuple):
 
 
 class Trimmed(NamedTuple):
-    """A verdict cut to the output of token-by-token decoding."""
+    """A verdict, cut to token-by-token decoding's output."""
 
     num_emitted: list[int]  # [B]
     is_stopped: list[bool]  # [B] rows ended by a stopping criterion at the last emitted token

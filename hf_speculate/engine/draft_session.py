@@ -128,7 +128,7 @@ class RowProgress(NamedTuple):
 
 @dataclass
 class DraftSession(PerRow):
-    """The drafter in a call, with its KV cache.
+    """The drafter of a call with its cache.
 
     The session feeds unseen tokens to the drafter, and rolls its KV cache back to the emitted tokens. A drafter error
     ends the drafts, see `DraftFaults`. A row past the drafter's context, or without finite logits, has no room for
@@ -429,7 +429,7 @@ class DraftSession(PerRow):
                     row.num_seen += num_skipped
 
     def _view(self, batch: Batch) -> Batch:
-        """Return the drafter's rows of a batch, in its order; the batch itself if it has all."""
+        """Return the batch of the drafter's rows, in its order; the batch itself if it has all."""
         row_indices = [row.index for row in self._rows]
         return batch if row_indices == list(range(batch.num_rows)) else batch.selected(row_indices)
 

@@ -272,9 +272,9 @@ class BadLogitsObserver(Observer):
 
 @dataclass
 class StreamObserver(Observer):
-    """An observer for streaming the tokens of one row.
+    """An observer for streaming.
 
-    The streamer gets them one by one.
+    It passes the new tokens of a single row to the streamer, one by one.
     """
 
     stage = Stage.EMIT

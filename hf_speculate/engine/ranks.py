@@ -18,10 +18,11 @@ N = TypeVar("N", bool, int, float)
 
 
 class Ranks:
-    """The processes of a call; here a single one.
+    """The processes decoding a call.
 
-    Synced ranks decode different texts, and must run the same number of forwards. The ranks of a tensor-parallel group
-    decode one text with the decisions of rank 0. Every process must call a method at the same time.
+    This class stands for a single process. Synced ranks decode different texts, and must run the same number of
+    forwards. The ranks of a tensor-parallel group decode one text with the decisions of rank 0. Every process must call
+    a method at the same time.
     """
 
     is_synced = False  # whether all ranks must run the same number of forwards

@@ -18,7 +18,7 @@ _AFTER_DEVICE_ERROR = (
 
 
 class Stage(Enum):
-    """Stages of a call, in the words of error notes."""
+    """Stages of a call, worded for error notes."""
 
     PREPARE = "the call was prepared"
     VOCABULARY = "the vocabularies were compared"
@@ -48,7 +48,7 @@ _FIELD_OF = {
 
 
 class StageClock:
-    """The current stage, with the seconds of all stages.
+    """The current stage and the stage times.
 
     As a context it adds a note with the stage to an error.
     """

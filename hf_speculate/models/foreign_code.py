@@ -45,7 +45,10 @@ class _Identity:
 
 
 class ForeignCode(NamedTuple):
-    """A hook, a replaced forward or a module of an unknown package."""
+    """A piece of foreign code.
+
+    It is a hook, a replaced forward or a module of an unknown package.
+    """
 
     module_name: str  # empty for the model itself
     kind: str  # "forward hook", "forward pre-hook", "replaced forward" or "module"

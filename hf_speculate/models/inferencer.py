@@ -39,7 +39,7 @@ def joined(chosen: Sequence[Chosen]) -> Chosen:
 class ChosenTokens:
     """Tokens chosen step by step after a query.
 
-    They also hold the end of each row.
+    The object also tracks the end of each row.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ChosenTokens:
 
 
 class TokenChoice(Protocol):
-    """Chooses the tokens after a query one by one, from the logits of each step."""
+    """Protocol for choosing tokens step by step."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token [B] int64, from logits [B, V]."""
@@ -106,7 +106,7 @@ class TokenChoice(Protocol):
 
 
 class _ModelChoice:
-    """Takes the argmax, or draws from torch's default generator."""
+    """A choice by argmax or torch's default generator."""
 
     def __init__(self, tokens: ChosenTokens, sample_strategy: SampleStrategy):
         self.tokens, self._sample_strategy = tokens, sample_strategy
@@ -122,7 +122,7 @@ class _ModelChoice:
 
 
 class Inferencer:
-    """Runs a `LanguageModel` step by step."""
+    """A `LanguageModel`, run step by step."""
 
     def __init__(
         self,

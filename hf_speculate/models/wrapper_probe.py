@@ -48,7 +48,7 @@ EVERYTHING = HandedOn()
 
 
 class _StopForward(Exception):
-    """End of the probe's forward at the text decoder, no error."""
+    """End of the probe's forward, no error."""
 
 
 def find_handed_on(model: PreTrainedModel) -> HandedOn:

@@ -26,7 +26,7 @@ TUNING = Tuning()
 
 
 class DraftedRow(NamedTuple):
-    """A row with a draft of a model or head."""
+    """A row drafted by a model or head."""
 
     num_accepted: int
     num_drafted: int  # requested tokens, within the room of the row

@@ -9,7 +9,7 @@ UNKNOWN_STEP_RATIO = 0.2  # draft step over plain step, for a source of unknown 
 
 @dataclass(frozen=True)
 class DraftPrior:
-    """Costs of a draft source before its first round.
+    """Prior costs of a draft source.
 
     Args:
         step_ratio: Ratio of the seconds of a draft step to those of a plain step, estimated from the
@@ -71,7 +71,7 @@ class RowOutcome(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """The outcome of a round: emitted tokens and seconds."""
+    """Emitted tokens and seconds of a round."""
 
     rows: Sequence[RowOutcome]  # live rows of the choice, in the same order
     num_rows: int  # B, rows in the forwards, including finished rows kept in the batch
@@ -101,7 +101,7 @@ class Schedule(Protocol):
         return
 
     def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
-        """Choose the draft of the next round.
+        """Choose K for the next round.
 
         Args:
             rows: Live rows, at least one.

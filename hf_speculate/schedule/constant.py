@@ -9,7 +9,7 @@ _MIN_LEFT = 32  # minimum remaining tokens: a plain step then costs at most 3 % 
 
 
 class ConstantSchedule(Schedule):
-    """A schedule with the same K in every round.
+    """A schedule with a constant K.
 
     Args:
         num_draft_tokens: K; 0 decodes token by token.

@@ -33,9 +33,9 @@ _LONG_READ = 16  # minimum tokens with a noticeable reading time
 
 
 class Costs:
-    """Seconds of rounds by rows B and draft length K.
+    """Estimated seconds of rounds by B and K.
 
-    The estimates are medians, shrunk towards a line.
+    B is the number of rows, K the draft length. The estimates are medians, shrunk towards a line.
 
     Args:
         prior: Costs before any drafted round.
