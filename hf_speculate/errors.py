@@ -1,4 +1,4 @@
-"""Errors and warnings of the library, and the import of libraries that only some features need."""
+"""Errors and warnings of the library, and the import of optional libraries."""
 
 import difflib
 import importlib
@@ -14,35 +14,42 @@ from hf_speculate.kernels.errors import SpeculateError as SpeculateError
 
 _NUM_NAMED = 3  # names in an error
 _NEAR = 0.8  # share of equal characters of a mistyped name, in [0, 1]
-# packages between the user's code and a warning
+# Packages between the user's code and a warning.
 _ON_THE_WAY = ("hf_speculate", "transformers", "torch", "peft", "contextlib")
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
-    """A model is not supported, for example because its cache cannot be rolled back.
+    """Error for an unsupported model.
 
-    Also a `ValueError`, because transformers raises one for an assistant that does not fit.
+    Its cache cannot be rolled back, for example. It is also a `ValueError`, because transformers raises one for an
+    unfit assistant.
     """
 
 
 class UnsupportedGenerationError(SpeculateError, ValueError):
-    """A combination of `generate()` arguments cannot be decoded speculatively."""
+    """Error for arguments unsupported by speculative decoding."""
 
 
 class MissingExtraError(SpeculateError, ImportError):
-    """A library that only some features need is not installed."""
+    """Error for a missing optional library."""
 
 
 class BadLogitsError(SpeculateError, RuntimeError):
-    """Logits define no distribution: they hold a NaN or a +inf, or only -inf."""
+    """Error for logits without a distribution.
+
+    They hold a NaN or a +inf, or only -inf.
+    """
 
 
 class OtherRankError(SpeculateError, RuntimeError):
-    """Another process of a distributed call has raised an error, which ends the call in all of them."""
+    """Error after a failure on another rank.
+
+    It ends a distributed call in all processes.
+    """
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's code that called the library."""
+    """Warn at the line of user code, outside the library and its callers in transformers."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _ON_THE_WAY:
         frame, level = frame.f_back, level + 1
@@ -50,26 +57,30 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things in words: "1 row", "2 rows"."""
+    """Format a count with its noun: "1 row", "2 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shown(names: Collection[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """List the first three names, and count the others."""
     first = ", ".join(sorted(names)[:_NUM_NAMED])
     return first if len(names) <= _NUM_NAMED else f"{first} and {len(names) - _NUM_NAMED} more"
 
 
 def nearest_name(name: str, names: Collection[str]) -> str | None:
-    """Return the name that a mistyped one probably stands for; None if none is near."""
+    """Return the likely name for a mistyped one; None if none is near."""
     return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=_NEAR)), None)
 
 
 def import_extra(name: str, extra: str) -> Any:
-    """Import a module of a library that an extra of this package installs.
+    """Import a module of a library installed by an extra of this package.
+
+    Args:
+        name: Name of the module.
+        extra: Extra with the library and its requirements.
 
     Raises:
-        MissingExtraError: the library is not installed; the error names the extra, which brings all that it needs.
+        MissingExtraError: The library is not installed.
     """
     try:
         return importlib.import_module(name)

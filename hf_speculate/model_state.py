@@ -1,4 +1,4 @@
-"""Model state: what calls with one model leave for later calls, in one weakly held object that knows no owner of it."""
+"""Model state: keep values between calls with one model, in one weakly held object."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -11,14 +11,20 @@ T = TypeVar("T")
 
 
 class ModelState:
-    """Values by key. Owners keep a typed accessor beside their class, which is the key: `MemoryStore.of(model)`."""
+    """Values by key.
+
+    The key is the class of the value. Each class has a typed accessor, for example `MemoryStore.of(model)`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._values: dict[Hashable | type, Any] = {}
 
     def get(self, key: Hashable | type, factory: Callable[[], T]) -> T:
-        """The value of a key, made on first use; it must not refer to the model, or neither would ever be freed."""
+        """Return the value of a key; make it on first use.
+
+        The value must not refer to the model, or neither is ever freed.
+        """
         with self._lock:
             if key not in self._values:
                 self._values[key] = factory()
@@ -31,6 +37,6 @@ _states: "WeakKeyDictionary[nn.Module | type[nn.Module], ModelState]" = WeakKeyD
 
 
 def model_state(owner: nn.Module | type[nn.Module]) -> ModelState:
-    """The state of a model, or of a class of models; it goes with its owner."""
+    """Return the state of a model or of a model class; it is freed with its owner."""
     with _lock:
         return _states.setdefault(owner, ModelState())

@@ -8,24 +8,35 @@ from torch import Tensor
 
 
 def upload(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers as a tensor on a device; the host goes on at once."""
+    """Copy numbers to a tensor on a device without waiting for the copy."""
     return send(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; a copy from the host does not wait. The tensor itself if it is there already."""
+    """Move a tensor to a device; a copy from the host does not wait.
+
+    A tensor already on the device is returned itself.
+    """
     if tensor.device.type == "cpu" and device.type == "cuda":
-        # Without pinning, the host waits for all that the device has to do before the copy.
+        # Without pinning, the host waits for all work queued before the copy.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def download(rows: Tensor, *counts: Tensor) -> list[Any]:
-    """Copies integers [B, N] and further ones [B] of one device to the host in one transfer, as lists."""
+    """Copy integers to the host in one transfer.
+
+    Args:
+        rows: [B, N] integers.
+        counts: [B] integers each, on the same device.
+
+    Returns:
+        `rows` and each of `counts` as lists.
+    """
     if rows.device.type == "cpu":
         return [numbers.tolist() for numbers in (rows, *counts)]
     packed = torch.cat([rows, torch.stack(counts, dim=1).to(rows.dtype)], dim=1)  # [B, N + C]
-    if packed.device.type == "cuda":  # to pinned memory; the host waits for an event that follows
+    if packed.device.type == "cuda":  # copy to pinned memory, then wait for the event after it
         packed, stream = packed.to("cpu", non_blocking=True), torch.cuda.current_stream(packed.device)
         copied = torch.cuda.Event()
         copied.record(stream)

@@ -1,4 +1,4 @@
-"""The named tuples that the stages of a round exchange."""
+"""Named tuples exchanged by the stages of a round."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -12,48 +12,50 @@ from hf_speculate.kernels.types import Stream as Stream
 from hf_speculate.kernels.types import Verdict as Verdict
 
 BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)
-"""Flags of logits that define no distribution; a draft's logits may set them too."""
+"""Flags of logits without a distribution; a draft's logits may set them too."""
 
 
 class SampleStrategy(Enum):
-    """The strategy that chooses a token from logits."""
+    """The strategy for choosing a token from logits."""
 
     GREEDY = "greedy"
     RANDOM = "random"
 
 
 class CachedDraft(NamedTuple):
-    """The states that a draft cache holds after a draft that was not fed to it, or not in every row."""
+    """The contents of a draft cache.
 
-    num_ahead: int  # tokens past each row's sequence; negative: tokens of the sequence that the cache lacks
-    is_own: Sequence[bool]  # [B] rows whose drafted tokens the cache holds; those of others were proposed at no cost
+    Set for a draft proposed without the model in some or all rows.
+    """
+
+    num_ahead: int  # cached tokens past each row's sequence; negative: sequence tokens missing in the cache
+    is_own: Sequence[bool]  # [B] rows with a cached draft; the other rows have free proposals
 
 
 class DraftOut(NamedTuple):
-    """The tokens that a drafter proposes for one round."""
+    """The draft of one round."""
 
     token_ids: Tensor  # [B, K] int64
-    lens: Tensor  # [B] int32, tokens of each row that count
-    token_logits: Tensor | None  # [B, K, V], the exact distribution sampled, warpers included; None for a point mass
+    lens: Tensor  # [B] int32, valid tokens of each row
+    token_logits: Tensor | None  # [B, K, V], the exact sampling distribution, warpers included; None for a point mass
     logsumexp: Tensor | None  # [B, K] float32 of token_logits; None if token_logits is None
     cached: CachedDraft | None = None  # None if the draft cache holds all but the last drafted token of every row
 
 
 class DraftNames(NamedTuple):
-    """Names of a draft source's tokens, by what proposed them."""
+    """Names of a draft source's tokens, by proposer."""
 
     model: str  # tokens of a model or head
     free: str  # tokens proposed at no cost, as by prompt lookup
 
 
 class Kept(NamedTuple):
-    """The tokens emitted since the drafter's last call, as feedback to the drafter.
+    """Feedback: the tokens emitted since the last call.
 
-    A drafter with `hidden_layers` gets every token with the hidden state that it was chosen from: state i of a row is
-    the target's state at the token before `token_ids[i]`. The newest token has no state yet, because the target has not
-    read it. Such a drafter gets a `Kept` in its first call too: all tokens of the prompt that the target read except
-    the first, without padding, then the emitted ones. If the prompt is embeddings with fewer ids, or none, only tokens
-    with ids are included.
+    A drafter with `hidden_layers` gets every token with its source state: state i of a row is the target's state at the
+    token before `token_ids[i]`. The newest token has no state yet, because the target has not read it. Such a drafter
+    gets a `Kept` in its first call too: all prompt tokens read by the target except the first, without padding, then
+    the emitted tokens. If the prompt is embeddings with fewer ids, or none, only tokens with ids are included.
     """
 
     token_ids: Tensor  # [B, N] int64, padded with -1; N is at most K+1, and more after plain steps
@@ -75,40 +77,38 @@ class Scored(NamedTuple):
     logits: Tensor  # [B, Q', V]
     hidden_states: tuple[Tensor, ...] | None = None  # by layer, each [B, Q, D]; None unless requested
     attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; None unless requested
-    captured: Tensor | None = None  # [B, Q, A * D], states of the layers that a drafter reads; None unless captured
+    captured: Tensor | None = None  # [B, Q, A * D], layer states for the drafter; None unless captured
 
 
 class Verified(NamedTuple):
     """The verdict of a round, on the host."""
 
     token_ids: Tensor  # [B, N] int64 on the target's device, padded with -1
-    new_ids: list[list[int]]  # [B] accepted tokens and the token that follows them
-    num_drafted: list[int]  # [B] drafted tokens that counted
+    new_ids: list[list[int]]  # [B] accepted tokens and the next token
+    num_drafted: list[int]  # [B] valid drafted tokens
     num_accepted: list[int]  # [B]
     status: int  # `Status` flags of all rows, combined
     scores: Tensor  # [B, N, V] processed logits
-    is_stopped: list[bool] | None = None  # [B] the stopping criteria's answer, if they ran between positions
-    num_host_syncs: int = 1  # times that our own code waited for the device
-    num_user_host_syncs: int = 0  # calls of user code that may have waited for it
+    is_stopped: list[bool] | None = None  # [B] result of the stopping criteria, if they ran between positions
+    num_host_syncs: int = 1  # waits of the library for the device
+    num_user_host_syncs: int = 0  # calls of user code, each a possible wait for the device
     device_num_accepted: Tensor | None = None  # [B] int32 on the target's device; None if it is not there
-    has_bad_logits: bool = (
-        False  # whether the target's logits are not finite, for which a drafted token may be the cause
-    )
-    is_rescored: bool = False  # whether the target scored the round again for that reason
+    has_bad_logits: bool = False  # whether target logits are not finite, perhaps due to a drafted token
+    is_rescored: bool = False  # whether the target scored the round again because of bad logits
 
     def of_equal_lengths(self) -> "Verified":
-        """The same with only as many new tokens in every row as the shortest has."""
+        """Truncate the new tokens of all rows to the length of the shortest."""
         shortest = min(map(len, self.new_ids))
         return self._replace(new_ids=[ids[:shortest] for ids in self.new_ids])
 
 
 class Trimmed(NamedTuple):
-    """The part of a verdict that token-by-token decoding would have emitted."""
+    """A verdict, cut to token-by-token decoding's output."""
 
     num_emitted: list[int]  # [B]
-    is_stopped: list[bool]  # [B] a stopping criterion ends the row at its last emitted token
-    is_finished: list[bool]  # [B] the row needs no further token after this round
-    num_new: list[int]  # [B] tokens that each row has emitted since its prompt
+    is_stopped: list[bool]  # [B] rows ended by a stopping criterion at the last emitted token
+    is_finished: list[bool]  # [B] rows without further tokens after this round
+    num_new: list[int]  # [B] tokens of each row emitted since its prompt
 
 
 class StageSeconds(NamedTuple):
@@ -125,15 +125,15 @@ class StageSeconds(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """The record of one round, which observers read after it."""
+    """The record of one round, read by observers."""
 
-    num_round: int  # counted from 1; 0 for the token that follows the prompt
+    num_round: int  # counted from 1; 0 for the first token after the prompt
     row_ids: list[int]  # [B] the output row of each row
-    was_live: list[bool]  # [B] rows that were not finished before the round
-    is_served: list[bool]  # [B] rows that the drafter could draft for
-    num_model_tokens: int  # tokens that a model or head was asked for; 0 if it was not called
-    num_fed: int  # tokens of each row that the drafter read
-    num_left: list[int]  # [B] tokens that each row has room for
+    was_live: list[bool]  # [B] rows not finished before the round
+    is_served: list[bool]  # [B] rows supported by the drafter
+    num_model_tokens: int  # tokens requested from a model or head; 0 if it was not called
+    num_fed: int  # tokens of each row read by the drafter
+    num_left: list[int]  # [B] remaining tokens of each row
     draft: DraftOut
     scored: Scored
     verified: Verified
@@ -145,11 +145,11 @@ class RoundRecord(NamedTuple):
 
     @property
     def live_rows(self) -> list[int]:
-        """The rows that were not finished before the round."""
+        """Rows not finished before the round."""
         return [row for row, was_live in enumerate(self.was_live) if was_live]
 
     def drafted_by(self, row: int) -> str:
-        """Return the name of a row's drafted tokens; empty if none counted."""
+        """Return the name of a row's drafted tokens; empty if there are none."""
         if not self.verified.num_drafted[row]:
             return ""
         cached = self.draft.cached
@@ -158,17 +158,17 @@ class RoundRecord(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """The record of one round, as passed to `generate(..., speculation_callback=...)`.
+    """The public record of one round.
 
-    All values are on the host. In a call that decodes in several runs, as Whisper's over long audio, rounds and seconds
-    start again with each run.
+    It is passed to `generate(..., speculation_callback=...)`. All values are on the host. Rounds and seconds start
+    again with each run if a call decodes in several runs, like Whisper over long audio.
     """
 
     num_round: int  # number of the batch's round, counted from 1
-    row_ids: tuple[int, ...]  # [N] output rows that were live
-    num_drafted: tuple[int, ...]  # [N] drafted tokens of each row that counted; 0 in a plain step
-    num_accepted: tuple[int, ...]  # [N] drafted tokens that the verifier accepted
-    num_emitted: tuple[int, ...]  # [N] tokens added to the output; in a probe, accepted ones may be left out
+    row_ids: tuple[int, ...]  # [N] live output rows
+    num_drafted: tuple[int, ...]  # [N] valid drafted tokens of each row; 0 in a plain step
+    num_accepted: tuple[int, ...]  # [N] drafted tokens accepted by the verifier
+    num_emitted: tuple[int, ...]  # [N] tokens added to the output; a probe may leave out accepted ones
     draft_s: float = 0.0
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, rolling back and recording
@@ -192,5 +192,5 @@ class DecodeOutput(NamedTuple):
     """Tokens decoded one by one."""
 
     token_ids: Tensor  # [B, N] int64
-    token_logits: Tensor | None  # [B, N, V]; None if nobody reads them
-    lens: Tensor  # [B] int32, tokens of each row that count
+    token_logits: Tensor | None  # [B, N, V]; None if not needed
+    lens: Tensor  # [B] int32, valid tokens of each row

@@ -1,1 +1,1 @@
-"""The decoding loop, the batch, and what one call decides."""
+"""The decoding loop, the batch, and the plan of a call."""

@@ -1,4 +1,4 @@
-"""The batch: the rows that are decoded, with their tokens, seeds and finished flags."""
+"""Batch: the decoded rows, with their tokens, seeds and finished flags."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -14,8 +14,8 @@ from hf_speculate.rows.token_buffer import TokenBuffer
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
-_NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
-_FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
+_NUM_ROUNDS = 256  # round numbers per upload to the device
+_FIRST_CAPACITY = 1024  # initial room of a row's buffer in new tokens; it grows on demand
 
 
 class Batch(PerRow):
@@ -29,37 +29,37 @@ class Batch(PerRow):
         self,
         input_ids: Tensor,  # [B, T] int64, the left-padded prompts, on the target's device
         seeds: Tensor,  # [B] int64 row seeds
-        max_length: int,  # columns of the output at most
+        max_length: int,  # maximum columns of the output
         num_prompt_tokens: Sequence[int],  # [B] real tokens of each prompt, those of a passed cache included
-        reads_keys: bool = True,  # if nobody reads the keys of the noise, `keys` gives those of no round
+        reads_keys: bool = True,  # whether the noise keys are read; if not, `keys` returns placeholders
         first_row: int = 0,  # number of the first output row
-        draft_limits: Sequence[int] | None = None,  # [B] tokens that a round drafts at most
+        draft_limits: Sequence[int] | None = None,  # [B] maximum draft tokens per round
     ):
         num_rows, self.prompt_len = input_ids.shape
         self.tokens = TokenBuffer(input_ids, min(max_length, self.prompt_len + _FIRST_CAPACITY))
         self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         self.seeds = seeds
-        self.num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns
+        self.num_hidden = [num_tokens - self.prompt_len for num_tokens in num_prompt_tokens]  # minus the columns
         self.max_lengths = [max_length] * num_rows
         self.row_ids = list(range(first_row, first_row + num_rows))
         self.is_finished = [False] * num_rows
-        self.was_live = [True] * num_rows  # rows that were not finished before the last commit
+        self.was_live = [True] * num_rows  # rows not finished before the last commit
         self.num_rounds = 0
         self.prompt_lens = [self.prompt_len] * num_rows
         self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * num_rows)
         self._rounds_before = [0] * num_rows  # rounds of the batch before each row joined it
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
-        self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions that keys hold
-        self._gains: tuple[list[bool], Tensor] | None = None  # rows that gain tokens, and the same as [B] int64
+        self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions in keys
+        self._gains: tuple[list[bool], Tensor] | None = None  # rows with new tokens, and the same as [B] int64
 
     @classmethod
     def of(cls, plan: Plan) -> "Batch":
         """Return the rows of a planned call, before the first forward."""
         call, config, num_rows = plan.call, plan.config, plan.call.batch_size
         seeds = config.row_seeds(num_rows, call.do_sample).to(call.prompts.input_ids.device)
-        rest = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.row_lists.first_row
-        return cls(call.prompts.input_ids, call.ranks.broadcast(seeds), *rest, config.draft_limits(num_rows))
+        numbers = call.max_length, call.num_prompt_tokens, plan.reads_keys, call.row_lists.first_row
+        return cls(call.prompts.input_ids, call.ranks.broadcast(seeds), *numbers, config.draft_limits(num_rows))
 
     @property
     def num_rows(self) -> int:
@@ -67,8 +67,8 @@ class Batch(PerRow):
 
     @property
     def num_left(self) -> list[int]:
-        """[B] tokens that each row has room for."""
-        return [most - length for most, length in zip(self.max_lengths, self.tokens.lens, strict=True)]
+        """[B] remaining tokens of each row."""
+        return [max_len - length for max_len, length in zip(self.max_lengths, self.tokens.lens, strict=True)]
 
     def begin_round(self) -> NoiseKeys:
         self.num_rounds += 1
@@ -93,7 +93,7 @@ class Batch(PerRow):
         return DraftOut(empty, torch.zeros(self.num_rows, dtype=torch.int32, device=device), None, None)
 
     def commit(self, verified: Verified, trimmed: Trimmed) -> None:
-        """Append the emitted tokens of a round, and note which rows are finished."""
+        """Append the emitted tokens of a round, and update the finished flags."""
         self.was_live = [not is_finished for is_finished in self.is_finished]
         self.tokens.append(verified.token_ids, self._counts(verified, trimmed))
         if self.host_tokens is not self.tokens:
@@ -103,21 +103,21 @@ class Batch(PerRow):
         self.is_finished = list(trimmed.is_finished)
 
     def end_rows(self, row_ids: Collection[int]) -> None:
-        """Finish rows where they are, by their numbers among the output rows."""
+        """Finish rows at their present length, by their numbers among the output rows."""
         flags = zip(self.row_ids, self.is_finished, strict=True)
         self.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
 
     def selected(self, indices: Sequence[int]) -> "Batch":
-        """Return a copy of the rows `indices`; this batch stays as it is."""
-        twin = copy.copy(self)
+        """Return a copy with the rows `indices`; this batch is unchanged."""
+        batch = copy.copy(self)
         is_host = self.host_tokens is self.tokens
-        twin.tokens = self.tokens.copy()
-        twin.host_tokens = twin.tokens if is_host else self.host_tokens.copy()
-        twin.rows(indices)
-        return twin
+        batch.tokens = self.tokens.copy()
+        batch.host_tokens = batch.tokens if is_host else self.host_tokens.copy()
+        batch.rows(indices)
+        return batch
 
     def join(self, other: "Batch") -> None:
-        """Add the rows of `other`, which have read their prompts, behind these; their rounds count from here."""
+        """Append the rows of `other` after their prefill; their rounds count from here."""
         other._rounds_before = [self.num_rounds - other.num_rounds] * other.num_rows
         super().join(other)
 
@@ -128,10 +128,10 @@ class Batch(PerRow):
         counts, on_device = trimmed.num_emitted, verified.device_num_accepted
         if on_device is None or len(counts) == 1:
             return RowCounts(counts)
-        gains_all = [num == accepted + 1 for num, accepted in zip(counts, verified.num_accepted, strict=True)]
+        gains_all = [count == accepted + 1 for count, accepted in zip(counts, verified.num_accepted, strict=True)]
         if all(gains_all):
             return RowCounts(counts, on_device, 1)
-        if any(num and not has_all for num, has_all in zip(counts, gains_all, strict=True)):
+        if any(count and not has_all for count, has_all in zip(counts, gains_all, strict=True)):
             return RowCounts(counts)  # a row stops before its last token
         if self._gains is None or self._gains[0] != gains_all:
             self._gains = gains_all, upload(gains_all, on_device.device)

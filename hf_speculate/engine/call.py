@@ -1,4 +1,4 @@
-"""A prepared call: what one `generate()` call hands to the engine."""
+"""Prepared call: the inputs of the engine from one `generate()` call."""
 
 import copy
 import importlib
@@ -24,21 +24,24 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.of_rows import RowCriteria, RowProcessors
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 
-_REFILLED_ROWS = "hf_speculate.options.refill.row_groups"  # imported where rows leave, so that others may join
+_REFILLED_ROWS = "hf_speculate.options.refill.row_groups"  # imported if new rows may replace finished ones
 
 
 class RowLists:
-    """Makes what the engine runs of a call's lists; rows of one call have the same ones, and share them."""
+    """Processors and criteria per row.
 
-    rows_leave = False  # whether each row ends by itself, to make room for another prompt
+    Rows of one call share the same lists. Continuous batching joins rows of several calls.
+    """
+
+    rows_leave = False  # whether a finished row leaves, to make room for another prompt
     first_row = 0  # number of the first output row
 
     def processors(self, processors: BlockLogitsProcessorList, num_rows: int) -> RowProcessors:
-        """Return the logits processors of so many rows."""
+        """Return the logits processors of `num_rows` rows."""
         return processors
 
     def criteria(self, criteria: BlockStoppingCriteria, num_rows: int, max_length: int) -> RowCriteria:
-        """Return the stopping criteria of so many rows, which end at `max_length` columns."""
+        """Return the stopping criteria of `num_rows` rows with at most `max_length` columns."""
         return criteria
 
 
@@ -46,13 +49,13 @@ ONE_CALL = RowLists()
 
 
 def refilled_rows(first_row: int) -> RowLists:
-    """Return what makes the lists of a call whose rows leave; `first_row` is the number of its first one."""
+    """Return the row lists for continuous batching; `first_row` is the number of the first row."""
     lists: RowLists = importlib.import_module(_REFILLED_ROWS).RefilledRows(first_row)
     return lists
 
 
 class Recorded(NamedTuple):
-    """The outputs that the call asked for besides tokens."""
+    """The requested outputs besides tokens."""
 
     scores: bool = False
     logits: bool = False
@@ -65,17 +68,20 @@ class Prompts:
     """The prompts of B rows."""
 
     input_ids: Tensor  # [B, T] int64, left-padded
-    query_ids: Tensor  # [B, Q] int64, their tokens that the cache does not hold
+    query_ids: Tensor  # [B, Q] int64, the prompt tokens missing in the cache
     attention_mask: Tensor | None  # [B, P] int64 over the cache's states and the query; None if nothing is padded
 
     @property
     def num_ahead(self) -> int:
-        """Columns of the query less those of the ids: tokens of embeddings have no ids, those in the cache no query."""
+        """Columns of the query minus columns of the ids.
+
+        Embeddings have no ids, and cached tokens are not in the query.
+        """
         return self.query_ids.shape[1] - self.input_ids.shape[1]
 
     @property
     def text_mask(self) -> Tensor | None:
-        """[B, T] int64, 1 for real tokens among the ids; None if all are, or if embeddings have no ids."""
+        """Mask [B, T] int64 of the ids, 1 for real tokens; None without padding or without ids."""
         num_ids = self.input_ids.shape[1]
         if self.attention_mask is None or not 0 < num_ids <= self.attention_mask.shape[1]:
             return None
@@ -98,7 +104,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call: what is asked for. What is done is in its `Plan`, the source and the settings too."""
+    """A prepared call with its requests.
+
+    The decisions are in its `Plan`, including the source and the settings.
+    """
 
     target: PreTrainedModel
     source: DraftSource  # the drafts' source
@@ -106,20 +115,20 @@ class Call:
     generation_config: GenerationConfig  # as transformers has prepared it
     prompts: Prompts
     cache: Cache  # the target's, empty or prefilled
-    static_cache: Cache | None  # the static one that the user passed, which `cache` is a dynamic copy of
+    static_cache: Cache | None  # the static cache passed by the user; `cache` is a dynamic copy of it
     is_cache_passed: bool  # whether the user passed this cache
-    is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
+    is_cache_kept: bool  # whether the cache, or its static original, outlives the call
     processors: BlockLogitsProcessorList  # the target's logits processors
     criteria: BlockStoppingCriteria  # the stopping criteria
-    streamer: Any  # is handed every new token of the row; or None
+    streamer: Any  # receives every new token of the row; or None
     model_kwargs: Mapping[str, Any]  # further arguments of the target's forwards, as transformers has prepared them
-    inputs_tensor: Tensor | None  # the main input, an encoder's for example, before it was read
+    inputs_tensor: Tensor | None  # the main input, an encoder's for example
     is_static_named: bool  # whether the call names or passes a static cache
     target_inputs: ExtraInputs  # read by the target besides tokens
     draft_inputs: ExtraInputs  # the same of the draft model
-    ranks: Ranks  # the processes that decode the call together
-    row_lists: RowLists  # whether rows leave, so that others may join
-    foreign_code: tuple[ForeignCode, ...]  # the target's hooks of others, which may know rows by their index
+    ranks: Ranks  # the processes decoding the call together
+    row_lists: RowLists  # processors and criteria per row
+    foreign_code: tuple[ForeignCode, ...]  # user code in the target; it may address rows by index
 
     @property
     def do_sample(self) -> bool:
@@ -128,12 +137,15 @@ class Call:
 
     @property
     def max_length(self) -> int:
-        """Columns of the output at most."""
+        """Maximum columns of the output."""
         return int(self.generation_config.max_length)
 
     @cached_property
     def pad_token_id(self) -> int | None:
-        """Fills finished rows; None if the call has none. It may be read from a device, so once only."""
+        """Padding id for finished rows; None if the call has none.
+
+        Cached, because reading it may wait for a device.
+        """
         return pad_token_id(self.generation_config)
 
     @property
@@ -144,24 +156,24 @@ class Call:
 
     @property
     def recorded(self) -> Recorded:
-        """The outputs that the call asks for."""
+        """Requested outputs besides tokens."""
         if not self.generation_config.return_dict_in_generate:
             return Recorded()
         return Recorded(*(bool(getattr(self.generation_config, f"output_{name}")) for name in Recorded._fields))
 
     @property
     def is_static(self) -> bool:
-        """Whether the call asks for buffers that never grow."""
+        """Whether the call requests buffers of fixed size."""
         return self.is_static_named or self.generation_config.compile_config is not None
 
     @cached_property
     def binds_rows(self) -> bool:
-        """Whether code in the target may hold an adapter or a vector for each row, by its index in the batch."""
+        """Whether code in the target may hold an adapter or a vector per row, by batch index."""
         return bool(self.foreign_code) or adapters_by_row(self.target)
 
     @property
     def for_generators(self) -> dict[str, Any]:
-        """What transformers hands to its candidate generators, which may write to their generation config."""
+        """Arguments of transformers' candidate generators, with a copy of the generation config."""
         input_ids, inputs_tensor = self.prompts.input_ids, self.inputs_tensor
         return {
             "input_ids": input_ids,
@@ -186,7 +198,7 @@ class Call:
 
     @property
     def num_hidden(self) -> int:
-        """Tokens that the target reads but the output does not show: of a passed cache, or embeddings without ids."""
+        """Tokens read by the target but not in the output: cached ones, embeddings without ids."""
         return num_cached(self.cache) + self.prompts.num_ahead
 
     @property
@@ -195,12 +207,12 @@ class Call:
 
     @property
     def max_position(self) -> int:
-        """The position id of the last token that the target reads in a row without padding."""
+        """Position id of the last token read by the target in a row without padding."""
         return max(self.max_columns - 2, 0)
 
     @property
     def num_prompt_tokens(self) -> list[int]:
-        """[B] real tokens that the target has read of each prompt, those of a passed cache included."""
+        """[B] real tokens of each prompt, those of a passed cache included."""
         if self.prompts.attention_mask is None:
             return [self.prompts.input_ids.shape[1] + self.num_hidden] * self.batch_size
         counts: list[int] = self.prompts.attention_mask.sum(1).tolist()

@@ -1,4 +1,4 @@
-"""The decoder: the loop of speculative decoding, until every row is finished."""
+"""Decoder: the loop of speculative decoding, until every row is finished."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,15 @@ from hf_speculate.schedule import PLAIN_STEP, Choice
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
 
-_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads states of the target
+_STATES = "hf_speculate.options.heads.hidden_states"  # imported if the drafter reads target states
 
 
 @dataclass(frozen=True)
 class SpeculativeDecoder:
-    """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix."""
+    """The speculative decoder of a call.
+
+    The drafter proposes tokens, the target scores them, and the verifier accepts a prefix.
+    """
 
     plan: Plan
     target: TargetSession
@@ -38,12 +41,12 @@ class SpeculativeDecoder:
     stops: StopTracker
     draft_length: DraftLength
     output: OutputRecorder
-    observers: Sequence[Observer]  # read the record of every round, in their order; the two parts above among them
+    observers: Sequence[Observer]  # readers of every round's record, in this order, including the two fields above
     clock: StageClock
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats, clock: StageClock) -> "SpeculativeDecoder":
-        """Make the decoder of a planned call, which has not read the prompts; each part makes itself from the plan."""
+        """Make the decoder of a planned call; each part makes itself from the plan."""
         plan.report_to(stats)
         faults = DraftFaults.of(plan, stats)
         meet = partial(faults.meet, is_last=False) if plan.call.ranks.is_synced else None
@@ -69,7 +72,10 @@ class SpeculativeDecoder:
         )
 
     def decode(self, batch: Batch) -> None:
-        """Decode to the end; `output` then holds the tokens, and the target's cache all but the last one."""
+        """Decode to the end.
+
+        `output` then holds the tokens, and the target's cache the states of all but the last token.
+        """
         self.prefill(batch)
         while self.decode_round(batch):
             pass
@@ -84,7 +90,7 @@ class SpeculativeDecoder:
             observer.on_end(end, seconds)
 
     def decode_round(self, batch: Batch) -> bool:
-        """Decode one round; False if all rows are finished."""
+        """Decode one round; return False if all rows are finished."""
         enter = self.clock.enter
         self.second_scoring.join_others(batch)
         enter(Stage.DRAFT, batch.num_rounds + (not all(batch.is_finished)))
@@ -122,7 +128,7 @@ class SpeculativeDecoder:
 
     @contextmanager
     def caches(self, is_passed: bool) -> Iterator[None]:
-        """Restore the target's cache if it was passed and the block fails, and release all buffers after the block."""
+        """Release all buffers after the block; on an error, restore a target cache passed in."""
         restore = None
         try:
             restore = self.target.kv_cache.snapshot() if is_passed else None
@@ -140,13 +146,13 @@ class SpeculativeDecoder:
         return [kv_cache for kv_cache in (self.target.kv_cache, self.drafts.kv_cache) if kv_cache is not None]
 
     def prefill(self, batch: Batch) -> None:
-        """Read the prompt, and emit the token that follows it."""
+        """Read the prompt, and emit the next token."""
         for chunk in self.begin(batch):
             scored = self.read_chunk(batch, chunk)
         self.emit_first(batch, scored)
 
     def begin(self, batch: Batch) -> list[PromptChunk]:
-        """Begin the call; the chunks in which its prompt is to be read."""
+        """Begin the call, and return the chunks of its prompt."""
         self.clock.start(Stage.PREFILL)
         self.drafts.begin(batch)
         return self.target.prompt_chunks()
@@ -160,7 +166,7 @@ class SpeculativeDecoder:
         return scored
 
     def emit_first(self, batch: Batch, scored: Scored) -> None:
-        """Emit the token that follows the prompt, whose last chunk gave `scored`."""
+        """Emit the token after the prompt, from the scores of its last chunk."""
         self.target.kv_cache.begin_recording()
         draft = batch.no_draft()
         self.clock.enter(Stage.VERIFY)
@@ -205,9 +211,9 @@ class SpeculativeDecoder:
         self.clock.enter(Stage.COMMIT)
 
     def drop_finished_rows(self, batch: Batch) -> None:
-        """Remove finished rows from the batch, unless they must stay or all rows are finished."""
+        """Remove finished rows from the batch, unless the plan keeps them or all are finished."""
         if self.plan.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
             return
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
-        for part in (batch, self.stops, self.target, self.drafts, self.verification):
-            part.rows(live)
+        for per_row in (batch, self.stops, self.target, self.drafts, self.verification):
+            per_row.rows(live)

@@ -1,4 +1,4 @@
-"""Draft faults: what becomes of an error that is raised while tokens are drafted."""
+"""Draft faults: handle errors raised while tokens are drafted."""
 
 import logging
 from collections.abc import Callable
@@ -14,29 +14,33 @@ from hf_speculate.errors import OtherRankError, warn_user
 from hf_speculate.stats import SpeculationStats
 
 LOGGER = logging.getLogger("hf_speculate")
-_OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())  # old versions of torch raise RuntimeError alone
+_OF_DEVICES: Any = getattr(torch, "AcceleratorError", ())  # old versions of torch raise only RuntimeError
 
 
 @dataclass
 class DraftFaults:
-    """As a context, turns an error of a draft model or head into a fallback: the text goes on without it.
+    """A context for errors of a drafter.
 
-    Raised are errors of the caller's own code, and those after which a device does nothing more. Where several
-    processes decode one call, an error of one is raised in all of them as soon as they meet: alone, it would let the
-    others wait for ever. A lack of memory is a fallback: the draft gives up its cache, and the target needs none of it.
+    It turns an error of a draft model or head into a fallback: decoding continues without drafts. Errors of user code
+    are raised, and errors with a lost device. With several processes per call, an error of one is raised in all of them
+    at their next synchronisation, otherwise they would wait for ever. Out of memory is a fallback: the draft frees its
+    cache, and the target does not need it.
     """
 
-    stats: SpeculationStats  # written to
+    stats: SpeculationStats  # for the fallbacks
     name: str  # name of the drafter, for the reason
     device: torch.device  # device of the drafter
     is_callers: Callable[[Exception], bool]  # see `Drafter.is_callers`
-    ranks: Ranks = ONE_PROCESS  # the processes that decode the call together
-    _error: Exception | None = field(default=None, init=False)  # that other ranks have yet to learn of
-    _is_over: bool = field(default=False, init=False)  # whether the ranks meet no more in this context
+    ranks: Ranks = ONE_PROCESS  # the processes decoding the call together
+    _error: Exception | None = field(default=None, init=False)  # not yet known to other ranks
+    _is_over: bool = field(default=False, init=False)  # whether the last synchronisation of the context is over
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "DraftFaults":
-        """Return the faults of a planned call; all errors are the caller's until the drafter says which are."""
+        """Return the faults of a planned call.
+
+        All errors count as user errors until `is_callers` is set to the drafter's.
+        """
         device = (plan.draft or plan.target).device
         return cls(stats, f"the drafter ({plan.source.description})", device, lambda error: True, plan.call.ranks)
 
@@ -65,9 +69,12 @@ class DraftFaults:
         return self._error is not None
 
     def meet(self, is_last: bool = True) -> None:
-        """Raise an error of any process in all of them; called where the next thing to do would wait for them.
+        """Synchronise errors: raise an error of any process in all of them.
 
-        `is_last` says that no other meeting follows in the same context.
+        Call it before waiting for other processes in another way.
+
+        Args:
+            is_last: Whether this is the last synchronisation in the context.
         """
         error, self._error = self._error, None
         has_failed = self.ranks.any(error is not None)
@@ -76,19 +83,19 @@ class DraftFaults:
             raise error or OtherRankError("drafting must go well in every process, got an error in another one")
 
     def report(self, reason: str) -> None:
-        """Record a fallback, and warn of it once."""
+        """Record a fallback, and warn about it once."""
         if reason not in self.stats.fallbacks:
             self.stats.add_fallback(reason)
             warn_user(reason)
 
 
 def is_of_device(error: Exception, device: torch.device) -> bool:
-    """Return whether an error has left a device unable to do anything more; waits for what the device has to do."""
+    """Return whether an error has left a device unusable; wait for its queued work to find out."""
     if isinstance(error, _OF_DEVICES):
         return True
     if device.type != "cuda":
         return False
-    try:  # kernels run behind the host, so that a fault of the device may be yet to come
+    try:  # kernels run asynchronously, so a device fault may still be pending
         torch.cuda.synchronize(device)
     except RuntimeError:
         return True

@@ -1,4 +1,4 @@
-"""Draft length: what the next round drafts, from the schedule and the room that rows have left."""
+"""Draft length: choose the next draft from the schedule and the remaining room of the rows."""
 
 import math
 from collections.abc import Sequence
@@ -32,17 +32,18 @@ _BASE = MAX_ASSISTANT_TOKENS + 1  # two draft lengths are sent to other ranks as
 
 @dataclass
 class DraftLength(Observer):
-    """Asks a schedule what to draft, and tells it about every round.
+    """The link between a schedule and the rounds.
 
-    In lock step all rows count as one row, the slowest.
+    It asks the schedule for each draft, and reports every round to it. In lock step all rows count as one row, the
+    slowest.
     """
 
     stage = Stage.RECORD
     schedule: Schedule
     is_lock_step: bool = False
-    # the largest K of all ranks counts; finished ranks go on until all are
+    # All ranks use the largest K of any; finished ranks go on until all are finished.
     ranks: Ranks = ONE_PROCESS
-    # rank 0's schedule counts; one process if every rank's chooses the same K
+    # The group uses rank 0's choice. ONE_PROCESS if the schedule of every rank chooses the same K.
     group: Ranks = ONE_PROCESS
 
     @classmethod
@@ -54,7 +55,7 @@ class DraftLength(Observer):
         return cls(make_schedule(plan, drafter), plan.is_lock_step, call.ranks, group)
 
     def begin(self, prefill_s: float, num_read: int) -> None:
-        """Prepare for the first round, from the target's prefill of `num_read` tokens of each row."""
+        """Prepare for the first round, after the target's prefill of `num_read` tokens per row."""
         self.schedule.begin(prefill_s, num_read)
 
     def next(
@@ -65,14 +66,14 @@ class DraftLength(Observer):
         num_unread: int,
         target_room: int | None = None,
     ) -> Choice | None:
-        """Return the schedule's choice, within the rows' limits; None at the end.
+        """Return the schedule's choice within the rows' limits; None at the end.
 
         Args:
-            batch: the rows.
-            room: [B] tokens that the drafter can draft in each row.
+            batch: The rows.
+            room: [B] maximum tokens for the drafter in each row.
             proposed: [B][N] probabilities of each row's proposal.
-            num_unread: tokens of each row that the drafter reads first.
-            target_room: tokens that the target can read in all rows. None for any number.
+            num_unread: Tokens of each row to be read first by the drafter.
+            target_room: Maximum tokens for the target in all rows. None for any number.
         """
         if target_room is not None:
             target_room = self.ranks.min(target_room)
@@ -82,8 +83,8 @@ class DraftLength(Observer):
         if live:
             limits = [min(num_left[row] - 1, batch.draft_limits[row], room[row]) for row in live]
             if self.is_lock_step:
-                most_left = max(num_left[row] for row in live)
-                max_tokens = min([most_left - 1, *(batch.draft_limits[row] for row in live)])
+                max_left = max(num_left[row] for row in live)
+                max_tokens = min([max_left - 1, *(batch.draft_limits[row] for row in live)])
                 max_tokens = min([max_tokens, *(room[row] for row in live)])
             else:
                 max_tokens = max(limits)
@@ -98,7 +99,7 @@ class DraftLength(Observer):
         return self._agreed(choice)
 
     def _agreed(self, choice: Choice | None) -> Choice | None:
-        """Return the choice of all ranks."""
+        """Synchronise the choice of all ranks, and return it."""
         if not (self.ranks.is_distributed or self.group.is_distributed):
             return choice
         number = None
@@ -115,7 +116,7 @@ class DraftLength(Observer):
         cached = record.draft.cached
         num_model_tokens = record.num_model_tokens
         if cached is not None and not any(cached.is_own):
-            num_model_tokens = 0  # proposals served all rows
+            num_model_tokens = 0  # all rows have free proposals
         rows = [
             RowOutcome(
                 record.row_ids[row],
@@ -152,14 +153,14 @@ class DraftLength(Observer):
 
 
 def slowest(rows: Sequence[RowAhead]) -> RowAhead:
-    """Return rows in lock step as one row: a token counts if all rows accept it."""
+    """Merge rows in lock step into one row: a token is accepted if all rows accept it."""
     num_left = max(row.num_left for row in rows)
     proposed = [math.prod(column) for column in zip(*(row.proposed for row in rows), strict=False)]
     return RowAhead(rows[0].row_id, num_left, proposed)
 
 
 def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
-    """Return the schedule of a planned call, within what its drafter proposes."""
+    """Return the schedule of a planned call, within the limits of its drafter."""
     config, max_tokens = plan.config, drafter.max_draft_tokens
     if max_tokens == 0:
         return ConstantSchedule(0)
@@ -184,11 +185,11 @@ def make_schedule(plan: Plan, drafter: Drafter) -> Schedule:
 
 
 def memory_of(plan: Plan, config: SpeculationConfig) -> ScheduleMemory:
-    """Return what earlier calls of the same type left.
+    """Return the memory of earlier calls of the same type.
 
     Args:
-        plan: the call.
-        config: its settings, with the draft length of its drafter.
+        plan: The call.
+        config: Its settings, with the draft length of its drafter.
     """
     source, target = plan.source, plan.target.model
     key, num_rows = source.history_key(), plan.call.batch_size.bit_length()

@@ -1,7 +1,7 @@
-"""Draft session: the drafter, its KV cache, and how far it is in each row of the batch.
+"""Draft session: the drafter, its KV cache, and its progress in each row of the batch.
 
-The drafter has some or all rows of the batch. The others have room for no drafts: they have joined and their prompts
-are yet to be read, or they have left it. After a fault of the drafter it has none, and the text is decoded plainly.
+The drafter serves some or all rows of the batch. The other rows have no room for drafts: they have joined and their
+prompts are unread, or they have left the drafter. After a drafter error no row is left, and decoding is plain.
 """
 
 import importlib
@@ -31,13 +31,16 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
 _REUSE = "hf_speculate.options.draft_state.reuse"  # imported if a call keeps the states of its draft model
-_NO_END = 1 << 30  # a column that no row reaches
-_FIRST_LOOK = 8  # rounds without an accepted token after which a row's logits are looked at; again after 16, 32, ...
-_MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
+_NO_END = 1 << 30  # a column past the end of any row
+_FIRST_LOOK = 8  # rounds without an accepted token before a row's logits are checked; again after 16, 32, ...
+_MOST_DROPPED = 16  # maximum tokens for a joining row to read again, to save the others a forward
 
 
 class TargetStates(Protocol):
-    """The hidden states of the target that the drafter has not read, row by row; most drafters read none."""
+    """Unread target hidden states per row.
+
+    Most drafters read none.
+    """
 
     capture: Any  # see `LanguageModel`
     wanted: bool | list[int]  # the value of `output_hidden_states` in the target's forward
@@ -47,78 +50,89 @@ class TargetStates(Protocol):
         """[B] number of states of each row; empty if there are none."""
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append states of the prompt, `num_ahead` columns before its end on, of the last `num_tokens` [B] tokens."""
+        """Append states of a prompt chunk.
+
+        Args:
+            output: Output of the target for the chunk.
+            num_tokens: [B] real tokens of each prompt; states of earlier columns are skipped.
+            num_ahead: Columns from the start of the chunk to the end of the prompt.
+        """
 
     def add(self, output: Scored, counts: Sequence[int]) -> None:
-        """Append the states of a round in which each row emitted `counts` [B] tokens."""
+        """Append the states of a round with `counts` [B] emitted tokens."""
 
     def take(self, device: torch.device, counts: Sequence[int] | None = None) -> Tensor:
-        """[B, N, D] of the first `counts` [B] states of each row, None for all, on a device; undefined past a row's.
+        """Remove the first states of each row, and return them.
 
-        These are then forgotten.
+        Args:
+            device: Device of the result.
+            counts: [B] number of states of each row. None for all.
+
+        Returns:
+            [B, N, D], undefined past a row's count.
         """
 
 
 class DraftReuse(Protocol):
-    """Fills a call's draft cache with states of an earlier call, and keeps its own for a later one."""
+    """Reuse of the draft cache between calls."""
 
     def recall(self, batch: Batch) -> int:
-        """Fill the empty draft cache; the columns of every row then."""
+        """Fill the empty draft cache from an earlier call, and return its number of columns."""
 
     def note(self, batch: Batch, certain: Sequence[int]) -> None:
-        """Record how much of `certain` [B] columns the draft cache still holds."""
+        """Record the part of `certain` [B] columns still held by the draft cache."""
 
     def remember(self, batch: Batch) -> None:
-        """Keep the states of the rows' tokens."""
+        """Store the states of the rows' tokens for a later call."""
 
 
 @dataclass
 class DraftRow:
-    """A row that the drafter has."""
+    """A row served by the drafter."""
 
     index: int  # row of the batch
-    end: int  # the column behind the last token that may be drafted
-    num_seen: int = 0  # columns that the drafter has read, drafts of its own among them
-    num_looked_up: int = 0  # columns that it has read to propose
-    num_missed: int = 0  # rounds without an accepted token since the last one with some
+    end: int  # the column after the last possible drafted token
+    num_seen: int = 0  # columns read by the drafter, its own drafts included
+    num_looked_up: int = 0  # columns read for free proposals
+    num_missed: int = 0  # rounds since the last accepted token
     is_lost: bool = False  # whether the drafter computes NaN or infinity for it
 
 
 class RowProgress(NamedTuple):
-    """How far the drafter is in one row, counted in columns from the row's start.
+    """The drafter's progress in one row, in columns.
 
-    After a round the drafter is left equally far behind in every row: the next query has Q tokens of each, and the
-    cache drops what it holds of them. Where a row has too few tokens for that, it keeps more:
+    After a round the drafter lags behind by the same number of tokens in every row: the next query has Q tokens of
+    each, and the cache drops their states. A row with too few tokens keeps more:
 
     | row                                       | the cache keeps                                    |
     |-------------------------------------------|----------------------------------------------------|
     | live                                      | all but the last Q tokens                          |
-    | finished, with fewer than Q new tokens    | its prompt, after which tokens are fed again       |
-    | with fewer than Q tokens behind its pads  | its padding, some of which is then read as text    |
+    | finished, with fewer than Q new tokens    | its prompt, before tokens to be fed again          |
+    | with fewer than Q tokens behind its pads  | its padding, partly read as text later             |
     """
 
     length: int  # columns of the row
-    num_seen: int  # columns that the drafter has read
+    num_seen: int  # columns read by the drafter
     prompt_len: int
     is_finished: bool
 
     def num_kept(self, num_query: int) -> int:
-        """Columns that the cache keeps before a query, padding ignored."""
-        kept = self.length - num_query
-        return max(kept, min(self.num_seen, self.prompt_len)) if self.is_finished else kept
+        """Return the number of cached columns to keep before a query, padding ignored."""
+        num_columns = self.length - num_query
+        return max(num_columns, min(self.num_seen, self.prompt_len)) if self.is_finished else num_columns
 
     def num_kept_with_padding(self, num_query: int, num_real: int) -> int:
-        """Columns that it keeps if it holds `num_real` tokens besides padding."""
+        """Return the number of cached columns to keep, with `num_real` tokens besides padding."""
         return max(self.num_kept(num_query), self.num_seen - num_real)
 
 
 @dataclass
 class DraftSession(PerRow):
-    """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted.
+    """The drafter of a call with its cache.
 
-    A fault of the drafter ends the drafts, see `DraftFaults`. A row past the drafter's context, or with logits that are
-    not finite, has no room for drafts. It leaves the drafter if its columns would count for the other rows, see
-    `Drafter.shares_columns`.
+    The session feeds unseen tokens to the drafter, and rolls its KV cache back to the emitted tokens. A drafter error
+    ends the drafts, see `DraftFaults`. A row past the drafter's context, or without finite logits, has no room for
+    drafts. It leaves the drafter if its columns count for the other rows, see `Drafter.shares_columns`.
     """
 
     BY_ROW = ("_rows",)
@@ -131,36 +145,36 @@ class DraftSession(PerRow):
     kv_cache: KVCache | None = None  # KV cache of the draft model
     hidden_states: TargetStates | None = None
     reuse: DraftReuse | None = None
-    rows_may_leave: bool = True  # whether the drafter can do without a row before the batch does
+    rows_may_leave: bool = True  # whether rows may leave the drafter before they leave the batch
     padding_id: int | None = None  # drafted for finished rows in lock step
-    # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
+    # Drafts after this id are cut: the target would read them at wrong positions.
     token_without_position: int | None = None
-    reads_prompt_alone: bool = False  # whether tokens that a draft model reads with the prompt get other states
-    reads_late: bool = False  # whether rows may join others before the drafter has read their prompts
-    num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the round
-    is_served: list[bool] = field(init=False)  # [B] rows of the batch that had room for drafts in the round
-    _rows: list[DraftRow] = field(init=False)  # the rows that the drafter has, in its order
+    reads_prompt_alone: bool = False  # whether the prompt is read in a separate forward, as states depend on it
+    reads_late: bool = False  # whether rows may join before the drafter has read their prompts
+    num_fed: int = field(default=0, init=False)  # tokens of each row read by the drafter in the round
+    is_served: list[bool] = field(init=False)  # [B] rows with room for drafts in the round
+    _rows: list[DraftRow] = field(init=False)  # the drafter's rows, in its order
     _seen_lens: RowLens | None = field(default=None, init=False)  # each row's length at the drafter's last call
-    # sessions of rows that have joined the batch, and whose prompts the drafter reads when it drafts next
+    # Sessions of joined rows; the drafter reads their prompts before its next draft.
     _waiting: list["DraftSession"] = field(default_factory=list, init=False)
-    _chunk_size: int | None = field(default=None, init=False)  # prompt tokens of a row in a reading; None for all
-    # rows, and whether their logits are numbers, on its way to the host
+    _chunk_size: int | None = field(default=None, init=False)  # prompt tokens of a row per forward; None for all
+    # Rows, and the flags of finite logits, in transfer to the host.
     _look: tuple[list[DraftRow], Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self, num_pads: Sequence[int]) -> None:
-        self._rows = [DraftRow(index, _end(self.drafter, num)) for index, num in enumerate(num_pads)]
+        self._rows = [DraftRow(index, _end(self.drafter, row_pads)) for index, row_pads in enumerate(num_pads)]
         self.is_served = [False] * len(num_pads)
 
     @classmethod
     def of(cls, plan: Plan, drafter: Drafter, states: TargetStates | None, faults: DraftFaults) -> "DraftSession":
-        """Make the session of a planned call; `states` are those of the target that the drafter reads."""
+        """Make the session of a planned call; `states` are the target states for the drafter."""
         call, draft, kv_cache, reuse = plan.call, plan.draft, None, None
         if draft is not None:
             kv_cache = draft.make_cache(call.batch_size, plan.runners.buffers(draft))
             if plan.config.draft_state is not None:
                 reuse = importlib.import_module(_REUSE).make_draft_cache_reuse(plan, draft.model, kv_cache)
         reads_alone = draft is not None and reads_prompts_otherwise(draft.model)
-        # with a constant length a row's sample depends on the rounds in which it is drafted for
+        # With a constant draft length, a row's sample depends on its rounds with a draft.
         is_adaptive, is_fixed = plan.config.schedule == "adaptive", plan.is_lock_step or "draft" in plan.runners.parts
         return cls(
             drafter,
@@ -179,7 +193,7 @@ class DraftSession(PerRow):
 
     @property
     def can_join(self) -> bool:
-        """Whether rows may join: nothing but the drafter and its cache follows them."""
+        """Whether rows may join: only the drafter and its cache have state per row."""
         return self.reuse is None and self.drafter.can_join
 
     def begin(self, batch: Batch) -> None:
@@ -193,13 +207,19 @@ class DraftSession(PerRow):
                 self._show_prompts(batch)
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
-        """Keep the target's hidden states of a part of the prompt, whose last `num_ahead` columns begin with it."""
+        """Store the target's hidden states of a prompt chunk, for the drafter.
+
+        Args:
+            batch: The rows.
+            scored: Output of the target for the chunk.
+            num_ahead: Columns from the start of the chunk to the end of the prompt.
+        """
         if not self._is_drafting:
             return
         with self._catching():
             if self.hidden_states is not None:
-                # a prompt of embeddings may have more tokens than ids
-                num_tokens = [batch.prompt_len + min(num, 1) for num in batch.num_hidden]
+                # A prompt of embeddings may have more tokens than ids.
+                num_tokens = [batch.prompt_len + min(num_hidden, 1) for num_hidden in batch.num_hidden]
                 self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
             if self.kv_cache is not None and self.drafter.awaits_prompt:  # before any row leaves
                 self._show_prompts(batch)
@@ -208,7 +228,7 @@ class DraftSession(PerRow):
                     row.num_seen = batch.prompt_len
 
     def num_unread(self, batch: Batch) -> int:
-        """Return the tokens of each row that the drafter reads in its next call."""
+        """Return the number of tokens of each row to be read in the drafter's next call."""
         if not self._is_drafting:
             return 0
         num_unread = 0
@@ -218,22 +238,22 @@ class DraftSession(PerRow):
 
     @property
     def reads_forced_text(self) -> bool:
-        """Whether `look_up` wants the texts that logits processors force."""
+        """Whether `look_up` takes the texts that logits processors force."""
         return self._is_drafting and self.drafter.reads_forced_text
 
     def look_up(self, batch: Batch, forced_texts: Sequence[str] = ()) -> list[list[float]]:
-        """Return [B][N] probabilities of the tokens that the drafter proposes at no cost.
+        """Return the probabilities [B][N] of the drafter's free proposals.
 
         Args:
             batch: the rows.
-            forced_texts: [B] texts that must come next; empty unless the drafter reads them.
+            forced_texts: [B] texts that must come next. Empty unless the drafter reads them.
         """
         proposed: list[list[float]] = [[] for _ in range(batch.num_rows)]
         if not self._is_drafting or not self.drafter.proposes or all(batch.is_finished):
             return proposed
         lens = batch.host_tokens.lens
         spans = [(row.num_looked_up, lens[row.index]) for row in self._rows]
-        first = min((start for start, end in spans if start < end), default=0)  # ended rows gain no tokens
+        first = min((start for start, end in spans if start < end), default=0)  # without finished rows
         ids, new_ids = batch.host_tokens.token_ids[:, first : max(lens)].tolist(), []
         for row, (start, end) in zip(self._rows, spans, strict=True):
             new_ids.append(ids[row.index][max(start - first, 0) : end - first] if start < end else [])
@@ -247,7 +267,7 @@ class DraftSession(PerRow):
         return proposed
 
     def room(self, batch: Batch) -> list[int]:
-        """Return [B] tokens that may be drafted in each row in the next round; 0 for a row that is not served."""
+        """Return the maximum draft tokens [B] for the next round; 0 for unserved rows."""
         room, lens = [0] * batch.num_rows, batch.tokens.lens
         for row in [row for group in (self, *self._waiting) for row in group._rows]:
             is_endless = self.drafter.drafts_past_context
@@ -256,7 +276,7 @@ class DraftSession(PerRow):
             room = [self.faults.ranks.min(min(room))] * batch.num_rows
         for row in self._rows:
             room[row.index] *= not row.is_lost
-        self.is_served = [num > 0 for num in room]
+        self.is_served = [max_tokens > 0 for max_tokens in room]
         self._end_full_rows(batch)
         return room
 
@@ -268,7 +288,7 @@ class DraftSession(PerRow):
         room: Sequence[int],
         target_cache: KVCache,
     ) -> DraftOut:
-        """Draft the chosen K tokens per row at most, and no more than `room` [B] of each."""
+        """Draft up to K tokens per row, within `room` [B]."""
         num_draft_tokens, self.num_fed = choice.num_draft_tokens, 0
         num_read = self._admit_waiting(batch) // batch.num_rows if choice.num_model_tokens else 0
         has_room = self._is_joint or not num_draft_tokens or self._make_room(batch, num_draft_tokens, room)
@@ -305,7 +325,7 @@ class DraftSession(PerRow):
         return batch.no_draft()
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
-        """Roll the draft cache back to the emitted tokens, which the batch holds by now."""
+        """Roll the draft cache back to the emitted tokens, after `Batch.commit`."""
         has_draft = bool(draft.token_ids.shape[1])
         if not self._is_drafting or not (has_draft or self.hidden_states is not None):
             return
@@ -316,9 +336,9 @@ class DraftSession(PerRow):
                 self.hidden_states.add(_of_rows(scored, row_indices, batch.num_rows), num_emitted)
             if has_draft and self.num_fed:
                 view, ends = self._view(batch), []
-                for row, length, num in zip(self._rows, view.tokens.lens, num_emitted, strict=True):
+                for row, length, num_new in zip(self._rows, view.tokens.lens, num_emitted, strict=True):
                     is_own = draft.cached is None or draft.cached.is_own[row.index]
-                    ends.append(min(row.num_seen, length if is_own else length - num))
+                    ends.append(min(row.num_seen, length if is_own else length - num_new))
                 self._crop(view, ends)
                 if self.reuse is not None:
                     self.reuse.note(view, ends)
@@ -326,14 +346,14 @@ class DraftSession(PerRow):
             self._look_at_numbers(num_emitted)
 
     def end(self, batch: Batch) -> None:
-        """Keep states for a later call."""
+        """Store states for a later call."""
         if self.reuse is not None and self._is_drafting:
             with self._catching():
                 self.reuse.remember(batch)
         self.faults.meet()
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices` of the batch, in that order."""
+        """Select the rows `indices` of the batch, in this order."""
         self.is_served = [self.is_served[row] for row in indices]
         for group in self._waiting:
             group._keep_of(indices)
@@ -341,9 +361,14 @@ class DraftSession(PerRow):
         self._keep_of(indices)
 
     def read_ahead(self, batch: Batch, max_tokens: int | None = None) -> bool:
-        """Let the drafter read `max_tokens` of each prompt, None for all, before rows join, unless it reads late.
+        """Read prompts with the drafter before their rows join, unless it reads late.
 
-        Returns whether it must be called again.
+        Args:
+            batch: The rows.
+            max_tokens: Tokens of each prompt to read. None for all.
+
+        Returns:
+            Whether it must be called again.
         """
         self._chunk_size, is_unread = max_tokens, False
         if self._is_drafting:
@@ -353,7 +378,7 @@ class DraftSession(PerRow):
         return is_unread
 
     def admit(self, other: "DraftSession", batch: Batch) -> None:
-        """Add the rows of `other`, which have been read ahead, behind those of the batch, which are all live."""
+        """Append the rows of `other` after `read_ahead`; all rows of the batch must be live."""
         self.is_served = self.is_served + other.is_served
         other.faults.stats = self.faults.stats
         for row in other._rows:
@@ -368,20 +393,20 @@ class DraftSession(PerRow):
 
     @property
     def _is_drafting(self) -> bool:
-        """Whether the drafter has rows, and no error of it waits for other ranks."""
+        """Whether the drafter has rows, and no error waits for other ranks."""
         return bool(self._rows) and not self.faults.is_pending
 
     @contextmanager
     def _catching(self) -> Iterator[None]:
-        """End the drafts at a fault in the block: the only place where errors of a drafter pass."""
+        """End the drafts after a drafter error in the block; every drafter error passes here."""
         with self.faults:
             yield
             return
-        if not self.faults.is_pending:  # then it is raised in all processes
+        if not self.faults.is_pending:  # a pending error is raised in all processes later
             self._close()
 
     def _close(self) -> None:
-        """Draft no more."""
+        """Release the drafter and its cache; all later rounds are plain."""
         for session in (self, *self._waiting):
             if session.kv_cache is not None:
                 session.kv_cache.release()
@@ -390,20 +415,20 @@ class DraftSession(PerRow):
         self.is_served = [False] * len(self.is_served)
 
     def _become(self, other: "DraftSession", *waiting: "DraftSession") -> None:
-        """Draft for the rows of `other` once none of these is left, then for those that wait."""
+        """Replace this session, left without rows, by `other`, with `waiting` behind it."""
         vars(self).update({**vars(other), "is_served": self.is_served, "_waiting": list(waiting)})
 
     def _keep_of(self, indices: Sequence[int]) -> None:
-        """Keep the drafter's rows among the rows `indices` of the batch, whose places are their new numbers."""
+        """Select the drafter's rows among the rows `indices` of the batch, and renumber them."""
         numbers = {row.index: number for number, row in enumerate(self._rows)}
-        kept = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
-        rows = [self._rows[number] for _, number in kept]
-        self._keep([number for _, number in kept])
-        for row, (index, _) in zip(rows, kept, strict=True):
+        pairs = [(index, numbers[old]) for index, old in enumerate(indices) if old in numbers]
+        rows = [self._rows[number] for _, number in pairs]
+        self._keep([number for _, number in pairs])
+        for row, (index, _) in zip(rows, pairs, strict=True):
             row.index = index
 
     def _keep(self, numbers: Sequence[int]) -> None:
-        """Keep these of the drafter's rows; without any, go on with rows that wait, or draft no more."""
+        """Select some of the drafter's rows; without any, continue with waiting rows or close."""
         if not numbers:
             waiting, self._waiting = self._waiting, []
             self._close()
@@ -419,56 +444,57 @@ class DraftSession(PerRow):
                     row.num_seen += num_skipped
 
     def _view(self, batch: Batch) -> Batch:
-        """Return the rows of a batch that the drafter has, in its order; the batch itself if these are all."""
+        """Return the batch of the drafter's rows, in its order; the batch itself if it has all."""
         row_indices = [row.index for row in self._rows]
         return batch if row_indices == list(range(batch.num_rows)) else batch.selected(row_indices)
 
     @property
     def _is_joint(self) -> bool:
-        """Whether the row with the least room bounds the drafts of all rows, past which the drafter would fail."""
+        """Whether the row with the least room limits the drafts of all rows."""
         return not self.rows_may_leave and (self.drafter.shares_columns or self.drafter.counts_padding)
 
     def _make_room(self, batch: Batch, num_draft_tokens: int, room: Sequence[int]) -> bool:
-        """Let rows leave the drafter whose columns would count for others; return whether a row stays.
+        """Drop full rows from the drafter if columns are shared; return whether a row stays.
 
-        If none does, rows that have waited may have taken their places. They have room from the next round on.
+        If none stays, waiting rows may take over. They have room from the next round on.
         """
         if not self.drafter.shares_columns:
             return True
         live = [(number, row) for number, row in enumerate(self._rows) if not batch.is_finished[row.index]]
-        kept = [number for number, row in live if room[row.index] >= num_draft_tokens]
-        if len(kept) < len(live):
+        numbers = [number for number, row in live if room[row.index] >= num_draft_tokens]
+        if len(numbers) < len(live):
             self._report_context()
-        if len(kept) < len(self._rows):
-            self._keep(kept)
+        if len(numbers) < len(self._rows):
+            self._keep(numbers)
             row_indices = {row.index for row in self._rows}
-            self.is_served = [bool(kept) and index in row_indices for index in range(batch.num_rows)]
-        return bool(kept)
+            self.is_served = [bool(numbers) and index in row_indices for index in range(batch.num_rows)]
+        return bool(numbers)
 
     def _end_full_rows(self, batch: Batch) -> None:
-        """Say that rows are past the context, and draft no more if no row can be drafted for."""
+        """Report rows past the context, and close if no live row can be served."""
         lens, num_left = batch.tokens.lens, batch.num_left
         live = {index for index, is_finished in enumerate(batch.is_finished) if not is_finished and num_left[index] > 1}
         present = [row for row in self._rows if row.index in live and not row.is_lost]
         if any(row.end <= lens[row.index] or not self.is_served[row.index] for row in present):
             self._report_context()
-        # other ranks, and a later call with the same draft state, need the drafter
+        # Other ranks, and a later call with the same draft state, need the drafter.
         is_needed = self.faults.ranks.is_synced or self.reuse is not None
         if self._rows and live and not any(self.is_served[index] for index in live) and not is_needed:
             self._close()
 
     def _report_context(self) -> None:
-        what = "plain decoding of rows"
+        fallback = "plain decoding of rows"
         if self.drafter.drafts_past_context:
-            what = "prompt lookup alone for rows"
+            fallback = "prompt lookup alone for rows"
         elif self._is_joint:
-            what = "plain decoding of all rows, for one is"
-        self.faults.report(f"{what} past the context of {self.faults.name}, {self.drafter.context_len} tokens")
+            fallback = "plain decoding of all rows, for one is"
+        self.faults.report(f"{fallback} past the context of {self.faults.name}, {self.drafter.context_len} tokens")
 
     def _look_at_numbers(self, num_emitted: Sequence[int]) -> None:
-        """Let rows go on without drafts if these are chosen from NaN or infinity; the host reads a look a round later.
+        """End the drafts of rows with drafter logits of NaN or infinity.
 
-        The wait of a round's verification comes after the copy, so that no other wait is needed.
+        The host reads a check one round later. The wait of a round's verification comes after the copy, so no
+        additional wait is needed.
         """
         if self._look is not None:
             rows, are_numbers = self._look
@@ -479,8 +505,8 @@ class DraftSession(PerRow):
                 if row.is_lost:
                     self.faults.report(f"plain decoding of rows in which {self.faults.name} computes NaN or infinity")
         is_due, has_numbers, ranks = False, None, self.faults.ranks
-        for row, num in zip(self._rows, num_emitted, strict=False):
-            row.num_missed = row.num_missed + 1 if num == 1 else 0
+        for row, num_new in zip(self._rows, num_emitted, strict=False):
+            row.num_missed = row.num_missed + 1 if num_new == 1 else 0
             is_due |= row.num_missed >= _FIRST_LOOK and row.num_missed.bit_count() == 1 and not row.is_lost
         if not is_due:
             return
@@ -488,12 +514,12 @@ class DraftSession(PerRow):
             with self._catching():
                 has_numbers = self.drafter.has_numbers()
         if ranks.is_group and not ranks.is_synced:
-            self.faults.meet(is_last=False)  # or the others would wait for a rank with an error in the broadcast
+            self.faults.meet(is_last=False)  # otherwise the broadcast would wait for a rank with an error
         if has_numbers is not None:
             self._look = list(self._rows), ranks.broadcast(has_numbers).to("cpu", non_blocking=True)
 
     def _admit_waiting(self, batch: Batch) -> int:
-        """Let the drafter read prompts of rows that have joined; return the tokens of all rows that it has read."""
+        """Read the prompts of joined rows with the drafter; return the total tokens read."""
         num_read = 0
         while self._waiting:
             group, is_read = self._waiting[0], False
@@ -510,26 +536,31 @@ class DraftSession(PerRow):
         return num_read
 
     def _num_in_chunk(self, batch: Batch) -> int:
-        """Return the tokens of all rows that `_read_chunk` would read."""
+        """Return the total tokens of the next `_read_chunk`."""
         num_left = self.num_unread(batch)
         return len(self._rows) * min(num_left, self._chunk_size or num_left)
 
     def _read_chunk(self, view: Batch) -> bool:
-        """Let the drafter read a chunk of the prompts; return whether tokens are left."""
+        """Read a chunk of the prompts with the drafter; return whether tokens are left."""
         if self.hidden_states is None:
             return self._catch_up(view, self._chunk_size)
         self._catch_up(view)
         num_states = self.hidden_states.counts
-        counts = [min(num - 1, self._chunk_size or num) for num in num_states]  # all but the newest token's
+        counts = [min(count - 1, self._chunk_size or count) for count in num_states]  # without the newest token
         kept = self._kept(view, counts) if any(counts) else None
         if kept is not None:
             self.drafter.read_kept(kept)
         return max(num_states) > 1
 
     def _catch_up(self, view: Batch, max_tokens: int | None = None) -> bool:
-        """Leave the drafter as far behind as its shortest query allows, in every row.
+        """Read tokens until the drafter lags behind by its shortest query in every row.
 
-        Reads up to `max_tokens` of each row, None for all; returns whether some are left.
+        Args:
+            view: The drafter's rows.
+            max_tokens: Maximum tokens of each row. None for all.
+
+        Returns:
+            Whether tokens are left.
         """
         num_unseen = self._num_unseen(view)
         num_wanted = num_read = max(num_unseen - self.drafter.min_query_len, 0)
@@ -541,10 +572,10 @@ class DraftSession(PerRow):
         return num_read < num_wanted
 
     def _catch_up_and_join(self, other: "DraftSession", view: Batch) -> None:
-        """Add the rows of `other`, which has read ahead, behind these, which are all live."""
+        """Append the rows of `other` after its read-ahead; all own rows must be live."""
         num_dropped = self._num_unseen(view) - self.drafter.min_query_len
-        most = min(_MOST_DROPPED, *(row.num_seen for row in other._rows))
-        if other.kv_cache is not None and 0 <= num_dropped < most:  # they read some tokens again, as these do
+        max_dropped = min(_MOST_DROPPED, *(row.num_seen for row in other._rows))
+        if other.kv_cache is not None and 0 <= num_dropped < max_dropped:  # the new rows read some tokens again
             other.kv_cache.crop(num_dropped)
             for row in other._rows:
                 row.num_seen -= num_dropped
@@ -553,7 +584,7 @@ class DraftSession(PerRow):
         self.join(other)
 
     def _show_prompts(self, batch: Batch) -> None:
-        """Show the drafter the prompts, which it need not read yet."""
+        """Pass the prompts to the drafter, without reading them yet."""
         if self._seen_lens is None:
             view = self._view(batch)
             tokens = self._tokens(view)
@@ -561,9 +592,10 @@ class DraftSession(PerRow):
             self._seen_lens = RowLens([view.prompt_len] * view.num_rows, tokens.row_lens.aranges)
 
     def _read_prompt_alone(self, view: Batch) -> int:
-        """Read the prompt in a forward of its own where other tokens would get other states with it.
+        """Read the prompt in a separate forward, if it would change the states of other tokens.
 
-        Returns the tokens of each row that were read.
+        Returns:
+            Number of tokens read in each row.
         """
         cache = self.kv_cache
         if not self.reads_prompt_alone or cache is None or cache.num_columns:
@@ -575,7 +607,7 @@ class DraftSession(PerRow):
         return view.prompt_len - num_seen
 
     def _request(self, view: Batch, num_draft_tokens: int, keys: NoiseKeys, target_cache: CacheView) -> DraftRequest:
-        """Return the request for a draft, with the tokens that the drafter has not seen."""
+        """Return the request for a draft, with the drafter's unseen tokens."""
         self.num_fed = self._num_unseen(view)
         return DraftRequest(
             query_token_ids=self._tokens(view).last(self.num_fed),
@@ -588,12 +620,12 @@ class DraftSession(PerRow):
         )
 
     def _follow(self, view: Batch, draft: DraftOut) -> None:
-        """Record what the drafter has seen after a draft."""
+        """Update the number of seen columns after a draft."""
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
         for row, length in zip(self._rows, view.tokens.lens, strict=True):
-            # a finished row may lack fewer tokens than were fed
+            # A finished row may lack fewer tokens than were fed.
             row.num_seen = max(length - self.num_fed, row.num_seen) + self.num_fed + num_ahead
 
     def _limited(self, draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
@@ -602,22 +634,22 @@ class DraftSession(PerRow):
         if self.token_without_position is not None:
             newest = view.tokens.last(1).to(draft.token_ids.device)
             has_no_position = torch.cat([newest, draft.token_ids], dim=1) == self.token_without_position  # [B, K+1]
-            most = (has_no_position.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
-            draft = draft._replace(lens=torch.minimum(draft.lens, most))
+            max_lens = (has_no_position.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)  # [B]
+            draft = draft._replace(lens=torch.minimum(draft.lens, max_lens))
         if self.padding_id is not None and any(view.is_finished):
             finished = upload(view.is_finished, draft.token_ids.device, torch.bool)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
         return draft
 
     def _uneven_lags(self, view: Batch) -> list[int]:
-        """Return [B] tokens of each row that the drafter has not seen; none unless proposals have made rows differ."""
+        """Return the number of unseen tokens [B] if rows differ; otherwise an empty list."""
         if self.kv_cache is None or not self.drafter.proposes:
             return []
         lags = [length - row.num_seen for row, length in zip(self._rows, view.tokens.lens, strict=True)]
         return lags if len(set(lags)) > 1 else []
 
     def _can_be_even(self, view: Batch) -> bool:
-        """Return whether every row has as many tokens as the one that is furthest behind lacks.
+        """Return whether every row is long enough for the query of the slowest row.
 
         All rows are fed the same number of tokens.
         """
@@ -629,10 +661,10 @@ class DraftSession(PerRow):
         return num_query < min(length + min(num_hidden, 0) for length, num_hidden in rows)
 
     def _make_even(self, view: Batch) -> int:
-        """Bring the drafter equally far behind in every row; return the tokens of each row that it read.
+        """Make the drafter lag behind equally in every row; return the tokens read in each row.
 
-        All rows read as many tokens as the one with the fewest lacks. Then those that lack less than
-        others drop states, to be fed again.
+        All rows read the number of tokens missing in the most advanced row. Rows ahead of others then drop states, to
+        be fed again.
         """
         cache, lags = self.kv_cache, self._uneven_lags(view)
         if cache is None or not lags:
@@ -649,55 +681,65 @@ class DraftSession(PerRow):
         return num_read
 
     def _crop(self, view: Batch, num_valid: list[int]) -> None:
-        """Leave the drafter, which has seen `num_valid` [B] emitted tokens, equally far behind in every row."""
+        """Roll the drafter back to the same lag in every row.
+
+        Args:
+            view: The drafter's rows.
+            num_valid: [B] emitted tokens seen by the drafter.
+        """
         values = zip(view.tokens.lens, self._rows, view.prompt_lens, view.is_finished, strict=True)
         rows = [RowProgress(length, row.num_seen, prompt_len, ended) for length, row, prompt_len, ended in values]
-        behind = max(row.length - num for row, num in zip(rows, num_valid, strict=True))
-        num_query = max(behind, self.drafter.min_query_len)
+        lag = max(row.length - num_seen for row, num_seen in zip(rows, num_valid, strict=True))
+        num_query = max(lag, self.drafter.min_query_len)
         keep = [row.num_kept(num_query) for row in rows]
         if self.kv_cache is not None:
-            if any(num < row.prompt_len for num, row in zip(keep, rows, strict=True)):
-                num_real = self.kv_cache.num_real_tokens
-                keep = [row.num_kept_with_padding(num_query, num) for row, num in zip(rows, num_real, strict=True)]
-            drops = [row.num_seen - num for row, num in zip(rows, keep, strict=True)]
+            if any(num_kept < row.prompt_len for num_kept, row in zip(keep, rows, strict=True)):
+                counts = self.kv_cache.num_real_tokens
+                keep = [row.num_kept_with_padding(num_query, count) for row, count in zip(rows, counts, strict=True)]
+            drops = [row.num_seen - num_kept for row, num_kept in zip(rows, keep, strict=True)]
             self.kv_cache.crop(drops, view.tokens.row_lens)
-        for drafted_row, num in zip(self._rows, keep, strict=True):
-            drafted_row.num_seen = num
+        for drafted_row, num_kept in zip(self._rows, keep, strict=True):
+            drafted_row.num_seen = num_kept
 
     def _skip_padding(self) -> int:
-        """Columns of padding before all rows that need not be fed, where they would take the room of tokens."""
+        """Skip common padding if it takes room from tokens; return the skipped columns."""
         cache = self.kv_cache
         if cache is None or cache.num_columns or not self.drafter.shares_columns:
             return 0
         return cache.skip_padding()
 
     def _num_unseen(self, view: Batch) -> int:
-        """Tokens at the end of the live rows that the drafter has not seen; the same number for every row."""
-        no_live = all(view.is_finished)  # other ranks take part in the forwards: all rows are fed what they lack
+        """Return the number of unseen tokens at the end of live rows, equal for all rows."""
+        no_live = all(view.is_finished)  # forwards for other ranks: all rows are fed their missing tokens
         rows = zip(self._rows, view.tokens.lens, view.is_finished, strict=True)
         num_unseen = max(length - row.num_seen for row, length, is_finished in rows if no_live or not is_finished)
-        return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
+        return max(num_unseen, 1)  # a finished row without a draft has no new token
 
     def _tokens(self, view: Batch) -> TokenBuffer:
-        """Return the rows' tokens where the drafter reads them."""
+        """Return the rows' tokens on the drafter's side: host or device."""
         return view.host_tokens if self.drafter.reads_host_tokens else view.tokens
 
     def _kept(self, view: Batch, counts: Sequence[int] | None = None) -> Kept | None:
-        """Return the tokens emitted since the drafter's last call, with their hidden states; None if it gets none.
+        """Return the tokens emitted since the drafter's last call, with their hidden states.
 
-        `counts` are how many of each row, if not all: then there are hidden states.
+        Args:
+            view: The drafter's rows.
+            counts: [B] tokens of each row, if there are hidden states. None for all.
+
+        Returns:
+            The feedback; None if the drafter gets none.
         """
         tokens, seen, states = self._tokens(view), self._seen_lens, None
         lens = tokens.row_lens
         if self.hidden_states is not None:
-            seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
+            seen_lens = [length - count for length, count in zip(tokens.lens, self.hidden_states.counts, strict=True)]
             if seen is None or seen.on_host != seen_lens:
                 seen = RowLens(seen_lens, lens.aranges)
             states = self.hidden_states.take(tokens.token_ids.device, counts)
         if seen is None:
             return None
         if counts is None:
-            counts = [length - num for length, num in zip(tokens.lens, seen.on_host, strict=True)]
+            counts = [length - seen_len for length, seen_len in zip(tokens.lens, seen.on_host, strict=True)]
         columns = seen.columns(max(counts)).expand(len(counts), -1)  # [B, N]
         ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
         num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
@@ -707,30 +749,30 @@ class DraftSession(PerRow):
 
 
 def _end(drafter: Drafter, num_pads: int) -> int:
-    """Return the column behind the last token that may be drafted in a row, by the drafter's context."""
+    """Return the column after a row's last possible drafted token, by the drafter's context."""
     if drafter.context_len is None:
         return _NO_END
     return drafter.context_len + 1 + (0 if drafter.counts_padding else num_pads)
 
 
 def _within_room(draft: DraftOut, view: Batch, room: Sequence[int]) -> DraftOut:
-    """Limit drafts to each row's room and limit, so that its sample does not depend on the other rows."""
-    limits = [min(limit, most) for limit, most in zip(view.draft_limits, room, strict=True)]
-    most = [max(min(left - 1, limit), 0) for left, limit in zip(view.num_left, limits, strict=True)]
-    lens, num = draft.lens, draft.token_ids.shape[1]
-    if min(most) >= num:
+    """Limit drafts to each row's room and draft limit, so a row does not depend on other rows."""
+    limits = [min(limit, max_tokens) for limit, max_tokens in zip(view.draft_limits, room, strict=True)]
+    max_lens = [max(min(left - 1, limit), 0) for left, limit in zip(view.num_left, limits, strict=True)]
+    lens, draft_len = draft.lens, draft.token_ids.shape[1]
+    if min(max_lens) >= draft_len:
         return draft
     row_lens = view.tokens.row_lens
-    is_equal = min(limits) >= num and len(set(view.max_lengths)) == 1
+    is_equal = min(limits) >= draft_len and len(set(view.max_lengths)) == 1
     if is_equal and row_lens.aranges.device == lens.device:  # nothing is uploaded
         on_device = (view.max_lengths[0] - 1 - row_lens.on_device()).clamp_min_(0)  # [B]
     else:
-        on_device = upload(most, lens.device)
+        on_device = upload(max_lens, lens.device)
     return draft._replace(lens=torch.minimum(lens, on_device.to(lens.dtype)))
 
 
 def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Scored:
-    """Select the hidden states of some rows of the batch; a drafter reads nothing else of the target's output."""
+    """Select the hidden states of some rows; a drafter reads no other output of the target."""
     if list(row_indices) == list(range(num_rows)):
         return scored
     select = RowIndices(row_indices).select
@@ -739,12 +781,12 @@ def _of_rows(scored: Scored, row_indices: Sequence[int], num_rows: int) -> Score
 
 
 def _spread(draft: DraftOut, row_indices: Sequence[int], num_rows: int) -> DraftOut:
-    """Return a draft of some rows as one of all `num_rows` rows of the batch; the others have no tokens."""
+    """Expand a draft of some rows to all `num_rows` rows of the batch; others have no tokens."""
     index = upload(row_indices, draft.token_ids.device)
-    parts: dict[str, Any] = {name: part for name, part in draft._asdict().items() if isinstance(part, Tensor)}
-    for name, part in parts.items():
-        parts[name] = part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, index, part)
+    fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if isinstance(value, Tensor)}
+    for name, value in fields.items():
+        fields[name] = value.new_zeros(num_rows, *value.shape[1:]).index_copy_(0, index, value)
     if draft.cached is not None:
         is_own = dict(zip(row_indices, draft.cached.is_own, strict=True))
-        parts["cached"] = draft.cached._replace(is_own=[is_own.get(row, False) for row in range(num_rows)])
-    return draft._replace(**parts)
+        fields["cached"] = draft.cached._replace(is_own=[is_own.get(row, False) for row in range(num_rows)])
+    return draft._replace(**fields)

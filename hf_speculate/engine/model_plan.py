@@ -1,4 +1,4 @@
-"""Model plan: what a call decides for one of its models."""
+"""Model plan: the decisions of a call for one of its models."""
 
 from typing import NamedTuple
 
@@ -18,15 +18,18 @@ from hf_speculate.models.wrapper_probe import HandedOn
 
 
 class ModelPlan(NamedTuple):
-    """One model of a call: its KV cache, and what keeps its forwards from being compiled or captured."""
+    """One model of a call.
+
+    It holds the decision about the KV cache, and the reasons against compiled or captured forwards.
+    """
 
     part: str  # "target" or "draft"
-    request: CacheRequest  # the states that its KV cache begins with, and what is asked of them
+    request: CacheRequest  # request for its KV cache
     cache_kind: str  # "dynamic", "preallocated" or "hybrid"
-    cache_reason: str  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
+    cache_reason: str  # why a preferred "preallocated" was not chosen, or how "hybrid" rolls back
     inputs: ExtraInputs  # read by the model besides tokens
     eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
-    ungraphed: str = ""  # why it cannot run from graphs, if the call says so
+    ungraphed: str = ""  # why the call rules out graphs; empty if it does not
 
     @property
     def model(self) -> PreTrainedModel:
@@ -34,12 +37,12 @@ class ModelPlan(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where its KV cache is."""
+        """Device of its KV cache."""
         return self.request.device
 
     @property
     def cache_description(self) -> str:
-        """The kind of its KV cache, with the reason."""
+        """Kind of its KV cache, with the reason."""
         return f"{self.cache_kind} ({self.cache_reason})" if self.cache_reason else self.cache_kind
 
     def make_cache(self, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
@@ -50,7 +53,7 @@ class ModelPlan(NamedTuple):
 def plan_target(
     call: Call, config: SpeculationConfig, source: DraftSource, hidden_layers: tuple[int, ...] | None = None
 ) -> ModelPlan:
-    """Plan the target; the drafter reads the states of some of its layers."""
+    """Plan the target; `hidden_layers` are the layers read by the drafter."""
     device, model = call.prompts.input_ids.device, call.target
     request = CacheRequest(
         model,
@@ -67,7 +70,7 @@ def plan_target(
         handed_on=HandedOn.of(model),
     )
     kind, reason = choose_kind(request)
-    # foreign code may read or edit the layers of transformers' own cache
+    # Foreign code may read or edit the layers of transformers' cache.
     is_free = request.requested == "auto" and not call.is_static and config.speculation_graphs != "on"
     if call.foreign_code and kind == "preallocated" and is_free and not find_kind("dynamic").obstacle(request):
         kind, reason = "dynamic", f"{described(call.foreign_code)} may read or edit its layers"
@@ -87,7 +90,7 @@ def plan_target(
 def plan_draft(
     call: Call, config: SpeculationConfig, source: DraftSource, draft: PreTrainedModel, target: ModelPlan
 ) -> ModelPlan:
-    """Plan the model that drafts."""
+    """Plan the draft model."""
     device = device_of(draft)
     request = CacheRequest(
         draft,

@@ -1,4 +1,4 @@
-"""Observers: read the record of each round."""
+"""Observers: record, report and stream each round."""
 
 import threading
 from collections import deque
@@ -23,44 +23,52 @@ _MAX_CALL_TYPES = 64
 
 
 class Observer:
-    """Reads every round's record after the batch and the caches were updated."""
+    """A reader of every round's record.
+
+    It runs after the batch and the caches were updated.
+    """
 
     stage: Stage
-    """The stage that an error in the observer is attributed to."""
+    """Stage named in errors of the observer."""
 
     def on_round(self, record: RoundRecord) -> None:
-        """Read a round; the token that follows the prompt is round 0."""
+        """Read a round; the token after the prompt is round 0."""
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Called after the last round, with the new tokens of the longest row and the seconds since the last record."""
+        """Finish after the last round.
+
+        Args:
+            num_new_tokens: New tokens of the longest row.
+            seconds: Seconds since the last record.
+        """
 
 
 class ReplacedSteps:
-    """Counts the plain steps that rounds have replaced, by the live row that is furthest behind.
+    """Count of plain steps replaced by rounds.
 
-    Plain decoding adds a token to every live row in a step, so it needs as many steps as that row has tokens. A step
-    has the rows that are live now, and those that ended at or after its token. A row that joins counts from the row
-    that is furthest behind then.
+    Plain decoding adds a token to every live row in a step, so the slowest live row determines the number of steps. The
+    rows of a step are the live ones, and those with their last token at or after this step. A joining row counts from
+    the slowest row at that time.
 
     Args:
-        keeps_rows: whether a step has all rows of the batch: ended ones stay, or all advance in lock step.
+        keeps_rows: Whether a step has all rows of the batch: ended rows stay, or all advance in lock step.
     """
 
     def __init__(self, keeps_rows: bool = False) -> None:
         self._keeps_rows = keeps_rows
-        self._num_steps = 0  # replaced steps: the tokens of the live row that is furthest behind
+        self._num_steps = 0  # replaced steps: the tokens of the slowest live row
         self._lens: dict[int, int] = {}  # tokens of each live row
-        self._ended: dict[int, int] = {}  # tokens of each row that has ended ahead of a live one
+        self._ended: dict[int, int] = {}  # tokens of each row ended ahead of a live one
 
     def advance(
         self, row_ids: Sequence[int], num_emitted: Sequence[int], num_left: Sequence[int], num_rows: int
     ) -> list[int]:
-        """Return the number of rows of each plain step that a round has replaced; at least one step.
+        """Return the number of rows of each plain step replaced by a round; at least one step.
 
         Args:
-            row_ids: [N] rows that were live.
-            num_emitted: [N] tokens that each of them gained.
-            num_left: [N] tokens that each may still emit, 0 if it has ended.
+            row_ids: [N] live rows.
+            num_emitted: [N] new tokens of each.
+            num_left: [N] remaining tokens of each, 0 if it has ended.
             num_rows: B of the round.
         """
         before, self._lens, start = {**self._ended, **self._lens}, {}, self._num_steps
@@ -68,7 +76,7 @@ class ReplacedSteps:
         for row_id, emitted, left in zip(row_ids, num_emitted, num_left, strict=True):
             rows = self._lens if left > 0 else self._ended
             rows[row_id] = before.pop(row_id, start) + emitted
-        self._ended |= before  # those that had ended, and rows that were cancelled
+        self._ended |= before  # rows ended before, and cancelled rows
         live, ended = self._lens.values(), self._ended.values()
         end = self._num_steps = max(min(live) if live else max(ended, default=0), start + 1)
         if self._keeps_rows:
@@ -79,7 +87,10 @@ class ReplacedSteps:
 
 
 class PlainSteps:
-    """Seconds of the newest plain steps of one target's calls, by type of call and number of rows."""
+    """Seconds of one target's newest plain steps.
+
+    The keys are the call type and the number of rows.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,12 +102,12 @@ class PlainSteps:
         return model_state(model).get(cls, cls)
 
     def get(self, call_type: Hashable) -> dict[int, list[float]]:
-        """Return a copy of the seconds of a type's steps by number of rows, the newest last."""
+        """Return a copy of the seconds of a call type by number of rows, the newest last."""
         with self._lock:
             return {num_rows: list(seconds) for num_rows, seconds in self._by_type.get(call_type, {}).items()}
 
     def add(self, call_type: Hashable, steps: Mapping[int, Sequence[float]]) -> None:
-        """Add the steps of a call; beyond 64 types of calls, the one that was added to longest ago is dropped."""
+        """Add the steps of a call; beyond 64 call types, drop the least recently updated one."""
         with self._lock:
             by_rows = self._by_type.pop(call_type, {})  # the newest type comes last
             for num_rows, seconds in steps.items():
@@ -107,14 +118,18 @@ class PlainSteps:
 
 
 def has_plain_steps(plan: Plan) -> bool:
-    """Whether a round without drafts is a plain step: not if forwards of one length only are compiled or captured."""
+    """Return whether a round without drafts is a plain step.
+
+    False if forwards of a single length are compiled or captured.
+    """
     return "target" not in plan.runners.parts or plan.config.schedule != "constant"
 
 
 def lacks_plain_step(plan: Plan) -> bool:
-    """Whether a call with a constant draft length is to measure a plain step: none is known, and no text depends on it.
+    """Return whether a call with a constant draft length needs to measure a plain step.
 
-    Ranks are left alone, because each has measurements of its own, and so are rows that join others.
+    True if none is known and the output does not depend on it. Several ranks measure none, because their measurements
+    differ, nor does continuous batching.
     """
     call = plan.call
     if depends_on_draft(plan.config) or not has_plain_steps(plan):
@@ -126,23 +141,26 @@ def lacks_plain_step(plan: Plan) -> bool:
 
 @dataclass
 class StatsObserver(Observer):
-    """Adds every round to a call's statistics, and its plain steps to those of the target."""
+    """An observer for the statistics of a call.
+
+    At the end it adds the plain steps to those of the target.
+    """
 
     stage = Stage.RECORD
     stats: SpeculationStats
-    num_user_host_syncs: int = 0  # times that user code may wait for the device in a round
-    counts_rows: bool = True  # whether output rows are counted by themselves too
+    num_user_host_syncs: int = 0  # possible waits of user code for the device per round
+    counts_rows: bool = True  # whether output rows are also counted one by one
     keeps_rows: bool = False  # whether plain steps have all rows of the batch, ended ones too
     counts_plain_steps: bool = True  # whether a round without drafts is a plain step
     remember: Callable[[Mapping[int, Sequence[float]]], None] | None = None  # called with the plain steps at the end
 
     def __post_init__(self) -> None:
         self._progress = ReplacedSteps(self.keeps_rows)
-        self._fastest_s: dict[int, float] = {}  # seconds of rounds with drafts, drafting left out, by number of rows
+        self._fastest_s: dict[int, float] = {}  # minimum seconds of rounds with drafts, without drafting, by rows
 
     @classmethod
     def of(cls, plan: Plan, stats: SpeculationStats) -> "StatsObserver":
-        """Return the statistics of a planned call, which know the plain steps of earlier calls of its type."""
+        """Make the observer of a planned call; add the plain steps of earlier calls to `stats`."""
         call_type, steps = call_type_of(plan), PlainSteps.of(plan.target.model)
         stats.earlier_plain_step_s_by_rows = steps.get(call_type)
         return cls(
@@ -186,7 +204,7 @@ class StatsObserver(Observer):
                 stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
 
     def _count_replaced_steps(self, record: RoundRecord) -> None:
-        """Count the steps that plain decoding takes for what a round has emitted, by their rows."""
+        """Count the plain steps replaced by a round, by number of rows."""
         live, trimmed = record.live_rows, record.trimmed
         num_left = [0 if trimmed.is_stopped[row] else record.num_left[row] for row in live]
         num_emitted = [trimmed.num_emitted[row] for row in live]
@@ -199,19 +217,19 @@ class StatsObserver(Observer):
         self.stats.num_longest += num_new_tokens - 1
         steps = self.stats.plain_step_s_by_rows
         for num_rows, steps_s in steps.items():
-            if len(steps_s) == 1:  # may have been the first forward of its size
+            if len(steps_s) == 1:  # it may be the first forward of its size
                 steps_s[0] = min(steps_s[0], self._fastest_s.get(num_rows, steps_s[0]))
         if self.remember is not None:
             self.remember(steps)
 
 
 def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError]]:
-    """Return the rows whose last token was sampled from logits that define no distribution, with the errors."""
+    """Yield rows with a last token sampled from logits without a distribution, with errors."""
     for row in record.live_rows if record.verified.status & BAD_LOGITS else ():
-        num = record.trimmed.num_emitted[row]
-        if not num or num < len(record.verified.new_ids[row]):
+        num_emitted = record.trimmed.num_emitted[row]
+        if not num_emitted or num_emitted < len(record.verified.new_ids[row]):
             continue
-        scores = record.verified.scores[row, num - 1]  # [V]
+        scores = record.verified.scores[row, num_emitted - 1]  # [V]
         faults = {
             "NaN": scores.isnan().any(),
             "+inf": scores.isposinf().any(),
@@ -229,11 +247,14 @@ def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, BadLogitsError
 
 @dataclass
 class BadLogitsObserver(Observer):
-    """Raises an error if a token was sampled from logits that define no distribution, as plain `generate` does."""
+    """An observer for invalid logits.
+
+    It raises an error for a token sampled from logits without a distribution, as plain `generate` does.
+    """
 
     stage = Stage.VERIFY
     stops: StopTracker
-    # errors past a row's stop, with the new tokens before them: plain `generate` may have stopped before these
+    # Errors past a row's stop, with the number of tokens before them; plain `generate` may stop earlier.
     _late: list[tuple[int, BadLogitsError]] = field(default_factory=list, init=False)
 
     def on_round(self, record: RoundRecord) -> None:
@@ -251,7 +272,10 @@ class BadLogitsObserver(Observer):
 
 @dataclass
 class StreamObserver(Observer):
-    """Passes the new tokens of a single row on to a streamer, one by one."""
+    """An observer for streaming.
+
+    It passes the new tokens of a single row to the streamer, one by one.
+    """
 
     stage = Stage.EMIT
     streamer: Any
@@ -263,7 +287,10 @@ class StreamObserver(Observer):
 
 @dataclass
 class CallbackObserver(Observer):
-    """Calls `speculation_callback` with a `RoundReport` after every round."""
+    """An observer for `speculation_callback`.
+
+    It calls the function with a `RoundReport` after every round.
+    """
 
     stage = Stage.REPORT
     callback: Callable[[RoundReport], object]
@@ -290,7 +317,7 @@ class CallbackObserver(Observer):
 
 
 def make_observers(plan: Plan, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
-    """Return the observers of a planned call that no other part of its decoder is."""
+    """Return the observers of a planned call, without those among the decoder's fields."""
     call = plan.call
     observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
     observers.append(StatsObserver.of(plan, stats))

@@ -1,4 +1,4 @@
-"""Output recorder: collects what `generate()` returns, row by row and token by token."""
+"""Output recorder: collect the outputs of `generate()`, row by row and token by token."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,10 @@ GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # out
 
 
 class OutputRecorder(Observer):
-    """Keeps each row's new tokens, and the scores and states that `generate()` returns with them."""
+    """An observer for the outputs of `generate()`.
+
+    It stores each row's new tokens, with the requested scores and states.
+    """
 
     stage = Stage.EMIT
 
@@ -37,20 +40,20 @@ class OutputRecorder(Observer):
 
     @classmethod
     def of(cls, plan: Plan, kv_cache: KVCache) -> "OutputRecorder":
-        """The recorder of a planned call; `kv_cache` is the target's."""
+        """Make the recorder of a planned call; `kv_cache` is the target's."""
         text_config = plan.target.model.config.get_text_config(decoder=True)
         return cls(plan.call.row_ids, plan.call.recorded, lambda: windows_of(text_config, kv_cache.cache))
 
     def on_round(self, record: RoundRecord) -> None:
         wants = self.recorded
-        for row, num in enumerate(record.trimmed.num_emitted):
+        for row, num_emitted in enumerate(record.trimmed.num_emitted):
             row_id = record.row_ids[row]
-            if record.was_live[row]:  # in lock step, finished rows go on with padding
-                self.new_ids[row_id] += record.verified.new_ids[row][:num]
+            if record.was_live[row]:  # in lock step, finished rows continue with padding
+                self.new_ids[row_id] += record.verified.new_ids[row][:num_emitted]
             if wants.scores and record.was_live[row]:
-                self._scores[row_id] += record.verified.scores[row, :num].to(torch.float32, copy=True)
+                self._scores[row_id] += record.verified.scores[row, :num_emitted].to(torch.float32, copy=True)
             if wants.logits and record.was_live[row]:
-                self._logits[row_id] += record.scored.logits[row, :num].to(torch.float32, copy=True)
+                self._logits[row_id] += record.scored.logits[row, :num_emitted].to(torch.float32, copy=True)
         if wants.hidden_states or wants.attentions:
             self._add_states(record)
 
@@ -61,7 +64,7 @@ class OutputRecorder(Observer):
         return self.new_ids.pop(row_id)
 
     def _add_states(self, record: RoundRecord) -> None:
-        """Append the states of the prompt, or those of the one row at the positions that chose the emitted tokens."""
+        """Append the states of the prompt, or those of the single row for the emitted tokens."""
         hidden_states = record.scored.hidden_states if self.recorded.hidden_states else None
         attentions = record.scored.attentions if self.recorded.attentions else None
         if not record.num_round:
@@ -86,7 +89,7 @@ class OutputRecorder(Observer):
         del self.hidden_states[num_new_tokens:], self.attentions[num_new_tokens:]
 
     def sequences(self, input_ids: Tensor, pad_token_id: int) -> Tensor:
-        """[B, T + longest row] int64: the prompt and the new tokens, shorter rows padded on the right."""
+        """Return prompts and new tokens, [B, T + longest row] int64, padded on the right."""
         longest = max((len(row) for row in self.new_ids.values()), default=0)
         rows = [row + [pad_token_id] * (longest - len(row)) for row in self.new_ids.values()]
         new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # [B, N]
@@ -111,7 +114,10 @@ class OutputRecorder(Observer):
 
 
 def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
-    """One [B, V] float32 per new token; a row that has ended holds 0 at the pad id and -inf elsewhere."""
+    """Stack scores to one [B, V] float32 per new token.
+
+    Ended rows hold 0 at the pad id, and -inf elsewhere.
+    """
     rows = list(by_row.values())
     ended = torch.full_like(rows[0][0], -torch.inf)
     if 0 <= pad_token_id < len(ended):  # a pad token may have been added without resizing the model
@@ -123,7 +129,7 @@ def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Te
 
 
 def _attention_row(layer: Tensor, position: int, num_query: int, window: int | None) -> Tensor:
-    """[1, H, 1, T]: what one query attended to, out of [1, H, Q, T + Q]."""
+    """Cut one query's attention weights [1, H, 1, T] from [1, H, Q, T + Q]."""
     end = layer.shape[-1] - num_query + position + 1
     start = 0 if window is None else max(end - window, 0)
     return layer[:, :, position : position + 1, start:end]

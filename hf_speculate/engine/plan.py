@@ -1,4 +1,4 @@
-"""The plan of a call: what follows from its arguments and models, before anything is built."""
+"""Plan of a call: decide everything from its arguments and models, before building anything."""
 
 import functools
 import importlib
@@ -43,7 +43,7 @@ from hf_speculate.verify.base import traits_of
 
 LOGGER = logging.getLogger("hf_speculate")
 _log_once = functools.cache(LOGGER.info)
-_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported where a draft model samples with kernels
+_FUSED_WARPERS = "hf_speculate.options.cuda.fused_warpers"  # imported if a draft model samples with kernels
 _WORKING_KERNELS = "hf_speculate.options.cuda.kernel_trial:with_working_kernels"  # imported on CUDA devices
 
 
@@ -52,26 +52,26 @@ class Plan:
     """The decisions of a call."""
 
     call: Call
-    source: DraftSource  # the drafts' source, once it has begun
+    source: DraftSource  # the drafts' source, after `begin`
     config: SpeculationConfig  # settings with the fallbacks applied
     setup: DrafterSetup  # the drafter's arguments
     target: ModelPlan
-    draft: ModelPlan | None  # the model that drafts; None if none does
+    draft: ModelPlan | None  # the draft model; None without one
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
     runners: Runners  # how forwards run: compiled, from device graphs, or eagerly
-    compiles_itself: bool  # whether the drafter is a custom one that compiles its own forwards
-    reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
-    hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
-    lock_step: str  # why all rows advance by the same number of tokens; empty if each row advances by its own
-    # fed to finished rows; None if rows without an EOS token go on until the last one has stopped
+    compiles_itself: bool  # whether a custom drafter compiles its own forwards
+    reads_keys: bool  # whether the drafter or the verifier reads the noise keys
+    hidden_layers: tuple[int, ...] | None  # target layers read by the drafter; None without any
+    lock_step: str  # why all rows advance by the same number of tokens; empty if they need not
+    # Padding id of finished rows. None if rows without an EOS token continue until the last one has stopped.
     pad_token_id: int | None
     keeps_rows: bool  # whether finished rows stay in the batch
-    self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
+    self_test: str  # result of the comparison with plain decoding; empty for tested types
     fallbacks: tuple[str, ...]  # deviations from the request, with the reasons
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The target, and the model that drafts if one does."""
+        """The target, and the draft model if there is one."""
         return [self.target.model] if self.draft is None else [self.target.model, self.draft.model]
 
     @property
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def compiled(self) -> list[str]:
-        """The models whose forwards are compiled, "target" and "draft"."""
+        """Names of the compiled models, "target" and "draft"."""
         return [*self.runners.settings, *(["draft"] if self.compiles_itself else [])]
 
     @property
     def pads_ended_rows(self) -> bool:
-        """Whether a row that has stopped is padded; otherwise rows go on until the last one stops."""
+        """Whether stopped rows are padded; otherwise they continue until the last one stops."""
         return self.pad_token_id is not None
 
     @property
@@ -96,7 +96,10 @@ class Plan:
 
     @property
     def end_padding_id(self) -> int | None:
-        """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
+        """Token for filling a kept cache after finished rows.
+
+        None if rows end together or the cache is not kept.
+        """
         is_fed = self.call.is_cache_kept and self.call.batch_size > 1 and not self.lock_step
         return self.pad_token_id if is_fed else None
 
@@ -130,13 +133,13 @@ class Plan:
 
 
 def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_test: str = "") -> Plan:
-    """Decide what a call does, and begin its source.
+    """Make the plan of a call, and begin its source.
 
     Args:
-        call: the call.
-        stats: gets the reason if kernels are left out, and later what cannot run compiled.
-        drafts: whether the call may draft; if not, it decodes token by token.
-        self_test: how the target compares with plain decoding.
+        call: The call.
+        stats: Records why kernels are left out, and later the parts without compilation.
+        drafts: Whether the call may draft; if not, it decodes token by token.
+        self_test: Result of the target's comparison with plain decoding.
     """
     fallbacks: list[str] = []
     source, config = call.source, call.config
@@ -185,26 +188,29 @@ def make_plan(call: Call, stats: SpeculationStats, *, drafts: bool = True, self_
 
 
 def _for_offloaded(call: Call, source: DraftSource, config: SpeculationConfig) -> SpeculationConfig:
-    """Return the settings with a larger K_max if loading weights outweighs what a forward computes."""
+    """Return the settings, with a larger K_max if loading weights dominates the forward's time."""
     is_open = config.schedule == "adaptive" and config.num_assistant_tokens is None
     if source.model is None or not is_open or call.batch_size > 1 or not is_offloaded(call.target):
         return config
-    num = OFFLOADED_MAX_ASSISTANT_TOKENS
-    return replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule="adaptive")
+    max_tokens = OFFLOADED_MAX_ASSISTANT_TOKENS
+    return replace(config, num_assistant_tokens=max_tokens, num_assistant_tokens_schedule="adaptive")
 
 
 def counts_by_column(model: PreTrainedModel) -> bool:
-    """Return whether the target places tokens by their column in the cache, so that all rows must advance together."""
+    """Return whether the target places tokens by cache column; all rows then advance together."""
     return counts_columns(model) or (takes_positions(model) and not HandedOn.of(model).positions)
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Return the attention implementation that the model's decoder looks up at every forward."""
+    """Return the attention implementation looked up by the model's decoder in every forward."""
     return str(attention_name(model.config.get_text_config(decoder=True)))
 
 
 def _fed_pad_token_id(call: Call) -> int:
-    """Return the padding token of the call, or 0 if it has no embedding, at which plain `generate` fails."""
+    """Return the padding token of the call, or 0 if it has no embedding.
+
+    Plain `generate` fails without an embedding.
+    """
     pad = call.pad_token_id or 0
     return pad if 0 <= pad < vocab_size_of(call.target) else 0
 
@@ -257,7 +263,7 @@ def _drafter_setup(
 def _with_working_kernels(
     call: Call, source: DraftSource, config: SpeculationConfig, stats: SpeculationStats
 ) -> SpeculationConfig:
-    """Return the settings, with torch for kernels that fail; an error if they name kernels that cannot run."""
+    """Replace kernels that failed on this device by torch; raise if they were requested by name."""
     models = [call.target] if source.model is None else [call.target, source.model]
     devices = [device_of(model) for model in models]
     for device in devices:
@@ -271,7 +277,7 @@ def _with_working_kernels(
 
 
 def _lock_step_reason(call: Call, draft: PreTrainedModel | None, goes_on: bool, keeps_draft_cache: bool) -> str:
-    """Return why all rows must advance together; empty if they need not."""
+    """Return why all rows must advance together; empty if they do not."""
     foreign = [*call.processors.foreign, *call.criteria.foreign]
     if foreign:
         return f"lock step, {unfit_reason(foreign)}"
@@ -297,17 +303,17 @@ def _lock_step_reason(call: Call, draft: PreTrainedModel | None, goes_on: bool, 
 
 
 def call_type_of(plan: Plan) -> tuple[Hashable, ...]:
-    """Return the type of a call: what the seconds of a plain step depend on besides the number of rows."""
+    """Return the call type: influences on a plain step's seconds besides the number of rows."""
     call, target = plan.call, plan.target
     return (
         *(target.model.device, target.model.dtype, torch.get_num_threads(), plan.config.verifier, target.cache_kind),
         *(*plan.runners.settings, plan.runners.graphed, plan.is_lock_step),
-        call.max_length.bit_length(),  # within a factor of two a forward's time changes little
+        call.max_length.bit_length(),  # within a factor of two, a forward's time changes little
     )
 
 
 def gains_nothing(target: PreTrainedModel, source: DraftSource, config: SpeculationConfig) -> bool:
-    """Return whether the draft model of a source is known to gain nothing before any round."""
+    """Return whether a source's draft model cannot gain anything, by its costs before any round."""
     is_adaptive = source.model is not None and config.schedule == "adaptive"
     return is_adaptive and draft_prior(target, source).never_pays
 
@@ -315,19 +321,19 @@ def gains_nothing(target: PreTrainedModel, source: DraftSource, config: Speculat
 def _without_useless_draft(
     target: PreTrainedModel, source: DraftSource, config: SpeculationConfig, fallbacks: list[str]
 ) -> tuple[DraftSource, SpeculationConfig]:
-    """Return the source and its settings, without a draft model if what drafts beside it gains more alone."""
+    """Return the source and its settings, without a draft model if it cannot gain anything."""
     if not gains_nothing(target, source, config):
         return source, config
-    rest = source.without_model()
-    does = f"{rest.description} alone" if rest.drafts else "plain decoding"
-    fallbacks.append(f"{does}, because a draft model as large as its target gains nothing")
-    return (rest, rest.settings(config)) if rest.drafts else (source, config)
+    free_source = source.without_model()
+    fallback = f"{free_source.description} alone" if free_source.drafts else "plain decoding"
+    fallbacks.append(f"{fallback}, because a draft model as large as its target gains nothing")
+    return (free_source, free_source.settings(config)) if free_source.drafts else (source, config)
 
 
 def _without_useless_block(
     config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
 ) -> SpeculationConfig:
-    """Return the settings, with rejection instead of block verification if block gains nothing."""
+    """Return the settings, with rejection instead of block verification if both are equal."""
     if config.verifier != "block":
         return config
     if is_lock_step:
@@ -341,7 +347,7 @@ def _without_useless_block(
 
 
 def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterator[str]:
-    """Yield the models that run eagerly though the caller compiled them."""
+    """Yield the reasons for running compiled models of the caller eagerly."""
     for part, model in ((model_plan.part, model_plan.model) for model_plan in models):
         if part in runners.settings or not is_compiled(model):
             continue
@@ -354,7 +360,7 @@ def _compiled_fallbacks(models: Sequence[ModelPlan], runners: Runners) -> Iterat
 
 
 def _cache_fallbacks(models: Sequence[ModelPlan]) -> Iterator[str]:
-    """Yield the KV caches that are not preallocated though nothing was said against it; the log has each once."""
+    """Yield the reasons for dynamic KV caches instead of preallocated ones, and log each once."""
     for model_plan in models:
         part, reason = model_plan.part, model_plan.cache_reason
         if model_plan.cache_kind == "dynamic" and reason:

@@ -1,4 +1,4 @@
-"""Ranks: the processes that decode one call together. A single process is the null object, which changes nothing."""
+"""Ranks: processes decoding one call together. A single process changes nothing."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,61 +13,67 @@ from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import DraftOut
 from hf_speculate.verify.base import Verifier
 
-_OPTION = "hf_speculate.options.ranks.find"  # imported where there are several processes
+_OPTION = "hf_speculate.options.ranks.find"  # imported if there are several processes
 N = TypeVar("N", bool, int, float)
 
 
 class Ranks:
-    """What a call asks of the processes that decode it; one process answers for itself.
+    """The processes decoding a call.
 
-    Synced ranks decode texts of their own, and must run equally many forwards. The ranks of a tensor-parallel group
-    decode one text, and all use what rank 0 decides. Every process calls a method at the same time.
+    This class stands for a single process. Synced ranks decode different texts, and must run the same number of
+    forwards. The ranks of a tensor-parallel group decode one text with the decisions of rank 0. Every process must call
+    a method at the same time.
     """
 
-    is_synced = False  # whether all ranks must run equally many forwards
+    is_synced = False  # whether all ranks must run the same number of forwards
     is_group = False  # whether this process belongs to a tensor-parallel group
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than this process."""
+        """Whether there are several processes."""
         return self.is_synced or self.is_group
 
     def max(self, num: int | None) -> int | None:
-        """The largest number of any synced rank; None if every rank passes None."""
+        """Return the largest number over all synced ranks; None if every rank passes None."""
         return num
 
     def min(self, num: int) -> int:
-        """The smallest number of any synced rank."""
+        """Return the smallest number over all synced ranks."""
         return num
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set, synced or of the group."""
+        """Return whether the flag is set in any process, synced or of the group."""
         return flag
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """The numbers of the group's rank 0, of one shape and dtype on all ranks; `numbers` is left as it is."""
+        """Return the numbers of the group's rank 0.
+
+        Shape and dtype must be the same on all ranks. `numbers` is not changed.
+        """
         return numbers
 
     def broadcast_number(self, number: N) -> N:
-        """The number of the group's rank 0, of one type on all ranks."""
+        """Return the number of the group's rank 0; its type must be the same on all ranks."""
         return number
 
     def broadcast_draft(self, own: DraftOut, num_draft_tokens: int, has_cache: bool) -> DraftOut:
-        """Return the draft of the group's rank 0; all ranks have drafted, so each cache is up to date.
+        """Return the draft of the group's rank 0.
+
+        All ranks have drafted, so each cache is up to date.
 
         Args:
-            own: the draft of this rank.
-            num_draft_tokens: K of the round at most.
-            has_cache: whether the draft was fed to a KV cache.
+            own: The draft of this rank.
+            num_draft_tokens: Maximum K of the round.
+            has_cache: Whether the draft was fed to a KV cache.
         """
         return own
 
     def wrap_verifier(self, verifier: Verifier) -> Verifier:
-        """A verifier whose verdict is that of the group's rank 0."""
+        """Wrap a verifier to return the verdict of the group's rank 0."""
         return verifier
 
     def wrap_criteria(self, criteria: BlockStoppingCriteria) -> BlockStoppingCriteria:
-        """Stopping criteria whose verdict is that of the group's rank 0, if the ranks may differ."""
+        """Wrap stopping criteria to return the result of rank 0, if a group may differ in it."""
         return criteria
 
 
@@ -75,7 +81,13 @@ ONE_PROCESS = Ranks()
 
 
 def find_ranks(synced_gpus: bool | None, models: Sequence[PreTrainedModel], device: torch.device) -> Ranks:
-    """The ranks of a call: synced as `synced_gpus` says, else by ZeRO-3 and FSDP; a group if a model is split."""
+    """Return the ranks of a call.
+
+    Args:
+        synced_gpus: Whether ranks are synced. None detects ZeRO-3 and FSDP.
+        models: Models of the call; a model split by tensor parallelism needs a group.
+        device: Device of the target's inputs.
+    """
     may_be_synced = synced_gpus is not False and _num_processes() > 1
     if not may_be_synced and all(tensor_parallel_size(model) == 1 for model in models):
         return ONE_PROCESS
@@ -88,5 +100,5 @@ def _num_processes() -> int:
 
 
 def tensor_parallel_size(model: PreTrainedModel) -> int:
-    """The number of processes that hold a part of each large weight; 1 without tensor parallelism."""
+    """Return the number of processes sharing each large weight; 1 without tensor parallelism."""
     return getattr(model, "tp_size", None) or 1

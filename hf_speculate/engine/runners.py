@@ -1,4 +1,4 @@
-"""Runners: how the forwards of a call's models run. By themselves they run eagerly, which is the null object."""
+"""Runners: choose how the forwards of a call's models run. The default is eager."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,50 +22,50 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.runner import GRAPH_BACKENDS
 
-_OPTION = "hf_speculate.options.compiled.plan"  # imported where forwards may run compiled, or from device graphs
+_OPTION = "hf_speculate.options.compiled.plan"  # imported if forwards may run compiled, or from device graphs
 
 
 @dataclass(frozen=True)
 class RunnerRequest:
-    """The fixed buffers and compiled forwards that a call asks for."""
+    """The requested fixed buffers and compiled forwards."""
 
     is_static: bool = False  # whether buffers never grow
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by model, "target" and "draft"
-    min_columns: int = 0  # columns that buffers have at least
-    reasons: tuple[str, ...] = ()  # why what was to be compiled runs eagerly
+    min_columns: int = 0  # minimum columns of the buffers
+    reasons: tuple[str, ...] = ()  # why requested parts run eagerly
 
 
 @dataclass(frozen=True)
 class Runners:
-    """The runners of a call's forwards: eager ones, over buffers that grow."""
+    """Eager runners, over growing buffers."""
 
     settings: Mapping[str, CompileConfig] = field(default_factory=dict)  # by compiled model, "target" and "draft"
-    graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
-    reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
+    graphed: tuple[str, ...] = ()  # models with forwards from device graphs, "target" and "draft"
+    reasons: tuple[str, ...] = ()  # why parts to be compiled or captured run eagerly
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The models whose forwards do not run eagerly; rows must stay where they are in their buffers."""
+        """Models without eager forwards; rows must not move in their buffers."""
         return (*self.settings, *self.graphed)
 
     @property
     def max_query(self) -> int | None:
-        """Tokens of each row that a forward may write after the longest row; None for any number."""
+        """Maximum tokens per row and forward after the longest row; None for any number."""
         return None
 
     def buffers(self, model_plan: ModelPlan) -> Buffers:
-        """Arguments of the preallocated KV cache of a model."""
+        """Return the buffer arguments for a model's preallocated KV cache."""
         return GROWING
 
     def language_model(
         self,
         part: str,  # "target" or "draft"
         model: PreTrainedModel,
-        inputs: ExtraInputs,  # what the model reads besides tokens
+        inputs: ExtraInputs,  # read by the model besides tokens
         max_position: int | None,
         capture: Any = None,  # see `LanguageModel`
     ) -> LanguageModel | None:
-        """Return a model whose forwards do not run eagerly; None if they do."""
+        """Return the compiled or captured model; None if its forwards run eagerly."""
         return None
 
     def model_drafter(
@@ -77,7 +77,7 @@ class Runners:
         settings: DraftSettings,
         context: Context | None,
     ) -> ModelDrafter | None:
-        """Return the drafter over a draft model whose forwards do not run eagerly; None if they do."""
+        """Return the drafter with a compiled or captured model; None if forwards run eagerly."""
         return None
 
 
@@ -90,9 +90,9 @@ def find_runners(
     models: Sequence[ModelPlan],
     graphs: str,  # `speculation_graphs`
     batch_size: int,
-    on_failure: Callable[[str, str], None],  # called with the part and the reason if a forward cannot run so
+    on_failure: Callable[[str, str], None],  # called with the part and the reason of a failure
 ) -> Runners:
-    """Return what runs compiled or from graphs, of what a call asks for."""
+    """Return the runners of a request: compiled, from graphs, or eager."""
     has_graphs = any(model_plan.model.device.type in GRAPH_BACKENDS for model_plan in models)
     if not request.is_static and not (graphs == "on" or (graphs == "auto" and has_graphs)):
         return EAGER
@@ -103,7 +103,7 @@ def find_runners(
 
 
 def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
-    """The fixed buffers and compiled forwards that a call asks for: no more than plain `generate` would compile."""
+    """Return the fixed buffers and compiled forwards of a call, following plain `generate`."""
     config, eager_draft = call.generation_config, source.eager_reason
     if not call.is_static:
         return RunnerRequest()
@@ -127,11 +127,16 @@ def runner_request(call: Call, source: DraftSource) -> RunnerRequest:
 
 
 def draft_lens(config: SpeculationConfig, varies: bool) -> tuple[int, ...]:
-    """Return the draft lengths K of compiled forwards, ascending; other lengths are rounded up to these.
+    """Return the draft lengths K of compiled forwards, ascending.
 
-    `varies` says that rounds may have any number of tokens with a constant draft length too.
+    Other lengths are rounded up to these.
+
+    Args:
+        config: Settings of the call.
+        varies: Whether the number of tokens varies even with a constant draft length.
     """
-    num = config.max_draft_tokens
+    max_tokens = config.max_draft_tokens
     if config.schedule == "constant" and not varies:
-        return (num,)
-    return (*(1 << power for power in range(1, 8) if 1 << power < num), num)  # at most half of a draft is unused
+        return (max_tokens,)
+    # With powers of two, at most half of a draft is unused.
+    return (*(1 << power for power in range(1, 8) if 1 << power < max_tokens), max_tokens)

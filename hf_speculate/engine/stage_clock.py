@@ -1,4 +1,4 @@
-"""Stage clock: times the stages of a call, and names the current stage in a note on an error that leaves it."""
+"""Stage clock: time the stages of a call, and add the current stage to errors as a note."""
 
 import time
 from collections import defaultdict
@@ -10,7 +10,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.types import StageSeconds
 
 _PREFIX = "hf_speculate: raised while "
-_DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error")  # in the text of errors that a device raises
+_DEVICE_ERRORS = ("CUDA error", "HIP error", "Triton Error")  # text in device errors
 _AFTER_DEVICE_ERROR = (
     'hf_speculate: this process may have lost the device; start another one with speculation_graphs="off", and run '
     "`hf-speculate doctor` to see whether graphs or kernels fail on this device"
@@ -18,7 +18,7 @@ _AFTER_DEVICE_ERROR = (
 
 
 class Stage(Enum):
-    """The stage of a call, in the words of the note on an error."""
+    """Stages of a call, worded for error notes."""
 
     PREPARE = "the call was prepared"
     VOCABULARY = "the vocabularies were compared"
@@ -26,7 +26,7 @@ class Stage(Enum):
     PREFILL = "the target read the prompt"
     DRAFT = "tokens were drafted"
     SCORE = "the target scored tokens"
-    VERIFY = "tokens were verified"  # logits processors run here, and stopping criteria that see one token at a time
+    VERIFY = "tokens were verified"  # with logits processors, and stopping criteria called token by token
     TRIM = "stopping criteria ran"
     COMMIT = "the KV caches were rolled back"
     RECORD = "the round was recorded"
@@ -48,13 +48,16 @@ _FIELD_OF = {
 
 
 class StageClock:
-    """The stage of a call, and the seconds spent in each; as a context, it adds a note with the stage to an error."""
+    """The current stage and the stage times.
+
+    As a context it adds a note with the stage to an error.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by field of `StageSeconds`
         self._created = self._began = self._since = self._now()
-        self.stage: Stage | None = None  # None while code runs that is not ours
+        self.stage: Stage | None = None  # None in code outside the library
         self.num_round = 0  # number of the round, counted from 1; 0 before the loop
 
     def start(self, stage: Stage) -> None:
@@ -63,7 +66,12 @@ class StageClock:
         self._began = self._since
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
-        """Begin a stage, None for code that is not ours: the seconds since the last call count for the one before."""
+        """Begin a stage; the seconds since the last call are added to the previous stage.
+
+        Args:
+            stage: The stage. None for code outside the library.
+            num_round: Number of the round. None for the current one.
+        """
         self._book()
         self.stage = stage
         if num_round is not None:
@@ -106,10 +114,10 @@ class StageClock:
         if error is None or self.stage in (None, Stage.INPUTS):
             return
         if isinstance(error, SpeculateError) and self.stage is Stage.PREPARE:
-            return  # it is about the arguments
-        # a call inside this one may have added a note
+            return  # the error is about the arguments
+        # A call inside this one may have added a note.
         if not any(str(note).startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
-            with suppress(AttributeError, TypeError):  # an error that cannot be written to is left as it is
+            with suppress(AttributeError, TypeError):  # some errors cannot be written to
                 error.add_note(f"{_PREFIX}{self}")
                 if any(words in str(error) for words in _DEVICE_ERRORS):
                     error.add_note(_AFTER_DEVICE_ERROR)

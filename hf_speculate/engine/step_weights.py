@@ -1,4 +1,4 @@
-"""Step weights: the bytes of a model's weights that a decoding step reads."""
+"""Step weights: count the weight bytes read in a decoding step."""
 
 from functools import partial
 from itertools import chain
@@ -16,36 +16,42 @@ from hf_speculate.schedule import DraftPrior
 
 
 class StepWeights(NamedTuple):
-    """The weights that a decoding step reads in one process, each once."""
+    """The weights read in a decoding step.
+
+    They are those of one process, each counted once.
+    """
 
     num_bytes: int
-    is_quantised: bool  # whether there are quantised weights, whose bytes say little of seconds
+    is_quantised: bool  # whether some weights are quantised; their bytes predict seconds badly
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "StepWeights":
-        """The weights of a model as they were in the first call that asked."""
+        """Return the weights of a model, counted once in the first call."""
         return model_state(model).get(cls, partial(step_weights, model))
 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The bytes that a draft step reads in one process over those of a plain step."""
+    """Return the ratio of weight bytes of a draft step to those of a plain step, in one process."""
     return StepWeights.of(draft).num_bytes / max(StepWeights.of(target).num_bytes, 1)
 
 
 def step_weights(model: PreTrainedModel) -> StepWeights:
-    """The weights of a step: no encoder's, and no table of embeddings (a step reads rows) unless it is the head."""
-    is_composite = model.config.get_text_config(decoder=True) is not model.config  # it has an encoder of its own
+    """Count the weights of a step, without encoders.
+
+    An embedding table counts only if it is also the head, because a step reads single rows of it.
+    """
+    is_composite = model.config.get_text_config(decoder=True) is not model.config  # with an encoder
     decoder: nn.Module = model.get_decoder() if model.config.is_encoder_decoder or is_composite else model
     head, table = model.get_output_embeddings(), input_table(model)
-    parts = [decoder] if head is None else [decoder, head]
-    weights: dict[int, Tensor] = {id(weight): weight for part in parts for weight in part.parameters()}
-    # libraries mark quantised weights by a class of their own; those of a split model have one, too
+    modules = [decoder] if head is None else [decoder, head]
+    weights: dict[int, Tensor] = {id(weight): weight for module in modules for weight in module.parameters()}
+    # Quantisation libraries mark their weights by special classes; the weights of a split model have one, too.
     is_packed = any(
         type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh") for weight in weights.values()
     )
     is_quantised = is_packed or getattr(model.config, "quantization_config", None) is not None
     if is_quantised:  # some libraries keep them in buffers
-        weights |= {id(buffer): buffer for buffer in chain(*(part.buffers() for part in parts))}
+        weights |= {id(buffer): buffer for buffer in chain(*(module.buffers() for module in modules))}
     shared = set() if head is None else set(map(id, head.parameters()))
     unread = set() if table is None else set(map(id, table.parameters())) - shared
     num_bytes = sum(weight_bytes(weight) for key, weight in weights.items() if key not in unread)
@@ -53,7 +59,7 @@ def step_weights(model: PreTrainedModel) -> StepWeights:
 
 
 def draft_prior(target: PreTrainedModel, source: DraftSource) -> DraftPrior:
-    """The prior of a draft source, from the weights that its steps read."""
+    """Return the prior of a draft source, from the weight bytes of its steps."""
     weights = StepWeights.of(target)
     is_known = not weights.is_quantised
     if source.model is not None:

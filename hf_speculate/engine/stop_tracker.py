@@ -1,4 +1,4 @@
-"""Stop tracker: where each row stops, and which rows are finished."""
+"""Stop tracker: find the end of each row, and the finished rows."""
 
 from dataclasses import InitVar, dataclass
 
@@ -11,7 +11,10 @@ from hf_speculate.types import Trimmed, Verified
 
 @dataclass
 class StopTracker(PerRow):
-    """Trims each round to the tokens that token-by-token decoding would have emitted."""
+    """The stop of each row.
+
+    It trims each round to the output of token-by-token decoding.
+    """
 
     BY_ROW = ("num_new", "stop_lens")
     PARTS = ("stopping",)
@@ -19,13 +22,13 @@ class StopTracker(PerRow):
     stopping: RowCriteria
     num_rows: InitVar[int]
     max_new_tokens: int
-    pads_ended_rows: bool  # without an EOS token, rows go on until the last one has stopped, as in plain `generate`
+    pads_ended_rows: bool  # False without an EOS token: rows continue until the last one has stopped
     is_lock_step: bool
 
     def __post_init__(self, num_rows: int) -> None:
-        self.num_new = [0] * num_rows  # tokens that each row has emitted
-        self.stop_lens: list[int | None] = [None] * num_rows  # the same where it stopped, or None
-        self.end = 0  # the largest of these, of rows that have left the batch too; at last that of the longest row
+        self.num_new = [0] * num_rows  # emitted tokens of each row
+        self.stop_lens: list[int | None] = [None] * num_rows  # emitted tokens up to the stop; None before it
+        self.end = 0  # the largest of the stops, of rows outside the batch too
 
     @classmethod
     def of(cls, plan: Plan) -> "StopTracker":
@@ -36,32 +39,32 @@ class StopTracker(PerRow):
         return cls(stopping, num_rows, call.max_new_tokens, plan.pads_ended_rows, plan.is_lock_step)
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
-        """Return how many verified tokens each row emits, and which rows are finished after them."""
+        """Trim verified tokens to the emitted ones, and determine the finished rows."""
         if verified.is_stopped is None:
             counts, is_stopped = self.stopping(batch.host_tokens, verified.new_ids)
         else:  # the criteria ran between positions
             counts, is_stopped = [len(ids) for ids in verified.new_ids], verified.is_stopped
         goes_on = not self.pads_ended_rows or self.is_lock_step
         num_emitted = []
-        for row, (num, stops) in enumerate(zip(counts, is_stopped, strict=True)):
+        for row, (count, stops) in enumerate(zip(counts, is_stopped, strict=True)):
             if stops and self.stop_lens[row] is None:
-                self.stop_lens[row] = stop = self.num_new[row] + num
+                self.stop_lens[row] = stop = self.num_new[row] + count
                 self.end = max(self.end, stop)
             if batch.is_finished[row] and not self.is_lock_step:
-                num = 0
+                count = 0
             elif goes_on:
-                num = len(verified.new_ids[row])
-            num_emitted.append(num)
-        self.num_new = [before + num for before, num in zip(self.num_new, num_emitted, strict=True)]
+                count = len(verified.new_ids[row])
+            num_emitted.append(count)
+        self.num_new = [before + count for before, count in zip(self.num_new, num_emitted, strict=True)]
         return Trimmed(num_emitted, is_stopped, self._is_finished(), self.num_new)
 
     def surplus(self) -> list[int]:
-        """[B] tokens that rows have emitted past the end of the output."""
-        return [max(num - self.end, 0) for num in self.num_new]
+        """Return the number of emitted tokens [B] past the end of the output."""
+        return [max(num_new - self.end, 0) for num_new in self.num_new]
 
     def _is_finished(self) -> list[bool]:
         has_stopped = [stop is not None for stop in self.stop_lens]
         if self.pads_ended_rows:
             return has_stopped
         end = min(self.max_new_tokens, self.end) if all(has_stopped) else self.max_new_tokens
-        return [num >= end for num in self.num_new]
+        return [num_new >= end for num_new in self.num_new]

@@ -1,4 +1,4 @@
-"""Target session: the target model, its KV cache, and how the cache follows the batch."""
+"""Target session: run the target model, and keep its KV cache in step with the batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -18,30 +18,29 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Scored, Trimmed
 
-_NEVER = 1 << 30  # a column that no query has
-_MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, as many as folded attention takes
+_NEVER = 1 << 30  # a column beyond any query
+_MAX_PADDING_QUERY = 64  # tokens per row in a forward of padding, the maximum of folded attention
 
 
 @dataclass
 class EndPadding:
-    """Brings the KV cache of finished rows to the length of the longest row.
+    """Padding in the KV cache after finished rows.
 
     Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
-    row reads these tokens instead of drafts, in the rounds of the other rows, which run anyway. Tokens that it still
-    lacks after the last round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows
-    are rolled back.
+    row reads these tokens instead of drafts in the rounds of the other rows. Tokens still missing after the last round
+    are fed in additional forwards of `max_query` tokens a row, and the other rows are rolled back.
     """
 
     pad_token_id: int | None  # None if nothing is fed
-    max_query: int  # tokens per row in a forward that reads padding alone
-    max_columns: int | None  # columns of the KV cache that the model can read; None for any number
+    max_query: int  # maximum tokens per row in a forward of padding
+    max_columns: int | None  # maximum columns of the KV cache; None for any number
     num_rows: InitVar[int]
     ranks: Ranks
 
     def __post_init__(self, num_rows: int) -> None:
-        self._num_fed = [0] * num_rows  # tokens that the cache holds after all but the last token of each row
+        self._num_fed = [0] * num_rows  # cached tokens beyond all but the last token of each row
         self._was_finished = [False] * num_rows  # at the last query
-        self._starts: list[int] = []  # [B] column of the query from which a row reads padding
+        self._starts: list[int] = []  # [B] first column with padding in the query
         self._device_starts: Tensor  # the same on the query's device
 
     @classmethod
@@ -52,7 +51,7 @@ class EndPadding:
         return cls(plan.end_padding_id, max_query, max_columns(call.target), call.batch_size, call.ranks)
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """Return the query [B, Q] int64 of a round, with padding instead of the drafts of finished rows."""
+        """Replace the drafts of finished rows in a query [B, Q] int64 by padding."""
         if self.pad_token_id is None or not any(batch.is_finished):
             return query
         self._was_finished = batch.is_finished
@@ -64,19 +63,25 @@ class EndPadding:
         return query.masked_fill(columns >= self._device_starts, self.pad_token_id)
 
     def num_dropped(self, batch: Batch, num_emitted: Sequence[int], num_query: int) -> list[int]:
-        """[B] tokens of the last query, Q of each row, that the KV cache does not keep."""
-        kept = list(num_emitted)
+        """Return the number of tokens [B] of the last query to drop from the KV cache.
+
+        Args:
+            batch: The rows.
+            num_emitted: [B] tokens emitted by each row.
+            num_query: Q, tokens of the query in each row.
+        """
+        num_kept = list(num_emitted)
         if any(self._was_finished):
             for row, num_lacking in enumerate(self._num_lacking(batch)):
                 if self._was_finished[row]:
-                    kept[row] = min(num_lacking, num_query)
-                    self._num_fed[row] += kept[row]
-        return [num_query - num for num in kept]
+                    num_kept[row] = min(num_lacking, num_query)
+                    self._num_fed[row] += num_kept[row]
+        return [num_query - count for count in num_kept]
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
-        """Feed what rows lack after the last round, in forwards from which rows that lack less are rolled back."""
+        """Feed the missing tokens after the last round; roll back rows without missing tokens."""
         max_query = self.max_query
-        if self.max_columns is not None:  # the longest row stays as long as it is
+        if self.max_columns is not None:  # the longest row must still fit
             max_query = max(min(max_query, self.max_columns - kv_cache.num_columns), 1)
         num_forwards = self.ranks.max(-(-max(self._num_lacking(batch)) // max_query)) or 0
         if num_forwards and kv_cache.holds_rejected:
@@ -88,36 +93,39 @@ class EndPadding:
             kv_cache.crop(self.num_dropped(batch, [0] * batch.num_rows, num_query))
 
     def _num_lacking(self, batch: Batch) -> list[int]:
-        """[B] tokens that the KV cache lacks in each row."""
+        """Return the number of missing tokens [B] in the KV cache."""
         if self.pad_token_id is None:
             return [0] * batch.num_rows
         longest = max(batch.tokens.lens)
-        return [longest - length - num for length, num in zip(batch.tokens.lens, self._num_fed, strict=True)]
+        return [longest - length - num_fed for length, num_fed in zip(batch.tokens.lens, self._num_fed, strict=True)]
 
 
 class PromptChunk(NamedTuple):
-    """Tokens of the prompt that a forward reads."""
+    """Prompt tokens of one forward."""
 
     token_ids: Tensor  # [B, N] int64
-    num_ahead: int  # columns of the prompt from the first of these on
+    num_ahead: int  # columns from the start of the chunk to the end of the prompt
 
 
 @dataclass(frozen=True)
 class TargetSession(PerRow):
-    """Scores drafts with the target, and rolls its KV cache back to the tokens that were emitted."""
+    """The target model with its KV cache.
+
+    The session scores drafts, and rolls the KV cache back to the emitted tokens.
+    """
 
     PARTS = ("kv_cache", "model")
 
     model: LanguageModel
     kv_cache: KVCache
-    query_ids: Tensor  # [B, Q] int64, the prompt tokens that the cache does not hold
+    query_ids: Tensor  # [B, Q] int64, the prompt tokens missing in the cache
     chunk_size: int | None  # prompt tokens per forward; None for all at once
     options: Mapping[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
     padding: EndPadding  # fills the cache after finished rows
 
     @classmethod
     def of(cls, plan: Plan, states: TargetStates | None) -> "TargetSession":
-        """Return the target of a planned call; `states` are those that the drafter reads."""
+        """Make the session of a planned call; `states` are the target states for the drafter."""
         call, runners, capture = plan.call, plan.runners, None if states is None else states.capture
         compiled = runners.language_model("target", call.target, call.target_inputs, call.max_position, capture)
         model = compiled or LanguageModel(
@@ -138,7 +146,7 @@ class TargetSession(PerRow):
 
     @property
     def room(self) -> int | None:
-        """Drafted tokens of each row that the model can read after the newest one; None for any number."""
+        """Maximum drafted tokens per row to read after the newest token; None for any number."""
         if self.padding.max_columns is None:
             return None
         return self.padding.max_columns - self.kv_cache.num_columns - 1
@@ -150,20 +158,20 @@ class TargetSession(PerRow):
         return [PromptChunk(chunk, num_query - index * chunks[0].shape[1]) for index, chunk in enumerate(chunks)]
 
     def read(self, chunk: PromptChunk) -> Scored:
-        """Read a chunk of the prompt: logits [B, 1, V] after its last token."""
+        """Read a chunk of the prompt, and return logits [B, 1, V] after its last token."""
         return self.model.run(chunk.token_ids, self.kv_cache, logits_to_keep=1, **self.options)
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
-        """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""
+        """Score the newest token of each row and the drafted tokens: return logits [B, K+1, V]."""
         query = self.query(batch, draft)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self.options)
 
     def reads_other_tokens(self, draft: DraftOut) -> bool:
-        """Return whether logits of `score` may be NaN because of a token that is not part of the text."""
+        """Return whether `score` reads tokens outside the final text; they may cause NaN."""
         return bool(draft.token_ids.shape[1]) or self.kv_cache.holds_rejected or self.model.pads_queries
 
     def query(self, batch: Batch, draft: DraftOut) -> Tensor:
-        """[B, K+1] int64: the newest token of each row and the drafted ones."""
+        """Return the newest token of each row and the drafted tokens, [B, K+1] int64."""
         newest = batch.tokens.last(1)
         if draft.token_ids.shape[1]:
             query = torch.cat([newest, draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
@@ -172,13 +180,13 @@ class TargetSession(PerRow):
         return self.padding.fill(batch, query)
 
     def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
-        """Roll the cache back to the emitted tokens; it never holds the newest one."""
+        """Roll the cache back to the emitted tokens, without the newest one."""
         num_query = draft.token_ids.shape[1] + 1
         num_dropped = self.padding.num_dropped(batch, trimmed.num_emitted, num_query)
         self.kv_cache.crop(num_dropped, batch.tokens.row_lens)
 
     def finish(self, batch: Batch, num_surplus: Sequence[int]) -> None:
-        """Drop [B] tokens that were decoded past the end of the output, and fill the cache after finished rows."""
+        """Drop `num_surplus` [B] tokens past the end of the output, and pad after finished rows."""
         if any(num_surplus):
             self.kv_cache.crop(num_surplus)
         self.padding.finish(self.model, self.kv_cache, batch)

@@ -1,4 +1,4 @@
-"""Verification: runs logits processors and the verifier on a round, for all rows at once or in lock step."""
+"""Verification: run logits processors and verifier on a round, row-wise or in lock step."""
 
 import importlib
 from collections.abc import Sequence
@@ -24,21 +24,33 @@ from hf_speculate.transfers import download
 from hf_speculate.types import BAD_LOGITS, DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier, make_verifier
 
-_SPANS = "hf_speculate.options.spans.spans"  # imported if a lossy verifier decides in spans of the text alone
+_SPANS = "hf_speculate.options.spans.spans"  # imported if a lossy verifier is restricted to spans of the text
 
 
 class VerifierSpans(Protocol):
-    """Restricts a verifier to spans of each row's text."""
+    """Spans of each row for a lossy verifier."""
 
     def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> Verifier:
-        """Return the verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
+        """Return the verifier for the next positions.
+
+        Args:
+            lossy: Verifier inside the spans.
+            host_tokens: Tokens of the rows.
+            token_ids: [B, N], the tokens after them.
+        """
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
+        """Select the rows `indices`, in this order."""
 
 
 def find_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> VerifierSpans | None:
-    """The spans of a call, with [B] columns of padding before each row; None if its verifier decides everywhere."""
+    """Return the spans of a call; None if its verifier is not restricted.
+
+    Args:
+        config: Settings of the call.
+        do_sample: Whether the call samples.
+        num_pads: [B] columns of padding before each row.
+    """
     if config.relax_only_inside is None:
         return None
     spans: VerifierSpans = importlib.import_module(_SPANS).make_spans(config, do_sample, num_pads)
@@ -47,11 +59,11 @@ def find_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[in
 
 @dataclass
 class Verification(PerRow):
-    """Decides which tokens of a round are accepted."""
+    """Acceptance of a round's tokens."""
 
     verifier: Verifier  # the verification rule
-    spans: VerifierSpans | None  # restricts a lossy verifier to spans; None if it decides everywhere
-    ranks: Ranks  # the processes that decode the call together
+    spans: VerifierSpans | None  # spans of a lossy verifier; None without restriction
+    ranks: Ranks  # the processes decoding the call together
     processors: RowProcessors  # the logits processors of each row
 
     @staticmethod
@@ -69,20 +81,25 @@ class Verification(PerRow):
     def verify(
         self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool = False
     ) -> Verified:
-        """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read.
+        """Verify the drafted tokens of a round; the batch is only read.
 
-        With `checks_logits`, `has_bad_logits` says whether the verdict rests on logits that are NaN or infinite.
+        Args:
+            batch: The rows.
+            logits: [B, K+1, V] of the target.
+            draft: The drafted tokens.
+            keys: Keys of the round's noise.
+            checks_logits: Whether to set `has_bad_logits` if the verdict uses NaN or infinite logits.
         """
         if not all(batch.is_finished):
             return self._verify(batch, logits, draft, keys, checks_logits)
-        # The forwards go on for other ranks; no processor or criterion is called any more.
+        # Forwards continue for other ranks, without processors and criteria.
         return _no_verdict(batch, logits, draft)
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
         raise NotImplementedError
 
     def _verifier_at(self, position: int, batch: Batch, draft: DraftOut) -> Verifier:
-        """Return the verifier from a position of the round on, if the tokens before it were accepted."""
+        """Return the verifier for a position of the round, after accepting the tokens before it."""
         verifier = self.verifier
         if self.spans is not None:
             verifier = self.spans.around(verifier, batch.host_tokens, draft.token_ids[:, :position])
@@ -94,18 +111,21 @@ class Verification(PerRow):
         return self.processors.forced_texts(batch.host_tokens, [not ended and num > 1 for ended, num in rows])
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
-        """Forget the positions of the round that were not emitted."""
+        """Forget the positions of the round without emitted tokens."""
 
 
 @dataclass
 class RowWiseVerification(Verification):
-    """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
+    """Verification of all rows and positions at once.
+
+    Every row advances by its own number of tokens.
+    """
 
     PARTS = ("spans",)
     REPLACED = ("processors",)
 
-    # all processors are row-wise
-    keeps_padding: bool = False  # whether finished rows read padding that their KV cache keeps
+    # All processors are row-wise.
+    keeps_padding: bool = False  # whether the KV cache keeps padding after finished rows
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
         tokens, scores, num_positions = batch.tokens, logits, logits.shape[1]
@@ -118,7 +138,7 @@ class RowWiseVerification(Verification):
         ids, draft_lens = verdict.token_ids, draft.lens.to(torch.int32)
         if loses_nan:
             ids = torch.cat([ids, logits.amax(-1).isnan().to(ids.dtype)], dim=1)  # [B, 2 (K+1)]
-        rows, num_accepted, flags, num_drafted = download(  # the one wait
+        rows, num_accepted, flags, num_drafted = download(  # the only wait of the round
             ids, verdict.num_accepted, verdict.status, draft_lens
         )
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
@@ -132,7 +152,7 @@ class RowWiseVerification(Verification):
             self.processors.rollback([num_positions] * batch.num_rows)
         return Verified(
             verdict.token_ids,
-            [row[: num + 1] for row, num in zip(rows, num_accepted, strict=True)],
+            [row[: count + 1] for row, count in zip(rows, num_accepted, strict=True)],
             num_drafted,
             num_accepted,
             reduce(or_, (flags[row] for row in live), 0),
@@ -145,24 +165,27 @@ class RowWiseVerification(Verification):
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         if any(trimmed.num_emitted):
             num_positions = draft.token_ids.shape[1] + 1
-            self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
+            self.processors.rollback([num_positions - count for count in trimmed.num_emitted])
 
 
 @dataclass
 class LockStepVerification(Verification):
-    """Verifies one position at a time until a row finishes or rejects; processors are called as in plain `generate`."""
+    """Verification of one position at a time.
+
+    A round ends when a row finishes or rejects a token. Processors are called as in plain `generate`.
+    """
 
     processors: BlockLogitsProcessorList  # the call's whole list
     criteria: BlockStoppingCriteria  # the call's whole list
-    # what finished rows go on with; None if finished rows go on decoding, as without an EOS token
+    # Padding of finished rows. None if they continue decoding, as without an EOS token.
     pad_token_id: int | None
-    records_scores: bool  # whether criteria are shown the scores so far
+    records_scores: bool  # whether criteria get the scores so far
     _is_finished: Tensor | None = None  # [B] bool
     _has_ended: list[bool] = field(default_factory=list)  # the same on the host; empty before the first token
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
     def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys, checks_logits: bool) -> Verified:
-        # before the processors, which are shown what plain `generate` shows them
+        # This check comes before the processors: they must get the same logits as in plain `generate`.
         if checks_logits and self.ranks.broadcast_number(self._begins_with_nan(batch, logits)):
             nothing = _no_verdict(batch, logits, draft)
             return nothing._replace(num_drafted=draft.lens.tolist(), num_host_syncs=2, has_bad_logits=True)
@@ -170,7 +193,7 @@ class LockStepVerification(Verification):
         was_finished = self._is_finished
         if was_finished is None:
             was_finished = torch.zeros(batch.num_rows, dtype=torch.bool, device=input_ids.device)
-        # finished rows go on with padding; without EOS they go on, and plain `generate` samples from them
+        # Finished rows continue with padding; without EOS they continue with samples, as in plain `generate`.
         is_padded = was_finished if self.pad_token_id is not None else torch.zeros_like(was_finished)
         had_ended = self._has_ended or [False] * batch.num_rows
         status, num_accepted, new_ids = 0, [0] * batch.num_rows, [list[int]() for _ in had_ended]
@@ -191,8 +214,8 @@ class LockStepVerification(Verification):
             )
             self._has_ended = [bool(has_ended) for has_ended in ended]
             new_ids = [row + new for row, new in zip(new_ids, ids, strict=True)]
-            num_accepted = [before + num for before, num in zip(num_accepted, accepted, strict=True)]
-            # the draft of padded rows is padding
+            num_accepted = [before + new for before, new in zip(num_accepted, accepted, strict=True)]
+            # The draft of padded rows is padding.
             live = [row for row, had in enumerate(had_ended) if not had or self.pad_token_id is None]
             status = reduce(or_, (flags[row] for row in live), status)
             if not all(accepted[row] for row in live) or self._has_ended != had_ended:
@@ -210,21 +233,30 @@ class LockStepVerification(Verification):
         )
 
     def _begins_with_nan(self, batch: Batch, logits: Tensor) -> bool:
-        """Whether a row is NaN at its first position of logits [B, K+1, V]: a drafted NaN spreads over all of them."""
+        """Return whether logits [B, K+1, V] are NaN at a row's first position.
+
+        A NaN from a drafted token spreads over all positions of its row.
+        """
         tops = logits[:, 0].amax(-1).tolist()
         rows = zip(batch.is_finished, tops, strict=True)
         return any(isnan(top) for is_finished, top in rows if not is_finished or self.pad_token_id is None)
 
 
 def _no_verdict(batch: Batch, logits: Tensor, draft: DraftOut) -> Verified:
-    """Return a round that emits nothing."""
+    """Return the verdict of a round without output."""
     nothing = [0] * batch.num_rows
     token_ids, is_stopped = draft.token_ids.new_full((batch.num_rows, 1), -1), [False] * batch.num_rows
     return Verified(token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0)
 
 
 def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> bool:
-    """Whether the target's own logits [B, N, V] define no distribution in one of `rows`, at its position of [B]."""
+    """Return whether logits are NaN or infinite in one of the rows.
+
+    Args:
+        logits: [B, N, V] of the target, unprocessed.
+        rows: Rows to check.
+        positions: [B] position to check in each row.
+    """
     if not rows:
         return False
     tops = logits.amax(-1).tolist()
@@ -234,7 +266,7 @@ def _are_bad(logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> b
 def _single_position(
     scores: Tensor, draft: DraftOut, keys: NoiseKeys, position: int
 ) -> tuple[Tensor, DraftOut, NoiseKeys]:
-    """Return the verifier's arguments for one position: a draft of one token, or of none at the bonus position."""
+    """Return the verifier's arguments for one position; the bonus position has an empty draft."""
     window = slice(position, position + 1)
     token_ids = draft.token_ids[:, window]
     step = draft._replace(
@@ -243,6 +275,6 @@ def _single_position(
         token_logits=None if draft.token_logits is None else draft.token_logits[:, window],
         logsumexp=None if draft.logsumexp is None else draft.logsumexp[:, window],
     )
-    # The row after the token is not processed yet: the verifier is shown this one again, and its draw is not used.
+    # The next position is not processed yet: the verifier gets this one twice, and its bonus token is not used.
     target_logits = scores[:, None].expand(-1, token_ids.shape[1] + 1, -1)
     return target_logits, step, keys._replace(positions=keys.positions + position)

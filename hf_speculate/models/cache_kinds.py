@@ -1,4 +1,4 @@
-"""Cache kinds: the kinds of KV caches that a model may have, and the choice among them."""
+"""Cache kinds: choose the kind of a model's KV cache, and make the cache."""
 
 import importlib
 from collections.abc import Iterator
@@ -40,24 +40,24 @@ _WINDOW_NAMES = ("sliding_window", "attention_chunk_size")  # without either, no
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What the KV cache of a model depends on: the states that it begins a call with, and what is asked of them."""
+    """A request for a model's KV cache."""
 
     model: PreTrainedModel
-    cache: Cache | None  # its layers tell what each attends to; None for a draft model
-    attention_mask: Tensor | None  # [B, T] int64 over the cache's states and the prompt, on the device
+    cache: Cache | None  # the states at the start of the call; None for a draft model
+    attention_mask: Tensor | None  # [B, T] int64 over cached states and prompt, on the device
     device: torch.device
     requested: str = "auto"  # or "dynamic", or "preallocated"
     is_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
     is_kept: bool = False  # whether the cache outlives the call
-    records_attentions: bool = False  # whether the call returns attention weights, which have the shape of the states
-    crosses: bool = False  # whether layers attend to an encoder's output too
-    max_columns: int | None = None  # the longest that a row can become, padding included
-    num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
-    handed_on: HandedOn = EVERYTHING  # arguments that reach the model's text decoder
+    records_attentions: bool = False  # whether the call returns attention weights
+    crosses: bool = False  # whether layers also attend to an encoder's output
+    max_columns: int | None = None  # maximum columns of a row, padding included
+    num_recurrent_states: int = 1  # maximum recurrent states kept in a round, B * (K + 1)
+    handed_on: HandedOn = EVERYTHING  # arguments passed on to the model's text decoder
 
     @cached_property
     def layers(self) -> Cache:
-        """The cache of the text's own states, or an empty one of the model."""
+        """Text decoder's cache, without cross-attention; an empty cache if none was given."""
         if self.cache is None:
             return DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return text_cache(self.cache)
@@ -67,17 +67,17 @@ class Buffers(NamedTuple):
     """Arguments of preallocated buffers."""
 
     capacity: int | None = None  # columns of buffers that never grow; None if buffers grow
-    pool: Pool | None = None  # where such buffers are between calls of the same shapes
+    pool: Pool | None = None  # keeps fixed buffers between calls of equal shapes
 
 
 GROWING = Buffers()
 
 
 class CacheKind:
-    """A kind of KV cache: whether a model's states can be of it, and how such a cache is made."""
+    """A kind of KV cache."""
 
     def obstacle(self, request: CacheRequest) -> str:
-        """Return why the states of the model cannot be of this kind; empty if they can."""
+        """Return why the model cannot use this kind; empty if it can."""
         return ""
 
     def remark(self, request: CacheRequest) -> str:
@@ -90,7 +90,7 @@ class CacheKind:
 
 
 class PreallocatedKind(CacheKind):
-    """States in buffers that are written at each row's own end."""
+    """Preallocated buffers, written at each row's end."""
 
     def obstacle(self, request: CacheRequest) -> str:
         return next(_obstacles(request), "")
@@ -114,7 +114,7 @@ class PreallocatedKind(CacheKind):
 
 
 class DynamicKind(CacheKind):
-    """States in transformers' dynamic cache."""
+    """transformers' dynamic cache."""
 
     def obstacle(self, request: CacheRequest) -> str:
         quirk = "" if request.cache is None else limit_reason(request.model, Limit.ONLY_PREALLOCATED)
@@ -123,7 +123,7 @@ class DynamicKind(CacheKind):
     def make(self, request: CacheRequest, batch_size: int, buffers: Buffers = GROWING) -> KVCache:
         cache = request.cache
         if cache is None:
-            # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
+            # Without a config all layers of a draft cache are full, so K forwards roll back at once.
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if request.crosses else DynamicCache()
         fixed = fixed_layers(request.model.config.get_text_config(decoder=True))
         return DynamicKVCache(cache, batch_size, request.attention_mask, request.device, fixed)
@@ -133,7 +133,7 @@ _KINDS = {"preallocated": PreallocatedKind(), "dynamic": DynamicKind()}
 
 
 def find_kind(name: str) -> CacheKind:
-    """Find the kind of a name: "preallocated", "dynamic" or "hybrid"."""
+    """Return the cache kind named "preallocated", "dynamic" or "hybrid"."""
     if name in _KINDS:
         return _KINDS[name]
     kind: CacheKind = importlib.import_module(_HYBRID).KIND
@@ -141,10 +141,13 @@ def find_kind(name: str) -> CacheKind:
 
 
 def choose_kind(request: CacheRequest) -> tuple[str, str]:
-    """Choose the kind of a model's cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
+    """Choose the cache kind: hybrid if recurrent, preallocated if supported, otherwise dynamic.
 
     Returns:
-        The name of the kind, and why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back.
+        The name of the kind, and a note: why "preallocated" was preferred and not chosen, or how "hybrid" rolls back.
+
+    Raises:
+        UnsupportedModelError: The requested kind is not supported, or no kind is.
     """
     wants = request.requested == "preallocated" or (request.requested == "auto" and not request.is_passed)
     reason, name = find_kind("preallocated").obstacle(request) if wants else "", type(request.model).__name__
@@ -165,7 +168,7 @@ def choose_kind(request: CacheRequest) -> tuple[str, str]:
 
 
 def _obstacles(request: CacheRequest) -> Iterator[str]:
-    """Return why the states cannot be preallocated; nothing where they can."""
+    """Yield each reason against preallocated buffers."""
     model, cache = request.model, request.layers
     if is_recurrent(cache):
         yield "it has recurrent layers"
@@ -207,7 +210,7 @@ def _obstacles(request: CacheRequest) -> Iterator[str]:
 
 
 def _obstacles_of_wrapper(model: PreTrainedModel, handed_on: HandedOn) -> Iterator[str]:
-    """Return why a forward around the text decoder cannot be given masks and positions."""
+    """Yield the reasons why the wrapper cannot pass masks and positions to its text decoder."""
     name = type(model).__name__
     if handed_on.failure:
         yield f"a probe of {name} failed ({handed_on.failure})"
@@ -218,7 +221,7 @@ def _obstacles_of_wrapper(model: PreTrainedModel, handed_on: HandedOn) -> Iterat
 
 
 def _windows_by(config: PreTrainedConfig) -> set[int | None]:
-    """Windows of the layers that a config describes."""
+    """Return the attention windows of a config's layers; None stands for full attention."""
     is_uniform = only_attends(config) and not getattr(config, "is_heterogeneous", False)
     if is_uniform and all(getattr(config, name, None) is None for name in _WINDOW_NAMES):
         return {None}
@@ -226,12 +229,12 @@ def _windows_by(config: PreTrainedConfig) -> set[int | None]:
 
 
 def has_holes(attention_mask: Tensor | None) -> bool:
-    """Return whether a row has masked tokens after its first real one, or no real one."""
+    """Return whether a row has masked tokens after its first real token, or no real token."""
     if attention_mask is None:
         return False
     return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all())
 
 
 def windows_in(cache: Cache) -> set[int | None]:
-    """Return the windows of the layers of a cache."""
+    """Return the attention windows of a cache's layers; None stands for full attention."""
     return {window_of(layer) for layer in holding(cache.layers)}

@@ -1,4 +1,4 @@
-"""Extra inputs: what a model reads besides tokens, such as encoder outputs, images, or positions of its own."""
+"""Extra inputs: arguments of a forward besides tokens, for example encoder outputs or images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,16 @@ from torch import Tensor
 
 from hf_speculate.rows.per_row import PerRow, RowIndices
 
-# names of inputs that hold pictures or sounds
+# Names of image and audio inputs.
 MEDIA = {"audio_input_features", "image_patches", "image_pixel_values", "input_features", "input_values"}
 MEDIA |= {"mm_encoder_outputs", "pixel_values", "pixel_values_videos"}
 
 
 class ExtraInputs(PerRow):
-    """The arguments of a model's forwards besides tokens, mask and positions; empty for a text-only model.
+    """Arguments of forwards besides tokens, mask and positions.
 
-    Tokens after the prompt get the positions of plain `generate`: each one after the previous token, on every axis.
+    A text-only model has none. Each token after the prompt takes the next position on every axis, as in plain
+    `generate`.
     """
 
     TENSORS = ("_every", "_types", "_columns")
@@ -23,19 +24,19 @@ class ExtraInputs(PerRow):
     def __init__(
         self,
         every: Mapping[str, Any] | None = None,  # inputs of all forwards by name; tensors are [B, ...]
-        prompt: Mapping[str, Any] | None = None,  # inputs of the first forward only, which then reads the whole prompt
-        types: Mapping[str, Tensor] | None = None,  # inputs of later forwards, [B, 1], the same for all tokens of a row
-        prefix: str = "",  # prefix of the names of a model's text inputs; "decoder_" if an encoder has the plain names
-        # inputs of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
+        prompt: Mapping[str, Any] | None = None,  # inputs of the first forward only; it reads the whole prompt
+        types: Mapping[str, Tensor] | None = None,  # inputs of later forwards, [B, 1], equal for all tokens of a row
+        prefix: str = "",  # prefix of the text inputs' names; "decoder_" for encoder-decoders
+        # Inputs of later forwards: entries [B, 1, ...], repeated for every cached and queried column.
         columns: Mapping[str, Tensor] | None = None,
-        description: str = "",  # what the model reads of a call with more than text, for `stats.plan`
+        description: str = "",  # non-text inputs in words, for `stats.plan`
     ):
         self.prefix, self.description = prefix, description
         self._every = dict(every or {})
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
         self._columns = dict(columns or {})
-        self._offsets: Tensor | None = None  # [..., B or 1, 1], the model's positions less the counted ones
+        self._offsets: Tensor | None = None  # [..., B or 1, 1], model positions minus counted positions
 
     @property
     def is_empty(self) -> bool:
@@ -57,17 +58,22 @@ class ExtraInputs(PerRow):
 
     @property
     def prompt_axes(self) -> Tensor | None:
-        """[1 or 3, B, Q] int64, positions of the prompt in time, height and width; None if they have one axis."""
+        """Prompt positions [1 or 3, B, Q] int64 in time, height and width; None for one axis."""
         positions = self._prompt.get("position_ids")
         return positions[-3:] if positions is not None and positions.ndim == 3 else None
 
     @property
     def has_media(self) -> bool:
-        """Whether the prompt holds pictures or sounds."""
+        """Whether the prompt holds images or audio."""
         return any(len(self._prompt[name]) for name in MEDIA & self._prompt.keys())
 
     def arguments(self, text: Mapping[str, Tensor], num_cached: int = 0) -> dict[str, Any]:
-        """The next forward's arguments; `text` has `input_ids` [B, Q], mask and positions under unprefixed names."""
+        """Return the arguments of the next forward.
+
+        Args:
+            text: `input_ids` [B, Q], mask and positions under unprefixed names.
+            num_cached: T, the cached columns.
+        """
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
         if self._prompt:
@@ -87,7 +93,7 @@ class ExtraInputs(PerRow):
         return arguments
 
     def rows(self, indices: Sequence[int]) -> None:
-        kept = RowIndices.of(indices)
-        super().rows(kept)
+        row_indices = RowIndices.of(indices)
+        super().rows(row_indices)
         if self._offsets is not None and self._offsets.shape[-2] > 1:
-            self._offsets = kept.select(self._offsets, dim=-2)
+            self._offsets = row_indices.select(self._offsets, dim=-2)

@@ -1,7 +1,7 @@
-"""Foreign code in a model: hooks, replaced forwards and modules of packages that are not known to serve drafts.
+"""Foreign code in a model: hooks, replaced forwards and modules of unknown packages.
 
-A verification reads several tokens in one forward, and rolls some of them back. Code of a user may count forwards,
-change the last token of each, or edit the cache; only a comparison shows whether it does. Code of known packages treats
+Verification reads several tokens in one forward and rolls some of them back. User code may count forwards, change the
+last token of each, or edit the cache; only a comparison with plain decoding shows whether it does. Known packages treat
 every token by itself.
 """
 
@@ -20,20 +20,20 @@ _KNOWN_NAMES = """
 accelerate aqlm auto_round awq bitsandbytes compressed_tensors deepspeed eetq fbgemm_gpu fla gptqmodel hf_speculate hqq
 kernels liger_kernel optimum peft quark torch torchao transformer_engine transformers
 """
-KNOWN_PACKAGES = set(_KNOWN_NAMES.split())  # by their first name: frameworks, adapters, quantisers and kernels
-# Adapters that read what else a forward holds.
+KNOWN_PACKAGES = set(_KNOWN_NAMES.split())  # first names of frameworks, adapters, quantisers and kernels
+# The output of these adapters depends on the other tokens of a forward.
 _UNKNOWN_PARTS = ("peft.tuners.adaption_prompt", "peft.tuners.shadow", "peft.tuners.xlora")
 _ALL_MODULES = "every module"
 
 
 class _Identity:
-    """Equal for the same object only, which it does not keep alive."""
+    """A weakly referenced object, compared by identity."""
 
     def __init__(self, thing: object):
         self._id = id(thing)
         try:
             self._find: Callable[[], object] = weakref.ref(thing)
-        except TypeError:  # few callables cannot be referred to weakly
+        except TypeError:  # few callables support no weak reference
             self._find = lambda: thing
 
     def __hash__(self) -> int:
@@ -45,7 +45,10 @@ class _Identity:
 
 
 class ForeignCode(NamedTuple):
-    """A hook, a replaced forward or a module of an unknown package."""
+    """A piece of foreign code.
+
+    It is a hook, a replaced forward or a module of an unknown package.
+    """
 
     module_name: str  # empty for the model itself
     kind: str  # "forward hook", "forward pre-hook", "replaced forward" or "module"
@@ -57,7 +60,10 @@ class ForeignCode(NamedTuple):
 
 
 def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
-    """The foreign code in a model; a part of it is equal in two calls if its module and its function are the same."""
+    """Return the foreign code in a model.
+
+    Entries of two calls are equal if module and function are the same.
+    """
     tables = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
     hook_kinds = "forward pre-hook", "forward hook"
     entries: list[ForeignCode] = [
@@ -78,7 +84,7 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
     if not touched and not classes:
         return tuple(entries)
     parts: list[tuple[nn.Module, str, Any]] = []
-    is_foreign: dict[int, bool] = {}  # by the id of a hook, which many layers may share
+    is_foreign: dict[int, bool] = {}  # by id of the hook; many layers may share one
     for module in touched:
         for kind, table in (hook_kinds[0], module._forward_pre_hooks), (hook_kinds[1], module._forward_hooks):
             for hook in table.values():
@@ -94,13 +100,13 @@ def foreign_code(model: PreTrainedModel) -> tuple[ForeignCode, ...]:
 
 
 def described(code: Sequence[ForeignCode]) -> str:
-    """Foreign code in words, the first three."""
+    """Describe the first three entries of foreign code, and count the others."""
     more = f" and {len(code) - 3} more" if len(code) > 3 else ""
     return ", ".join(map(str, code[:3])) + more
 
 
 def has_activated_adapters(model: nn.Module) -> bool:
-    """Whether PEFT hooks tell activated LoRA (aLoRA) how many last tokens of each forward it adapts, in any row."""
+    """Return whether a row uses activated LoRA (aLoRA), set up by PEFT hooks."""
     modules = [module for module in modules_of(model) if module._forward_pre_hooks]
     hooks = [
         hook
@@ -121,7 +127,7 @@ def _entry(module_name: str, kind: str, function: Any) -> ForeignCode:
 
 
 def _foreign_class(cls: type, packages: set[str]) -> tuple[str, Any] | None:
-    """What is foreign in a class of modules: the class, or the forward that somebody gave it; None if nothing is."""
+    """Return the foreign class or replaced forward, with its kind; None if neither is foreign."""
     if not _is_known(cls.__module__) and _package(cls.__module__) not in packages:
         return "module", cls
     forward: Any = cls.forward  # type: ignore[attr-defined]
@@ -130,12 +136,15 @@ def _foreign_class(cls: type, packages: set[str]) -> tuple[str, Any] | None:
 
 
 def _is_foreign_forward(module: nn.Module, packages: set[str]) -> bool:
-    """Whether a forward of a module's own is foreign; those of accelerate run hooks that a user may have written."""
-    if hasattr(type(module), "kernel_layer_name"):  # a kernel from the Hub stands in for it
+    """Return whether a forward set on the module itself is foreign.
+
+    Forwards of accelerate may run user-written hooks.
+    """
+    if hasattr(type(module), "kernel_layer_name"):  # replaced by a kernel from the Hub
         return False
     hook = vars(module).get("_hf_hook")
     hooks = [] if hook is None else [hook, *getattr(hook, "hooks", ())]
-    if not all(_is_known(type(part).__module__) for part in hooks):
+    if not all(_is_known(type(single_hook).__module__) for single_hook in hooks):
         return True
     forward = vars(module)["forward"]
     return any(not _is_known(name) and _package(name) not in packages for name in _origins(forward, module))
@@ -146,7 +155,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _origins(function: Any, module: nn.Module | None = None) -> Iterator[str]:
-    """Names of the Python modules of a function, and of those that it wraps; a method is its object's class's too."""
+    """Yield the Python module names of a function, of wrapped functions, and of its owner."""
     waiting, seen = [function], set()
     while waiting:
         function = waiting.pop()

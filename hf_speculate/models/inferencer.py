@@ -1,4 +1,4 @@
-"""The inferencer: runs a language model over a prompt, and token by token, as a token choice asks for."""
+"""Inferencer: run a language model over a prompt, then token by token."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -17,47 +17,58 @@ from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
 # Shorter forwards save little memory, and read the weights more often.
 MIN_CHUNK_TOKENS = 256
-# Longer queries count as prompts: draft steps after them get a mask of their own.
+# Longer queries count as prompts: the draft steps after them get a separate mask.
 MAX_EXPECTED_QUERY = 16
 
 
 class Chosen(NamedTuple):
-    """Tokens of every row, and what they were chosen from."""
+    """Chosen tokens of every row, with their logits."""
 
     token_ids: Tensor  # [B, N] int64
     token_logits: Tensor | None = None  # [B, N, V]; None if nobody reads them
-    logsumexp: Tensor | None = None  # [B, N] float32 of the logits, if the step has computed it
+    logsumexp: Tensor | None = None  # [B, N] float32 of the logits; None if not computed
 
 
 def joined(chosen: Sequence[Chosen]) -> Chosen:
-    """Tokens that follow one another."""
+    """Concatenate consecutive tokens."""
     columns: Any = zip(*chosen, strict=True)
     parts: list[Any] = [None if column[0] is None else torch.cat(column, dim=1) for column in columns]
     return Chosen(*parts)
 
 
 class ChosenTokens:
-    """The tokens that are chosen one by one after a query, and where rows end among them."""
+    """Tokens chosen step by step after a query.
+
+    The object also tracks the end of each row.
+    """
 
     def __init__(
         self,
-        stop_ids: Tensor | None,  # [E] int64, ids after which a row needs no further token; None for none
+        stop_ids: Tensor | None,  # [E] int64, ids that end a row; None for none
         counts: ArangeCache,  # int32, on the device of the tokens
     ):
         self.chosen: list[Chosen] = []
         self._stop_ids = stop_ids
         self._counts = counts
-        self._are_last: list[Tensor] = []  # by token, [B] bool: rows that need no other; empty if only ids end rows
-        self._is_ended: Tensor | None = None  # [B] bool, of the tokens that `are_enough` has looked at
+        self._are_last: list[Tensor] = []  # by token, [B] bool: rows that end there; empty if only ids end rows
+        self._is_ended: Tensor | None = None  # [B] bool, up to the last call of `are_enough`
 
     def add(self, chosen: Chosen, are_last: Tensor | None = None) -> None:
-        """Add tokens; `are_last` [B] bool are rows that need none after a single one, whatever its id."""
+        """Append tokens.
+
+        Args:
+            chosen: The tokens.
+            are_last: [B] bool, rows that end with this single token, regardless of its id.
+        """
         self.chosen.append(chosen)
         if are_last is not None:
             self._are_last.append(are_last)
 
     def are_enough(self) -> bool:
-        """Whether no row needs another token, asked after each; False where the answer would have to be waited for."""
+        """Return whether every row has ended; call it after each token.
+
+        False on an accelerator, to avoid waiting for the device.
+        """
         newest = self.chosen[-1].token_ids  # [B, 1]
         if newest.device.type != "cpu":
             return False
@@ -72,7 +83,7 @@ class ChosenTokens:
         return bool(self._is_ended.all())
 
     def lens(self, token_ids: Tensor) -> Tensor:
-        """[B] int32: the tokens of each row of [B, N], all that were chosen, up to the first that ends it."""
+        """Return the lengths of rows [B, N] up to the first ending token, included; [B] int32."""
         counts = self._counts.span(1, token_ids.shape[1])
         go_on = [~torch.stack(self._are_last, dim=1)] if self._are_last else []  # each [B, N]
         stop_ids = self._stop_ids
@@ -85,17 +96,17 @@ class ChosenTokens:
 
 
 class TokenChoice(Protocol):
-    """Chooses the tokens after a query one by one, from the logits of each step."""
+    """Protocol for choosing tokens step by step."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token [B] int64, from logits [B, V]."""
 
     def are_enough(self) -> bool:
-        """Return whether no row needs another token, asked after each."""
+        """Return whether every row has ended; called after each token."""
 
 
 class _ModelChoice:
-    """Takes the argmax, or draws from torch's default generator."""
+    """A choice by argmax or torch's default generator."""
 
     def __init__(self, tokens: ChosenTokens, sample_strategy: SampleStrategy):
         self.tokens, self._sample_strategy = tokens, sample_strategy
@@ -111,14 +122,14 @@ class _ModelChoice:
 
 
 class Inferencer:
-    """Runs a `LanguageModel` step by step."""
+    """A `LanguageModel`, run step by step."""
 
     def __init__(
         self,
         language_model: LanguageModel,
-        chunk_size: int | None = None,  # tokens of each row that a forward takes at most
-        stops_early: bool = True,  # once every row is done, if that can be read for nothing
-        meet: Callable[[], None] | None = None,  # called before every forward, which waits for those of other ranks
+        chunk_size: int | None = None,  # maximum tokens of each row per forward
+        stops_early: bool = True,  # stop when all rows have ended, if known without waiting for the device
+        meet: Callable[[], None] | None = None,  # called before every forward, to wait for other ranks
     ):
         self.language_model, self.chunk_size = language_model, chunk_size
         self.stops_early, self.meet = stops_early, meet
@@ -131,16 +142,20 @@ class Inferencer:
         *,
         logits_to_keep: int | None = None,
     ) -> PrefillOutput:
-        """Public reference, not called by the library: feed a prompt [B, Q] int64 and choose the token after it.
+        """Read a prompt [B, Q] int64 and choose the next token.
 
-        `kv_cache` is advanced by Q tokens, in place. Drafters call `feed`.
+        `kv_cache` advances by Q tokens, in place. This method is a public reference. The library does not call it;
+        drafters call `feed`.
         """
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
         token_ids = self._choice(sample_strategy).choose(logits[:, -1])
         return PrefillOutput(token_ids[:, None], logits)
 
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
-        """Logits [B, V] after query tokens [B, Q] int64, in as few chunks of about one length as `chunk_size` takes."""
+        """Read query tokens [B, Q] int64 and return the logits [B, V] after them.
+
+        The query is split into as few chunks as `chunk_size` allows, of about equal length.
+        """
         num_query = query_token_ids.shape[1]
         num_chunks = 1 if self.chunk_size is None else max(-(-num_query // self.chunk_size), 1)
         for chunk in query_token_ids.tensor_split(num_chunks, dim=1):
@@ -152,9 +167,10 @@ class Inferencer:
     def decode(
         self, query_token_ids: Tensor, kv_cache: KVCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """Public reference, not called by the library: decode up to `max_new_tokens` tokens after a query [B, Q] int64.
+        """Decode up to `max_new_tokens` tokens after a query [B, Q] int64.
 
-        A row is done after its EOS. See `extend`, which drafters call, for the end of the loop and the cache.
+        A row ends with its EOS token. This method is a public reference. The library does not call it; drafters call
+        `extend`, with the same loop and the same use of the cache.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
@@ -164,9 +180,10 @@ class Inferencer:
         return DecodeOutput(token_ids, logits, choice.tokens.lens(token_ids))
 
     def extend(self, query: Tensor, kv_cache: KVCache, max_new_tokens: int, choice: TokenChoice) -> None:
-        """Choose up to N >= 1 tokens after a query [B, Q] int64; `kv_cache` is advanced by all but the last, in place.
+        """Choose up to `max_new_tokens` >= 1 tokens after a query [B, Q] int64.
 
-        The loop ends early when every row is done, if that can be read without waiting.
+        `kv_cache` advances by all but the last token, in place. The loop stops early if every row has ended and the
+        host knows it without waiting for the device.
         """
         num_query = query.shape[1]
         if num_query <= MAX_EXPECTED_QUERY:
@@ -179,7 +196,7 @@ class Inferencer:
                 break
 
     def _choice(self, sample_strategy: SampleStrategy) -> _ModelChoice:
-        """Return the choice of tokens whose rows end at the model's EOS ids."""
+        """Return a choice of tokens with rows ending at the model's EOS ids."""
         model, device = self.language_model.model, self.language_model.device
         eos = model.generation_config.eos_token_id
         stop_ids = None if eos is None else torch.tensor(eos, device=device).reshape(-1)
@@ -187,9 +204,10 @@ class Inferencer:
 
 
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
-    """Tokens of each row per forward of the draft, whose widest activations are then no larger than the target's.
+    """Return the draft model's prompt tokens per forward and row.
 
-    The target reads `num_query` tokens at once, the draft in its first round also those that follow the prompt.
+    The draft's widest activations then take no more memory than the target's for `num_query` tokens. In the first round
+    the draft also reads the tokens after the prompt.
     """
     if num_query <= MIN_CHUNK_TOKENS:
         return MIN_CHUNK_TOKENS
@@ -199,9 +217,9 @@ def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query:
 
 
 def widest_bytes(model: PreTrainedModel) -> int:
-    """Bytes of one token's activations behind the widest layer; 0 where layers do not tell. The head is left out."""
+    """Return the bytes of one token's widest activations, head excluded; 0 if unknown."""
     head = model.get_output_embeddings()
-    # torch's name in a linear layer, or transformers' in GPT-2's
-    parts = [vars(module) for module in modules_of(model) if module is not head]
-    widths = [part.get("out_features") or part.get("nf", 0) for part in parts]
+    # Linear layers name their width out_features in torch, and nf in transformers' GPT-2.
+    attributes = [vars(module) for module in modules_of(model) if module is not head]
+    widths = [by_name.get("out_features") or by_name.get("nf", 0) for by_name in attributes]
     return max([width for width in widths if isinstance(width, int)], default=0) * dtype_of(model).itemsize

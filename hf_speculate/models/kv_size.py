@@ -1,4 +1,4 @@
-"""The size of a KV cache, by a model's config."""
+"""Size of a KV cache, from a model's config."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from transformers import PreTrainedConfig
 
 
 def kv_values_per_token(config: PreTrainedConfig) -> int:
-    """Keys and values that one token adds to the cache, if every layer keeps both; 0 if the config does not say."""
+    """Return the number of key and value entries per cached token, all layers; 0 if unknown."""
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return 0
     try:
         return num_layers * _values_of_layer(config)
-    except RuntimeError:  # transformers' own for a number that differs between the layers, as in Gemma 4
+    except RuntimeError:  # raised by transformers if layers differ, as in Gemma 4
         layers: Any = config.per_layer_config
         return sum(_values_of_layer(layers[index]) for index in range(num_layers))
 

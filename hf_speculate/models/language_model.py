@@ -1,4 +1,4 @@
-"""A causal language model as a function from tokens to logits, with the cache as its memory."""
+"""Language model: a function from tokens to logits, with a KV cache as its state."""
 
 import inspect
 import threading
@@ -24,28 +24,28 @@ from hf_speculate.rows.per_row import PerRow
 from hf_speculate.types import Scored
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of states and of weights that are not quantised."""
+"""Dtypes of states and of unquantised weights."""
 
 
 class StateCapture(AbstractContextManager["StateCapture", None], Protocol):
-    """A context in which the hidden states of chosen layers are kept, forward by forward."""
+    """A context recording hidden states of chosen layers."""
 
     layers: tuple[int, ...]  # i is the input of decoder layer i, -1 the state after the final norm
     needs_all_tokens: bool  # whether states of all tokens are read, or those of the last one alone
 
     def concatenated(self) -> Tensor:
-        """[B, Q, A * D], the states of all layers in the last forward, in the order of the ids."""
+        """Return the states of the last forward [B, Q, A * D], in the order of `layers`."""
 
 
 _LOCK = threading.Lock()
-_eager_forwards: list[Any] = []  # the stance that torch had before them, once for each forward that is running
+_eager_forwards: list[Any] = []  # torch's previous stance, one entry per running forward
 
 
 @contextmanager
 def running_eagerly() -> Iterator[None]:
-    """Run what the caller compiled eagerly.
+    """Run the caller's compiled forwards eagerly.
 
-    A compiled forward would be traced anew for most forms of the cache's buffers, and breaks in them.
+    A compiled forward would be traced again for most shapes of the cache's buffers, with graph breaks in them.
     """
     with _LOCK:  # torch has one stance for all threads: the last forward to end restores it
         stance = _eager_forwards[0] if _eager_forwards else torch.compiler.set_stance("force_eager")
@@ -60,29 +60,32 @@ def running_eagerly() -> Iterator[None]:
 
 
 class LanguageModel(PerRow):
-    """Calls a transformers model with the mask and position ids that its cache's rows need."""
+    """A transformers model, called with a KV cache.
+
+    Each call takes the mask and position ids from the cache's rows.
+    """
 
     PARTS = ("extra_inputs",)
 
     pads_queries: bool = False
-    """Whether `run` may feed further tokens after the query, which nothing reads but which may be NaN."""
+    """Whether `run` may append unused tokens to the query; their states may be NaN."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        max_position: int | None = None,  # upper bound of position ids, for tokens drafted past the end of the text
-        keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
+        max_position: int | None = None,  # maximum position id, for tokens drafted past the end of the sequence
+        keeps_states: bool = True,  # whether KV states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
-        capture: StateCapture | None = None,  # captures hidden states, which forwards return in `Scored.captured`
-        is_watched: bool = False,  # whether hooks of others may shorten the cache
+        capture: StateCapture | None = None,  # records hidden states for `Scored.captured`
+        is_watched: bool = False,  # whether user hooks may shorten the cache
     ):
         self.model = model
         self._is_watched = is_watched
         self.capture = capture
         self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
-        self.device = device_of(model)  # where query tokens are expected
-        # Inference mode takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192)
+        self.device = device_of(model)  # device of query tokens
+        # Inference mode makes forwards of small layers 6 to 8 % faster (2-core CPU, 16 layers of width 192).
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._context = running_eagerly if is_compiled(model) else nullcontext
         self._takes_position_ids = takes_positions(model)
@@ -93,23 +96,30 @@ class LanguageModel(PerRow):
         config = model.config.get_text_config(decoder=True)
         shares_states = getattr(config, "num_kv_shared_layers", 0) > 0
         saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and shares_states
-        # A count of logits makes a view of the hidden states, which CPUs take three times as long to multiply by the
-        # head's weights in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
+        # An int slices a view of the hidden states. On CPUs the head's matmul on a view is 3x slower in float32
+        # (8 rows), and 20x to 100x slower in bfloat16. Indices copy.
         self._makes_compact = takes_indices and self.device.type == "cpu" and not saves
-        # Layers that share states would skip the tokens that a count leaves out, and their states.
+        # With an int, layers with shared states skip the other tokens, and their states are missing.
         self._runs_all_tokens = shares_states and capture is not None and capture.needs_all_tokens
         self._can_index = takes_indices and not _is_split(model)
 
     @property
     def eos_token_id(self) -> int:
-        """The model's (first) end-of-sequence id, or a `ValueError`."""
+        """First end-of-sequence id of the model.
+
+        Raises:
+            ValueError: The generation config sets none.
+        """
         eos = self.model.generation_config.eos_token_id
         if eos is None or eos == []:
             raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
         return int(eos[0] if isinstance(eos, list) else eos)
 
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
-        """The last `logits_to_keep` logits [B, Q', V] or all, of query tokens [B, Q] int64, which advance the cache."""
+        """Read query tokens [B, Q] int64, advance the cache, and return logits [B, Q', V].
+
+        Q' is `logits_to_keep`, or Q if it is None.
+        """
         return self.run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep).logits
 
     def run(
@@ -120,14 +130,19 @@ class LanguageModel(PerRow):
         logits_to_keep: int | None = None,
         **forward_options: Any,
     ) -> Scored:
-        """As `forward`, but with the model's whole output, for callers that want hidden states or attentions."""
+        """Run `forward` and return all outputs, with hidden states and attentions if requested.
+
+        Raises:
+            ShapeError: The query is empty.
+            UnsupportedModelError: A hook has shortened the cache.
+        """
         num_query = query_token_ids.shape[1]
         if num_query < 1:
             raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
         text = {"input_ids": query_token_ids}
         mask = kv_cache.mask(num_query)
         if mask is not None:
-            text["attention_mask"] = mask  # type: ignore[assignment]  # or one by type of layer, as the model takes them
+            text["attention_mask"] = mask  # type: ignore[assignment]  # may be a dict with a mask per layer type
         num_columns = kv_cache.num_columns
         if self._takes_position_ids:
             positions = kv_cache.position_ids(num_query)
@@ -154,7 +169,7 @@ class LanguageModel(PerRow):
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
     def _check_lens(self, kv_cache: KVCache, num_columns: int) -> None:
-        """Raise an error if somebody else has shortened a layer of the cache, which then has no rollback."""
+        """Raise an error if foreign code has shortened a layer of the cache: its rollback fails."""
         short = kv_cache.short_layer(num_columns)
         if short is not None:
             raise UnsupportedModelError(
@@ -164,23 +179,23 @@ class LanguageModel(PerRow):
             )
 
     def run_unpadded(self, query_token_ids: Tensor, kv_cache: KVCache, **options: Any) -> Scored:
-        """As `run`, eagerly, in a forward that holds the query's tokens and no others."""
+        """Call `run` eagerly and without padding the query."""
         return LanguageModel.run(self, query_token_ids, kv_cache, **options)
 
     def join(self, other: "LanguageModel") -> None:
-        """Serve the rows of `other` too; neither reads anything besides its tokens."""
+        """Add the rows of `other`; both must read tokens only."""
         super().join(other)
         if self.max_position is not None and other.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
 
 
 def _is_split(model: PreTrainedModel) -> bool:
-    """Return whether the model lies on several devices, of which an index must name the right one."""
+    """Return whether the model is split over several devices."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def cache_name(module: nn.Module) -> str:
-    """Return the name under which a module's forward takes its cache; empty if it takes none."""
+    """Return the name of the forward's cache argument; empty if it takes no cache."""
     parameters = inspect.signature(type(module).forward).parameters
     name = next((name for name in CACHE_NAMES if name in parameters), "")
     if name in OLD_CACHE_NAMES and CACHE_NAME not in OLD_CACHE_NAMES and isinstance(module, PreTrainedModel):
@@ -192,20 +207,23 @@ def cache_name(module: nn.Module) -> str:
 def has_attention(model: PreTrainedModel) -> bool:
     """Return whether a model has attention layers, with or without recurrent ones."""
     name = cache_name(model)
-    if name in OLD_CACHE_NAMES:  # one of the names was for models without attention layers
+    if name in OLD_CACHE_NAMES:  # cache_params belonged to models without attention layers
         return name != "cache_params"
     config = model.config.get_text_config(decoder=True)
     return only_attends(config) or not all(DynamicCache(config=config).is_linear)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward."""
+    """Return the device for input ids.
+
+    Offloaded models report "meta"; use the first real parameter's device.
+    """
     device = model.device
     return device if device.type != "meta" else module_device(model, torch.device("cpu"))
 
 
 def module_device(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a module computes: where its weights are, or where hooks (`_hf_hook`) load them for every forward."""
+    """Return the device of a module's weights, or the one used by accelerate's offloading hooks."""
     weights = (weight for weights in (module.parameters(), module.buffers()) for weight in weights)
     device = next((weight.device for weight in weights if weight.device.type != "meta"), None)
     if device is not None:
@@ -216,39 +234,39 @@ def module_device(module: nn.Module, default: torch.device) -> torch.device:
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:
-    """Return whether weights of a model are loaded for every forward, from another device or from disk."""
+    """Return whether weights are loaded for every forward, from another device or from disk."""
     is_placed = getattr(model, "hf_device_map", None) is not None
     return is_placed and any(weight.is_meta for weight in model.parameters())
 
 
 def _loading_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks of accelerate on a module, which loads what is offloaded."""
+    """Return accelerate's hooks on a module; they load offloaded weights."""
     hook = getattr(module, "_hf_hook", None)
     return list(getattr(hook, "hooks", (hook,)))
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of a model's states: that of its first weight that is not quantised."""
+    """Return the dtype of a model's states, from its first unquantised weight."""
     dtypes = (weight.dtype for weight in model.parameters() if weight.dtype in COMPUTE_DTYPES)
     return next(dtypes, None) or getattr(model.config, "dtype", None) or torch.get_default_dtype()
 
 
 def input_table(model: PreTrainedModel) -> Any:
-    """Return the embeddings of a model's tokens; None if it has no table that can be named."""
+    """Return the token embeddings of a model; None if its class names none."""
     try:
         return model.get_input_embeddings()
-    except NotImplementedError:  # as transformers does where a class names none
+    except NotImplementedError:  # raised by transformers for a class without a named table
         return None
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a module; None if it has none, or a quantised one, whose dtype says nothing of the states."""
+    """Return the unquantised weight of a module; None if it has none."""
     weight = getattr(module, "weight", None)
     return weight if isinstance(weight, Tensor) and weight.dtype in COMPUTE_DTYPES else None
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether a model's forward is told the positions of its tokens, perhaps through its text decoder alone."""
+    """Return whether a model's forward takes position ids, by itself or for its text decoder."""
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
@@ -259,9 +277,9 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def counts_columns(model: PreTrainedModel) -> bool:
-    """Return whether a model places tokens by their column in the cache, so that no row may be moved."""
+    """Return whether a model places tokens by cache column; its rows cannot be shifted."""
     config = model.config.get_text_config(decoder=True)
-    if not has_attention(model):  # nor positions
+    if not has_attention(model):  # recurrent models have no positions
         return False
     if config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
         return True  # its temperature grows with the column, whatever the position
@@ -270,10 +288,10 @@ def counts_columns(model: PreTrainedModel) -> bool:
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
-    """V of a model's text."""
+    """Return V, the vocabulary size of a model's text decoder."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def text_prefix(model: PreTrainedModel) -> str:
-    """Prefix of the names of a model's text inputs."""
+    """Return the prefix of a model's text input names."""
     return "decoder_" if model.config.is_encoder_decoder else ""

@@ -1,7 +1,7 @@
-"""Module walk: a model's modules, parameters, forward hooks and compiled forwards in one plain loop.
+"""Module walk: find modules, parameters, forward hooks and compiled forwards in one plain loop.
 
-torch's `modules()` and `parameters()` make the name of each, in a generator for every level. That takes four to eight
-times as long, and shows in each call of a deep model.
+torch's `modules()` and `parameters()` also build names, in a generator for every level. They take four to eight times
+as long, a noticeable cost in each call of a deep model.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """The module and all below it, each once, level by level."""
+    """Return the module and its descendants, each once, level by level."""
     seen: dict[nn.Module, None] = {module: None}
     walk = [module]
     for parent in walk:
@@ -22,20 +22,23 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
-    """The parameters of a module and of all below it, each once."""
+    """Return the parameters of a module and its descendants, each once."""
     parameters: Any = [parameter for part in modules_of(module) for parameter in vars(part)["_parameters"].values()]
     return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
 
 
 def weight_bytes(weight: Tensor) -> int:
-    """Bytes that a weight is stored in; a packed one has the shape and dtype of what it stands for."""
+    """Return the storage size of a weight in bytes.
+
+    A packed weight reports the shape and dtype of the unpacked one, so its inner tensors are counted.
+    """
     if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "device_mesh"):
         return weight.numel() * weight.element_size()
     return sum(weight_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the caller compiled the forward of the model, or of a module in it."""
+    """Return whether the caller compiled the forward of the model or of one of its modules."""
     for attributes in map(vars, modules_of(model)):
         is_wrapped = hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
         has_compiled_call = attributes.get("_compiled_call_impl") is not None
@@ -45,13 +48,13 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def adapters_by_row(model: nn.Module) -> bool:
-    """Whether PEFT hooks in the model give each row of the batch its own adapter."""
+    """Return whether PEFT hooks give each row of the batch its own adapter."""
     hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
-    """Ids of all forward hooks in the model; no two hooks of a process share one."""
+    """Return the ids of all forward hooks in the model; ids are unique within a process."""
     modules = modules_of(model)
     return tuple(
         hook_id
@@ -62,7 +65,7 @@ def forward_hook_ids(model: nn.Module) -> tuple[int, ...]:
 
 
 def has_hooks_of_others(model: nn.Module) -> bool:
-    """Whether the model has forward hooks that transformers did not register to record outputs."""
+    """Return whether the model has forward hooks besides transformers' output recorders."""
     hook_dicts = (hooks for module in modules_of(model) for hooks in (module._forward_pre_hooks, module._forward_hooks))
     modules = {getattr(hook, "__module__", None) or "" for hooks in hook_dicts for hook in hooks.values()}
     return any(name.partition(".")[0] != "transformers" for name in modules)

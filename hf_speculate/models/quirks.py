@@ -1,7 +1,7 @@
-"""Model types that the test suite covers, and limitations of single types.
+"""Tested model types, and limitations of single types.
 
-A model whose type is not in `TESTED_TYPES`, or whose class lies outside transformers, is compared with plain decoding
-at its first speculative call, see `hf_speculate.options.self_test.compare`.
+A model of an untested type, or of a class outside transformers, is compared with plain decoding at its first
+speculative call, see `hf_speculate.options.self_test.compare`.
 """
 
 from enum import Enum
@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from hf_speculate.compat import is_tested_since
 
-_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # packages of modules whose classes are known
+_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # packages with known module classes
 _GROWING_TYPES = ("dynamic", "longrope")
 
 
 class Limit(Enum):
-    """Where a quirk matters."""
+    """Kinds of limitations, by the code they affect."""
 
     NOT_SUPPORTED = "generation.validate_models refuses the model"
     ONLY_PREALLOCATED = "models.cache_kinds: layers with windows need preallocated buffers"
@@ -90,12 +90,12 @@ olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 """
 _SINCE_5_23 = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 _SINCE_5_24 = "moss_transcribe_diarize omniasr"
-# By type, the oldest version of transformers with which the test suite covers it; the newest is that of `compat`.
+# Model type -> oldest tested version of transformers; `compat` has the newest.
 TESTED_TYPES = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_5_23.split(), "5.23.0")
 TESTED_TYPES |= dict.fromkeys(_SINCE_5_24.split(), "5.24.0")
 
 
-# The packages of `transformers.models` whose models take one mask for each type of layer, by name, as `attention_mask`.
+# Packages of `transformers.models`: their models take a dict of masks by layer type as `attention_mask`.
 _MASK_BY_TYPE_NAMES = """
 afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dory dots1
 exaone4 exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss
@@ -104,7 +104,7 @@ laguna lara_mini lfm2 lfm2_moe lfm3 llama4 mellum mimo_v2_flash minimax ministra
 muse_spark nemotron_h olmo3 olmo_hybrid qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
 qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7 unlimited_ocr vaultgemma zamba zamba2 zaya
 """
-# Those that compare the name of the attention implementation with "sdpa", and take another mask or path if it differs.
+# Packages of models with a comparison of the attention's name with "sdpa"; another name changes their mask or path.
 _COMPARES_ATTENTION_NAMES = """
 axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 hy_v4_vl minimax_m3_vl
 mistral_large4
@@ -115,31 +115,31 @@ _COMPARES_ATTENTION = frozenset(_COMPARES_ATTENTION_NAMES.split())
 
 
 def takes_mask_by_type(model: PreTrainedModel) -> bool:
-    """Whether the model takes a dict with a mask for each type of layer; False for classes outside transformers."""
+    """Return whether the model takes a dict of masks by layer type; False outside transformers."""
     return _package_of(type(model.base_model)) in _MASK_BY_TYPE
 
 
 def may_compare_attention(module_class: type[nn.Module]) -> bool:
-    """Whether code of a class may compare the name of the attention implementation; True outside transformers."""
+    """Return whether a class may compare the attention's name; True outside transformers."""
     bases = [base for base in module_class.__mro__ if issubclass(base, nn.Module)]
     is_foreign = any(base.__module__.partition(".")[0] not in _KNOWN_ROOTS for base in bases)
     return is_foreign or not _COMPARES_ATTENTION.isdisjoint(_package_of(base) for base in bases)
 
 
 def _package_of(module_class: type) -> str:
-    """Return the package of `transformers.models` in which a class is defined; empty if it is defined elsewhere."""
+    """Return the package of a class in `transformers.models`; empty for other classes."""
     parts = module_class.__module__.split(".")
     return parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else ""
 
 
 def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
-    """Why a limit holds for a model, by the type of its config or text decoder's config; empty if it does not."""
+    """Return why a limit holds for a model, by its types; empty if it does not."""
     types = model_types(model)
     return next((quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), "")
 
 
 def token_without_position(model: PreTrainedModel) -> int | None:
-    """Return the token behind which others of the same forward are read at wrong positions; None if there is none."""
+    """Return the padding id if it shifts the positions of later tokens in a forward, else None."""
     if not limit_reason(model, Limit.PADDING_HAS_NO_POSITION):
         return None
     pad: int | None = model.config.get_text_config(decoder=True).pad_token_id
@@ -164,7 +164,10 @@ def is_tested_type(model: PreTrainedModel) -> bool:
 
 
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
-    """The type of rotary embedding whose frequencies change past a border, for cached tokens too, and that border."""
+    """Return the type of a growing rotary embedding, and its maximum length; None for other types.
+
+    Past this length its frequencies change, for cached tokens too.
+    """
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]

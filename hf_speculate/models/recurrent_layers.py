@@ -1,4 +1,4 @@
-"""Recurrent layers of a model: whether it has some, and whether their states can be rolled back."""
+"""Recurrent layers: detect them, and find out whether their states can be rolled back."""
 
 import importlib
 
@@ -12,19 +12,19 @@ _MIXERS = "hf_speculate.options.recurrent.mixers"  # imported for a model with r
 
 
 def recurrent_cache(model: PreTrainedModel) -> Cache | None:
-    """An empty cache of the model; None if no layer is recurrent."""
+    """Return an empty cache of the model; None if no layer is recurrent."""
     config = model.config.get_text_config(decoder=True)
     if only_attends(config):
         return None
     try:
         cache = DynamicCache(config=config)
-    except (KeyError, AttributeError, TypeError, ValueError):  # a config that does not describe a cache
+    except (KeyError, AttributeError, TypeError, ValueError):  # the config does not describe a cache
         return None
     return cache if is_recurrent(cache) else None
 
 
 def rollback_obstacle(model: PreTrainedModel) -> str:
-    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none."""
+    """Return why recurrent states cannot be rolled back; empty if they can, or without any."""
     cache = recurrent_cache(model)
     if cache is None:
         return "outside a transformers cache" if is_stateful(model) else ""
@@ -32,16 +32,16 @@ def rollback_obstacle(model: PreTrainedModel) -> str:
 
 
 def reads_prompts_in_chunks(model: PreTrainedModel) -> bool:
-    """Whether the text does not depend on how a prompt is cut into forwards, of several tokens or of one.
+    """Return whether the output is independent of how a prompt is split into forwards.
 
-    Recurrent layers may lose earlier states where they read several tokens, or read single ones in another way.
+    Recurrent layers may lose earlier states in a forward of several tokens, or compute single tokens differently.
     """
     cache = recurrent_cache(model)
     return cache is None or bool(importlib.import_module(_MIXERS).stepped_model(model, cache).reads_at_once)
 
 
 def reads_prompts_otherwise(model: PreTrainedModel) -> bool:
-    """Whether tokens that are read with the prompt get other states than in steps, though none are lost."""
+    """Return whether tokens read with the prompt get other states than in steps, with none lost."""
     cache = recurrent_cache(model)
     if cache is None:
         return False

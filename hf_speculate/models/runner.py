@@ -1,4 +1,4 @@
-"""Compiled units and graph backends: what the core knows of forwards that do not run eagerly."""
+"""Compiled units and graph backends: the core's side of compiled and captured forwards."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -8,24 +8,25 @@ from torch import nn
 
 from hf_speculate.model_state import model_state
 
-# Type of device -> the class that captures graphs on it.
+# Device type -> class for capturing graphs.
 GRAPH_BACKENDS = {"cuda": "hf_speculate.options.compiled.graphs:CudaGraphs"}
 
 
 class CompiledUnits:
-    """The functions compiled for one model, for all calls; they take the model as an argument, so it can be freed.
+    """Functions compiled for one model.
 
-    A copy and a pickle are empty: their model is compiled anew.
+    All calls share them. They take the model as an argument, so it can be freed. A copy or a pickle is empty: its model
+    is compiled again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self.failures: dict[Hashable, str] = {}  # why compiling with some settings failed, which is not tried again
+        self.failures: dict[Hashable, str] = {}  # reasons of failed compilations by settings; not tried again
 
     @classmethod
     def of(cls, model: nn.Module) -> "CompiledUnits":
-        """The functions of a model."""
+        """Return the functions of a model."""
         return model_state(model).get(cls, cls)
 
     def __reduce__(self) -> tuple[type["CompiledUnits"], tuple[()]]:

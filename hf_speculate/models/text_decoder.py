@@ -1,4 +1,4 @@
-"""The text decoder inside a model, which readers of pictures and sounds wrap, and the model inside a PEFT wrapper."""
+"""Find the text decoder inside a multimodal model, and the model inside a PEFT wrapper."""
 
 import sys
 from typing import Any
@@ -9,7 +9,7 @@ from hf_speculate.errors import UnsupportedModelError
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost model that makes the masks of the text's layers: the base model if nothing wraps it."""
+    """Return the innermost decoder; it makes the masks of the text layers."""
     decoder: Any = model.base_model
     while isinstance(decoder, PreTrainedModel):
         inner: Any = decoder.get_decoder()
@@ -20,10 +20,10 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unwrapped(model: Any, role: str = "model") -> Any:
-    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
+    """Return the model inside a PEFT wrapper, with its adapters; other objects unchanged.
 
     Raises:
-        UnsupportedModelError: the wrapper adds to each forward what the model inside cannot know.
+        UnsupportedModelError: The wrapper adds a learned prompt or an activated LoRA to each forward.
     """
     if isinstance(model, PreTrainedModel) or not callable(getattr(model, "get_base_model", None)):
         return model
@@ -41,6 +41,9 @@ def unwrapped(model: Any, role: str = "model") -> Any:
 
 
 def makes_causal_masks(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder's masks come from transformers' function, which returns one of four dimensions as it is."""
+    """Return whether a decoder makes its masks with transformers' `create_causal_mask`.
+
+    This function returns a 4D mask unchanged.
+    """
     modules = (sys.modules.get(base.__module__) for base in type(decoder).__mro__)
     return any(hasattr(module, "create_causal_mask") for module in modules)

@@ -1,4 +1,4 @@
-"""Row lists: objects with an entry for each row of the batch, whose rows are selected and joined here alone."""
+"""Row lists: select and join the rows of objects with an entry for each row of the batch."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,7 +11,10 @@ from hf_speculate.transfers import upload
 
 
 class RowIndices(list[int]):
-    """The rows that are kept, in their new order; each device gets them in one upload for all parts of a batch."""
+    """Indices of selected rows, in their new order.
+
+    All members of a batch share one upload per device.
+    """
 
     def __init__(self, indices: Sequence[int]):
         super().__init__(indices)
@@ -19,24 +22,24 @@ class RowIndices(list[int]):
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "RowIndices":
-        """Return the indices themselves if they are of this class."""
+        """Convert indices to this class, unless they are of it."""
         return indices if isinstance(indices, cls) else cls(indices)
 
     def on(self, device: torch.device) -> Tensor:
-        """[N] int64."""
+        """Return the indices as a tensor [N] int64."""
         if device not in self._on:
             self._on[device] = upload(self, device)
         return self._on[device]
 
     def select(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return the kept rows of a tensor, [N, ...] if rows are its first dimension."""
+        """Select rows of a tensor along `dim`: [N, ...] for the first dimension."""
         return tensor.index_select(dim, self.on(tensor.device))
 
 
 class PerRow:
-    """Writes `rows` and `join` for the members that a class declares by name.
+    """An object with members per row.
 
-    A member that is None, or a list that is empty, is not filled yet and stays so.
+    `rows` and `join` update the members declared by name. A member is skipped while it is None or an empty list.
     """
 
     BY_ROW: ClassVar[tuple[str, ...]] = ()
@@ -44,28 +47,28 @@ class PerRow:
     TENSORS: ClassVar[tuple[str, ...]] = ()
     """Tensors [B, ...], or lists, tuples and dictionaries of such."""
     PARTS: ClassVar[tuple[str, ...]] = ()
-    """Members with `rows` and `join` of their own; one that has two names counts once."""
+    """Members with `rows` and `join` methods; an object with two names counts once."""
 
     REPLACED: ClassVar[tuple[str, ...]] = ()
-    """Members whose `rows` returns what takes their place."""
+    """Members replaced by the result of their `rows`."""
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
-        kept = RowIndices.of(indices)
+        """Select the rows `indices`, in this order."""
+        row_indices = RowIndices.of(indices)
         for name in self.REPLACED:
-            setattr(self, name, getattr(self, name).rows(kept))
+            setattr(self, name, getattr(self, name).rows(row_indices))
         for name in self.BY_ROW:
             values = getattr(self, name)
             if values:
-                setattr(self, name, [values[row] for row in kept])
+                setattr(self, name, [values[row] for row in row_indices])
         for name in self.TENSORS:
-            setattr(self, name, tree_map_only(Tensor, kept.select, getattr(self, name)))
+            setattr(self, name, tree_map_only(Tensor, row_indices.select, getattr(self, name)))
         for name in self._part_names():
-            getattr(self, name).rows(kept)
+            getattr(self, name).rows(row_indices)
         self.forget()
 
     def join(self, other: Any) -> None:
-        """Add the rows of `other`, which is of the same class and not used after that, behind these."""
+        """Append the rows of `other`, of the same class; it must not be used afterwards."""
         for name in self.BY_ROW:
             values = getattr(self, name)
             if values:
@@ -77,10 +80,10 @@ class PerRow:
         self.forget()
 
     def forget(self) -> None:
-        """Called after the rows have changed: drop what was derived from them."""
+        """Drop values derived from the rows; called after each change of the rows."""
 
     def _part_names(self) -> list[str]:
-        first = {id(part): name for name in reversed(self.PARTS) if (part := getattr(self, name)) is not None}
+        first = {id(member): name for name in reversed(self.PARTS) if (member := getattr(self, name)) is not None}
         return [name for name in self.PARTS if name in first.values()]
 
 

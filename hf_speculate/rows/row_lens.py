@@ -1,4 +1,4 @@
-"""Row lengths, on the host and on a device, and the column indices that follow from them."""
+"""Row lengths on the host and on a device, and the column indices derived from them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,21 +9,21 @@ from torch import Tensor
 from hf_speculate.rows.per_row import PerRow, RowIndices
 from hf_speculate.transfers import upload
 
-_FIRST_VALUES = 512  # numbers that a cache has at first; they double
+_FIRST_VALUES = 512  # initial size of a cache, doubled when it is exceeded
 
 
 class ArangeCache:
-    """Consecutive integers on a device, made once and handed out as views."""
+    """Consecutive integers on a device, shared as views."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.int64):
         self.device = torch.device(device)
         self.dtype = dtype
         self._first = self._end = 0
-        self._values: Tensor | None = None  # [N], the numbers from the first to before the end
+        self._values: Tensor | None = None  # [N], the integers from `_first` to before `_end`
 
-    def span(self, start: int, num: int) -> Tensor:
-        """[num], the numbers from `start` on; not to be written to."""
-        end = start + num
+    def span(self, start: int, num_values: int) -> Tensor:
+        """Return a read-only view of `num_values` integers from `start` on."""
+        end = start + num_values
         if self._values is None or start < self._first or end > self._end:
             self._first = self._first if start >= self._first else min(start, 2 * self._first, -_FIRST_VALUES)
             self._end = self._end if end <= self._end else max(end, 2 * self._end, _FIRST_VALUES)
@@ -35,15 +35,16 @@ class RowCounts(NamedTuple):
     """A count for each of B rows."""
 
     on_host: Sequence[int]  # [B]
-    per_row: Tensor | None = None  # [B] int32 or int64 on the device, the counts less `common`; None if it lacks them
+    per_row: Tensor | None = None  # [B] int32 or int64, the counts minus `common`; None if not on the device
     common: int = 0
 
 
 class RowLens(PerRow):
-    """Lengths of B rows: numbers on the host for decisions, a tensor on a device for arithmetic.
+    """Lengths of B rows, on host and device.
 
-    On the device a length is an entry of a tensor plus a number that all rows share, so adding the same count to all
-    rows launches nothing. The tensor is uploaded when it is next read, without a wait, unless counts are there.
+    Decisions read the host's numbers, arithmetic a tensor on the device. There a length is an entry of the tensor plus
+    a number shared by all rows, so adding one count to all rows launches no kernel. The tensor is uploaded when it is
+    next read, without a wait, unless the counts are on the device already.
     """
 
     BY_ROW = ("on_host",)
@@ -59,20 +60,20 @@ class RowLens(PerRow):
         return all(length == self.on_host[0] for length in self.on_host)
 
     def copy(self) -> "RowLens":
-        """Return the present lengths, which stay as they are."""
-        twin = RowLens(self.on_host, self.aranges)
-        twin._per_row, twin._common = self._per_row, self._common
-        return twin
+        """Return a copy, independent of later changes."""
+        row_lens = RowLens(self.on_host, self.aranges)
+        row_lens._per_row, row_lens._common = self._per_row, self._common
+        return row_lens
 
     def on_device(self) -> Tensor:
-        """[B] int64."""
+        """Return the lengths as a tensor [B] int64."""
         if self.is_even:
             length = self.on_host[0] if self.on_host else 0
             return torch.full((len(self.on_host),), length, dtype=torch.int64, device=self.aranges.device)
         return self._tensor() + self._common
 
     def less(self, other: "RowLens") -> tuple[Tensor, int]:
-        """These lengths less the other ones: [B] int64 on the device, and a number to add to each."""
+        """Subtract other lengths: return [B] int64 on the device, and a number to add to each."""
         if other.is_even:
             return self._tensor(), self._common - other.on_host[0]
         if self.is_even:
@@ -80,32 +81,40 @@ class RowLens(PerRow):
         mine, theirs = self._tensor(), other._tensor()
         return mine - theirs, self._common - other._common
 
-    def columns(self, num: int, offset: int = 0) -> Tensor:
-        """[B or 1, num] int64: columns of `num` tokens from each row's end plus `offset` on; not to be written to."""
-        if self.is_even:
-            return self.aranges.span((self.on_host[0] if self.on_host else 0) + offset, num)[None]
-        per_row = self._tensor()[:, None]  # may set what rows share
-        return per_row + self.aranges.span(self._common + offset, num)
+    def columns(self, num_tokens: int, offset: int = 0) -> Tensor:
+        """Return the columns of `num_tokens` tokens from each row's end plus `offset` on.
 
-    def positions(self, num: int, offset: int = 0, pads: Tensor | None = None) -> Tensor:
-        """[B or 1, num] int64: `columns` less the padding [B, 1], in memory of their own: models are handed them."""
+        Returns:
+            [B or 1, num_tokens] int64, read-only.
+        """
+        if self.is_even:
+            return self.aranges.span((self.on_host[0] if self.on_host else 0) + offset, num_tokens)[None]
+        per_row = self._tensor()[:, None]  # may change `_common`
+        return per_row + self.aranges.span(self._common + offset, num_tokens)
+
+    def positions(self, num_tokens: int, offset: int = 0, pads: Tensor | None = None) -> Tensor:
+        """Return `columns` minus the padding `pads` [B, 1], in new memory, safe to pass to models.
+
+        Returns:
+            [B or 1, num_tokens] int64.
+        """
         if pads is not None:
-            return self.columns(num, offset) - pads
+            return self.columns(num_tokens, offset) - pads
         if self.is_even:
             first = self.on_host[0] + offset
-            return torch.arange(first, first + num, device=self.aranges.device)[None]
-        return self.columns(num, offset)
+            return torch.arange(first, first + num_tokens, device=self.aranges.device)[None]
+        return self.columns(num_tokens, offset)
 
-    def add(self, num: int) -> None:
-        """Lengthen all rows by `num`; shorten them where it is negative."""
-        self.on_host = [length + num for length in self.on_host]
-        self._common += num
+    def add(self, num_tokens: int) -> None:
+        """Lengthen all rows by `num_tokens`; a negative number shortens them."""
+        self.on_host = [length + num_tokens for length in self.on_host]
+        self._common += num_tokens
 
     def add_counts(self, counts: RowCounts | Sequence[int]) -> None:
         if not isinstance(counts, RowCounts):
             counts = RowCounts(counts)
         was_even, before = self.is_even, self.on_host
-        self.on_host = [length + num for length, num in zip(before, counts.on_host, strict=True)]
+        self.on_host = [length + count for length, count in zip(before, counts.on_host, strict=True)]
         if counts.per_row is None or self.is_even:
             self._per_row = None
         elif was_even:
@@ -114,7 +123,10 @@ class RowLens(PerRow):
             self._per_row, self._common = self._per_row + counts.per_row, self._common + counts.common
 
     def set(self, lens: Sequence[int], like: "RowLens | None" = None) -> None:
-        """Take other lengths [B]; if all differ from `like` by one number, its tensor on the device is used."""
+        """Replace the lengths [B].
+
+        If all differ from `like` by the same number, its tensor on the device is shared.
+        """
         self.on_host, self._per_row = list(lens), None
         if like is None or like._per_row is None or like.aranges.device != self.aranges.device:
             return
@@ -123,16 +135,16 @@ class RowLens(PerRow):
             self._per_row, self._common = like._per_row, like._common + gaps.pop()
 
     def rows(self, indices: Sequence[int]) -> None:
-        kept, per_row = RowIndices.of(indices), self._per_row
-        super().rows(kept)
+        row_indices, per_row = RowIndices.of(indices), self._per_row
+        super().rows(row_indices)
         if per_row is not None and not self.is_even:
-            self._per_row = kept.select(per_row)
+            self._per_row = row_indices.select(per_row)
 
     def forget(self) -> None:
         self._per_row = None
 
     def _tensor(self) -> Tensor:
-        """[B] int64, the lengths less what rows share."""
+        """Return the lengths minus `_common`, [B] int64."""
         if self._per_row is None:
             self._common = min(self.on_host)
             self._per_row = upload([length - self._common for length in self.on_host], self.aranges.device)

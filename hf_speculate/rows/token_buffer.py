@@ -1,4 +1,4 @@
-"""Token buffer: rows of token ids with different lengths in one growing tensor."""
+"""Token buffer: rows of token ids with different lengths, in one growing tensor."""
 
 import copy
 from collections.abc import Sequence
@@ -12,7 +12,10 @@ from hf_speculate.rows.row_lens import ArangeCache, RowCounts, RowLens
 
 
 class TokenBuffer(PerRow):
-    """B rows of token ids, each with its own length, that begin with copies of `token_ids` [B, T] int64."""
+    """B rows of token ids with different lengths.
+
+    They start as copies of `token_ids` [B, T] int64.
+    """
 
     TENSORS = ("token_ids",)
     PARTS = ("row_lens",)
@@ -32,35 +35,44 @@ class TokenBuffer(PerRow):
         return self.row_lens.is_even
 
     def append(self, token_ids: Tensor, counts: RowCounts | Sequence[int] | None = None) -> None:
-        """Write tokens [B, N] int64 at the end of each row: the first `counts` [B] of each, or all N."""
-        num = token_ids.shape[1]
+        """Append tokens to each row.
+
+        Args:
+            token_ids: [B, N] int64.
+            counts: [B] tokens of each row to append. None for all N.
+        """
+        num_tokens = token_ids.shape[1]
         token_ids = token_ids.clamp_min(0)
-        self._reserve(max(self.lens, default=0) + num)
+        self._reserve(max(self.lens, default=0) + num_tokens)
         if self.is_even:
             start = self.lens[0] if self.lens else 0
-            self.token_ids[:, start : start + num] = token_ids
+            self.token_ids[:, start : start + num_tokens] = token_ids
         else:
-            self.token_ids.scatter_(1, self.row_lens.columns(num), token_ids)
+            self.token_ids.scatter_(1, self.row_lens.columns(num_tokens), token_ids)
         if counts is None:
-            self.row_lens.add(num)
+            self.row_lens.add(num_tokens)
         else:
             self.row_lens.add_counts(counts)
 
-    def last(self, num: int) -> Tensor:
-        """[B, num] int64, the last `num` tokens of each row; a shorter row repeats its first one before them."""
-        if self.is_even and num <= self.lens[0]:
-            return self.token_ids[:, self.lens[0] - num : self.lens[0]]
-        columns = self.row_lens.columns(num, offset=-num).expand(len(self.lens), -1)
-        return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
+    def last(self, num_tokens: int) -> Tensor:
+        """Return the last `num_tokens` tokens of each row, [B, num_tokens] int64.
+
+        A shorter row is filled on the left with its first token.
+        """
+        if self.is_even and num_tokens <= self.lens[0]:
+            return self.token_ids[:, self.lens[0] - num_tokens : self.lens[0]]
+        columns = self.row_lens.columns(num_tokens, offset=-num_tokens).expand(len(self.lens), -1)
+        return self.token_ids.gather(1, columns if num_tokens <= min(self.lens) else columns.clamp_min(0))
 
     def copy(self) -> "TokenBuffer":
-        """Return the same rows; what either drops of them stays in the other, and neither is appended to."""
-        twin = copy.copy(self)
-        twin.row_lens = self.row_lens.copy()
-        return twin
+        """Return a copy with separate lengths and shared tokens; do not append to either."""
+        token_buffer = copy.copy(self)
+        token_buffer.row_lens = self.row_lens.copy()
+        return token_buffer
 
-    def drop(self, num: int) -> None:
-        self.row_lens.add(-num)
+    def drop(self, num_tokens: int) -> None:
+        """Drop the last `num_tokens` tokens of each row."""
+        self.row_lens.add(-num_tokens)
 
     def join(self, other: "TokenBuffer") -> None:
         self._reserve(other.token_ids.shape[1])

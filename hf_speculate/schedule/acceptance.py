@@ -1,4 +1,4 @@
-"""The acceptance model: how likely the tokens of a model or head are to be accepted, by position."""
+"""Acceptance model: estimate the acceptance rate of drafted tokens by position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Tuning:
-    """Weights of the acceptance model, chosen by the table of means of tests/schedule/laboratory."""
+    """Weights of the acceptance model.
+
+    Chosen by the table of means of tests/schedule/laboratory.
+    """
 
     decay: float = 0.95  # factor of the counts per round
     slow_decay: float = 0.99  # factor of the first position's long-run counts per round
-    plain_decay: float = 0.99  # factor of the counts per plain step: texts change
+    plain_decay: float = 0.99  # factor of the counts per plain step, as texts change
     weight: float = 5.0  # weight of the previous position's rate, in observations
     first: tuple[float, float] = (1.6, 2.0)  # accepted and drafted first tokens before any round
     optimism: float = 0.5  # added to a rate of one observation in a trial
@@ -23,14 +26,16 @@ TUNING = Tuning()
 
 
 class DraftedRow(NamedTuple):
-    """A row that a model or head drafted for."""
+    """A row drafted by a model or head."""
 
     num_accepted: int
-    num_drafted: int  # tokens that were asked for, no more than the row had room for
+    num_drafted: int  # requested tokens, within the room of the row
 
 
 class Acceptance:
-    """Acceptance by position; a position that was never reached is as good as the one before it.
+    """Acceptance-rate estimate by draft position.
+
+    A position never reached has the estimate of the previous position.
 
     Args:
         max_draft_tokens: K_max, >= 1.
@@ -42,7 +47,7 @@ class Acceptance:
         self._long_run = TUNING.first
 
     def observe(self, rows: Sequence[DraftedRow]) -> None:
-        """Learn from a round; a position also counts as rejected if the source stopped before it."""
+        """Add the rows of a round; positions after the source's stop count as rejected."""
         self._forget(TUNING.decay)
         accepted, drafted = (TUNING.slow_decay * count for count in self._long_run)
         for row in rows:
@@ -55,11 +60,11 @@ class Acceptance:
         self._long_run = accepted, drafted
 
     def observe_plain(self) -> None:
-        """Let past observations weigh a little less after a plain step."""
+        """Decay past observations after a plain step."""
         self._forget(TUNING.plain_decay)
 
     def probabilities(self, is_optimistic: bool = False) -> list[float]:
-        """Return [K_max] probabilities that a token is accepted with all before it."""
+        """Return the probabilities [K_max] of accepting each token and all before it."""
         bonus = TUNING.optimism if is_optimistic else 0.0
         rate, rates = self._long_run[0] / self._long_run[1], []
         for accepted, drafted in zip(self._accepted, self._drafted, strict=True):

@@ -1,14 +1,14 @@
-"""The adaptive schedule: drafts wherever that is expected to end the call sooner.
+"""Adaptive schedule: draft if it is expected to end the call sooner.
 
-Free proposals (prompt lookup, a suffix store) are seen before the round: the width is the one whose
-tokens are worth more than what the verification gets longer. A model or head drafts the K that ends
-the rest of the call soonest, the reading of its prompt included. Where no K does, it is tried after
-4, 8, ... 256 plain steps, which are counted across calls.
+Free proposals (prompt lookup, a suffix store) are known before the round: the best width saves more
+seconds than it adds to the verification. A model or head drafts with the best K for ending the call
+soon, including the time to read its prompt. If no K gains, the source is tried again after
+4, 8, ... 256 plain steps, counted across calls.
 
-One account over all calls of a type bounds what drafting may lose: at most `LOSS_SHARE` of the counted
-seconds plus `MAX_LOSS` plain steps. A round counts as at most twice the seconds that were expected
-of it, and reading a prompt as no more than expected, so pauses of the process and the first forwards
-of a compiled size lie outside. A plain step counts as it was last measured.
+One account over all calls of a type limits the loss by drafting: at most `LOSS_SHARE` of the counted
+seconds plus `MAX_LOSS` plain steps. A round counts at most twice its expected seconds, and reading a
+prompt no more than expected. Pauses of the process and the first forwards of a compiled size are thus
+not counted in full. A plain step counts with its last measurement.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,21 @@ from hf_speculate.schedule.costs import TUNING as COST_TUNING
 from hf_speculate.schedule.free import FIRST_PACE, best_width, row_worths
 from hf_speculate.schedule.memory import FIRST_WAIT, ScheduleMemory
 
-LOSS_SHARE = 0.02  # share of the counted seconds that drafting may lose in the long run
-MAX_LOSS = 24.0  # plain steps that it may lose beyond that
-MAX_GAIN = 96.0  # plain steps of past gains that count at most: they pay for reading long prompts
+LOSS_SHARE = 0.02  # largest long-run loss, as a share of the counted seconds
+MAX_LOSS = 24.0  # largest loss beyond this share, in plain steps
+MAX_GAIN = 96.0  # largest balance in plain steps; it pays for reading long prompts
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Weights of the choice, chosen by the table of means of tests/schedule/laboratory."""
+    """Weights of the choice.
 
-    max_wait: int = 256  # plain steps between trials at most
+    Chosen by the table of means of tests/schedule/laboratory.
+    """
+
+    max_wait: int = 256  # maximum plain steps between trials
     paying_wait: int = 32  # the same while past gains pay for trials
-    least_trial_gain: float = 1.1  # expected of a trial, optimistically
+    least_trial_gain: float = 1.1  # minimum gain of a trial, estimated optimistically
     pace_weight: float = 0.05  # weight of the newest round in the pace
     row_weight: float = 0.1  # weight of the newest round in a row's pace
 
@@ -41,13 +44,13 @@ TUNING = Tuning()
 
 
 class AdaptiveSchedule(Schedule):
-    """Draft what is expected to gain, by measured seconds and acceptance.
+    """A schedule by measured seconds and acceptance rates.
 
     Args:
-        memory: estimates and account of the calls of this type.
-        max_model_tokens: tokens that a model or head drafts at most; 0 if all proposals are free.
-        refills_rows: whether other rows take the places of finished ones, so that all tokens of a
-            round are worth the same.
+        memory: Estimates and account of the calls of this type.
+        max_model_tokens: Maximum tokens drafted by a model or head; 0 if all proposals are free.
+        refills_rows: Whether new rows replace finished ones; all tokens of a round then have the
+            same value.
     """
 
     def __init__(self, memory: ScheduleMemory, max_model_tokens: int, refills_rows: bool = False) -> None:
@@ -56,7 +59,7 @@ class AdaptiveSchedule(Schedule):
         self._rows: Sequence[RowAhead] = ()  # rows of the newest choice
         self._choice = PLAIN_STEP
         self._num_unread = 0
-        self._paces: dict[int, float] = {}  # tokens per round of each row, lately
+        self._paces: dict[int, float] = {}  # recent tokens per round of each row
         self._is_trial_open = False  # whether the last drafted round was a trial
 
     def begin(self, prefill_s: float, num_read: int) -> None:
@@ -90,7 +93,7 @@ class AdaptiveSchedule(Schedule):
         return choice if self._can_afford(num_rows, choice) else PLAIN_STEP
 
     def _best(self, num_rows: int, lengths: Sequence[int]) -> tuple[Choice, float]:
-        """Return the best draft of these lengths, and the seconds that it saves of a plain step."""
+        """Return the best draft of these lengths, and the seconds it saves per plain step."""
         step_s = self.memory.costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return PLAIN_STEP, 0.0
@@ -103,17 +106,17 @@ class AdaptiveSchedule(Schedule):
         return Choice(num_tokens, num_tokens, is_trial), step_s * (1 - 1 / gain)
 
     def _best_width(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float]:
-        """Return the best width of the free proposals, and the seconds that it saves."""
+        """Return the best width of the free proposals, and the seconds it saves."""
         verifications_s = self.memory.costs.verifications_s(num_rows)
         return best_width(self._rows, self._worths(), self._token_s(num_rows), verifications_s, lengths)
 
     def _worths(self) -> list[float]:
-        """Return [N] plain steps that one more token of each row saves."""
+        """Return the plain steps [N] saved by one more token of each row."""
         rows = self._rows
         return [1 / len(rows)] * len(rows) if self._refills_rows else row_worths(rows, self._paces)
 
     def _token_s(self, num_rows: int) -> float:
-        """Return the seconds that a plain step is worth at the pace of late."""
+        """Return the value of a plain step in seconds, at the recent pace."""
         return (self.memory.costs.plain_s(num_rows) or 1.0) / max(self.memory.pace, 1.0)
 
     def _choose_length(self, num_rows: int, lengths: Sequence[int]) -> tuple[int, float, bool]:
@@ -121,7 +124,7 @@ class AdaptiveSchedule(Schedule):
         memory, costs = self.memory, self.memory.costs
         num_left = max(row.num_left for row in self._rows)
         max_tokens = min(self._max_model_tokens, num_left - 1)
-        lengths = [num for num in lengths if num <= max_tokens]
+        lengths = [draft_len for draft_len in lengths if draft_len <= max_tokens]
         step_s = costs.plain_s(num_rows)
         if not lengths or step_s is None:
             return 0, 1.0, False
@@ -140,7 +143,10 @@ class AdaptiveSchedule(Schedule):
         return (best, gain, True) if gain > TUNING.least_trial_gain else (0, 1.0, False)
 
     def _outweighs(self, num_rows: int, num_tokens: int, saved_s: float) -> bool:
-        """Return whether a draft of the model saves more than proposals alone; each row has the better."""
+        """Return whether a draft of the model saves more than proposals alone.
+
+        In a drafted round each row uses the better of the two.
+        """
         costs = self.memory.costs
         expected = sum(self.memory.acceptance.probabilities()[:num_tokens])
         tokens = [max(sum(row.proposed[:num_tokens]), expected) for row in self._rows]
@@ -151,12 +157,12 @@ class AdaptiveSchedule(Schedule):
         return both_s > saved_s
 
     def _compiled(self, num_rows: int, lengths: Sequence[int], choice: Choice, saved_s: float) -> Choice:
-        """Return a draft of a compiled size, until what that has lost would have paid for a new one."""
+        """Return a draft of a compiled size; a new size once the missed savings cover its start."""
         memory, costs = self.memory, self.memory.costs
-        compiled = [num for num in lengths if costs.is_measured(num_rows, num)]
+        compiled = [draft_len for draft_len in lengths if costs.is_measured(num_rows, draft_len)]
         other, other_saved_s = self._best(num_rows, compiled)
         if choice.is_trial and compiled:
-            return other  # one size is enough to learn that the source gains nothing
+            return other  # one size is enough to find a source without gain
         size = num_rows, costs.size_of(choice.num_draft_tokens)
         memory.missed_s[size] = memory.missed_s.get(size, 0.0) + max(saved_s - other_saved_s, 0.0)
         return choice if memory.missed_s[size] >= costs.start_s else other
@@ -166,11 +172,11 @@ class AdaptiveSchedule(Schedule):
         if not choice.num_draft_tokens:
             return True
         step_s = self.memory.costs.plain_s(num_rows) or 1.0
-        most_s = self._most_s(num_rows, choice.num_draft_tokens, choice.num_model_tokens)
-        return self.memory.account - most_s / step_s >= -MAX_LOSS
+        max_s = self._max_s(num_rows, choice.num_draft_tokens, choice.num_model_tokens)
+        return self.memory.account - max_s / step_s >= -MAX_LOSS
 
-    def _most_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
-        """Return the seconds as which a round counts at most."""
+    def _max_s(self, num_rows: int, num_drafted: int, num_tokens: int) -> float:
+        """Return the maximum seconds counted for a round."""
         costs, read_s = self.memory.costs, 0.0
         seconds = costs.verifications_s(num_rows)[num_drafted]
         if num_tokens:
@@ -204,7 +210,7 @@ class AdaptiveSchedule(Schedule):
             self._paces[row.row_id] = pace + TUNING.row_weight * (row.num_emitted - pace)
 
     def _count_trial(self, num_tokens: int) -> None:
-        """Double the wait after a trial that no draft follows; begin anew after one that paid."""
+        """Double the wait after a trial without a following draft; reset it after a good trial."""
         memory, is_trial = self.memory, self._choice.is_trial and num_tokens > 0
         if self._is_trial_open and not is_trial:
             memory.wait = FIRST_WAIT if num_tokens else min(2 * memory.wait, TUNING.max_wait)
@@ -215,22 +221,22 @@ class AdaptiveSchedule(Schedule):
         self._is_trial_open = is_trial
 
     def _book(self, outcome: RoundOutcome) -> None:
-        """Add what a round has gained to the account, and follow the pace."""
+        """Add the gain of a round to the account, and update the pace."""
         memory, num_rows = self.memory, outcome.num_rows
         step_s = memory.costs.plain_s(num_rows) or 1.0
         num_drafted, num_tokens = outcome.num_draft_tokens, outcome.num_model_tokens
-        took = min(outcome.seconds, self._most_s(num_rows, num_drafted, num_tokens)) / step_s
-        gained = 0.0
+        took_steps = min(outcome.seconds, self._max_s(num_rows, num_drafted, num_tokens)) / step_s
+        gained_steps = 0.0
         if num_drafted or num_tokens:
-            gained = self._num_steps(outcome) - took
-            pace = (gained + took) / max(took, 1e-9)
+            gained_steps = self._num_steps(outcome) - took_steps
+            pace = (gained_steps + took_steps) / max(took_steps, 1e-9)
         else:
             pace = 1.0
         memory.pace += TUNING.pace_weight * (pace - memory.pace)
-        memory.account = min(memory.account + gained + LOSS_SHARE * took, MAX_GAIN)
+        memory.account = min(memory.account + gained_steps + LOSS_SHARE * took_steps, MAX_GAIN)
 
     def _num_steps(self, outcome: RoundOutcome) -> float:
-        """Return the plain steps that a round has replaced: of the longest row, or of all in the mean."""
+        """Return the plain steps replaced by a round, for the longest row or as the mean of all."""
         num_emitted = {row.row_id: row.num_emitted for row in outcome.rows}
         if self._refills_rows:
             return sum(num_emitted.values()) / outcome.num_rows

@@ -1,4 +1,4 @@
-"""The protocol of a schedule: what it is told before and after a round, and what it chooses."""
+"""Protocol of schedules, with its inputs before and after a round, and its choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ UNKNOWN_STEP_RATIO = 0.2  # draft step over plain step, for a source of unknown 
 
 @dataclass(frozen=True)
 class DraftPrior:
-    """Costs of a draft source before its first round.
+    """Prior costs of a draft source.
 
     Args:
-        step_ratio: seconds of a draft step over those of a plain step, from the bytes that both read.
-            None if nothing is known of the drafter.
-        is_parallel: whether one step drafts all tokens of a round.
-        is_verification_known: whether the target scores a few tokens about as fast as one. False
-            for quantised weights, whose products are often computed row by row.
+        step_ratio: Ratio of the seconds of a draft step to those of a plain step, estimated from the
+            bytes read by both. None if unknown.
+        is_parallel: Whether one step drafts all tokens of a round.
+        is_verification_known: Whether the target scores a few tokens about as fast as one. False
+            for quantised weights, as their products are often computed row by row.
     """
 
     step_ratio: float | None = 0.0
@@ -30,25 +30,28 @@ class DraftPrior:
         return is_slow and not self.is_parallel
 
     def draft_steps(self, num_draft_tokens: int) -> float:
-        """Return the plain steps that a draft of K tokens takes, without reading a prompt."""
+        """Return the cost of a draft of K tokens in plain steps, without reading a prompt."""
         ratio = UNKNOWN_STEP_RATIO if self.step_ratio is None else self.step_ratio
         return ratio * (1 if self.is_parallel else num_draft_tokens)
 
 
 class RowAhead(NamedTuple):
-    """A live row before a round; one entry, the slowest row, if rows move in lock step."""
+    """A live row before a round.
+
+    In lock step there is one entry, the slowest row.
+    """
 
     row_id: int
-    num_left: int  # tokens that it may still emit, >= 1
+    num_left: int  # tokens the row may still emit, >= 1
     proposed: Sequence[float] = ()
-    """[N] probability of each token of a free proposal that it is accepted with all before it."""
+    """[N] probability of accepting each token of a free proposal and all before it."""
 
 
 class Choice(NamedTuple):
     """The draft of the next round."""
 
-    num_draft_tokens: int  # K, tokens that are verified in a row at most; 0 is a plain step
-    num_model_tokens: int = 0  # tokens that a model or head drafts of them; 0: it is not called
+    num_draft_tokens: int  # K, maximum tokens of a row to verify; 0 is a plain step
+    num_model_tokens: int = 0  # tokens of these to draft with a model or head; 0: it is not called
     is_trial: bool = False
     """Whether the round only measures the source. Rows of equal lengths then stay equal, because
     plain steps are slower for rows of different lengths (by 2.5 % for 8 rows of a small model)."""
@@ -61,20 +64,20 @@ class RowOutcome(NamedTuple):
     """A live row after a round."""
 
     row_id: int
-    num_drafted: int  # tokens that were verified
+    num_drafted: int  # verified tokens
     num_accepted: int
     num_emitted: int
-    is_model: bool = True  # whether its tokens came from a model or head, and not from a free proposal
+    is_model: bool = True  # whether its tokens came from a model or head; False for a free proposal
 
 
 class RoundOutcome(NamedTuple):
-    """The outcome of a round: emitted tokens and seconds."""
+    """Emitted tokens and seconds of a round."""
 
-    rows: Sequence[RowOutcome]  # the live rows that were there before the round, in their order
-    num_rows: int  # B, rows in the forwards, including finished rows that stay in the batch
+    rows: Sequence[RowOutcome]  # live rows of the choice, in the same order
+    num_rows: int  # B, rows in the forwards, including finished rows kept in the batch
     num_draft_tokens: int  # K, width of the verified draft; 0 in a plain step
-    num_model_tokens: int = 0  # tokens that a model or head was asked for; 0 if it was not called
-    num_fed: int = 0  # tokens of each row that the model or head read before its first draft
+    num_model_tokens: int = 0  # tokens requested from a model or head; 0 if it was not called
+    num_fed: int = 0  # tokens of each row read by the model or head before its first draft
     draft_s: float = 0.0
     score_s: float = 0.0
     other_s: float = 0.0  # verifying, trimming, cropping and recording
@@ -86,27 +89,27 @@ class RoundOutcome(NamedTuple):
 
 
 class Schedule(Protocol):
-    """Chooses what each round of a call drafts."""
+    """Protocol for choosing the draft of each round."""
 
     def begin(self, prefill_s: float, num_read: int) -> None:
         """Prepare for the rounds of a call.
 
         Args:
-            prefill_s: seconds of the target's prefill.
-            num_read: prompt tokens of each row that the target read in it, >= 1.
+            prefill_s: Seconds of the target's prefill.
+            num_read: Prompt tokens of each row read in this prefill, >= 1.
         """
         return
 
     def choose(self, rows: Sequence[RowAhead], num_rows: int, max_tokens: int, num_unread: int = 0) -> Choice:
-        """Choose what the next round drafts.
+        """Choose K for the next round.
 
         Args:
-            rows: the live rows, at least one.
-            num_rows: B, rows in the forwards, including finished rows that stay in the batch.
-            max_tokens: tokens that a row may draft at most, >= 0.
-            num_unread: tokens of each row that a model or head reads before its first draft.
+            rows: Live rows, at least one.
+            num_rows: B, rows in the forwards, including finished rows kept in the batch.
+            max_tokens: Maximum tokens to draft per row, >= 0.
+            num_unread: Tokens of each row to be read by a model or head before its first draft.
         """
 
     def update(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that was chosen last."""
+        """Update the estimates after the round of the last choice."""
         return

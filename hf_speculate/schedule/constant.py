@@ -1,20 +1,20 @@
-"""Schedules of transformers: the same draft length in every round, and its heuristic rule."""
+"""Schedules of transformers: a constant draft length, and a heuristic rule."""
 
 from collections.abc import Sequence
 
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.schedule.base import PLAIN_STEP, Choice, RoundOutcome, RowAhead, Schedule
 
-_MIN_LEFT = 32  # tokens to come, of which a plain step costs at most 3 % of the call
+_MIN_LEFT = 32  # minimum remaining tokens: a plain step then costs at most 3 % of the call
 
 
 class ConstantSchedule(Schedule):
-    """Draft `num_draft_tokens` tokens in every round; 0 decodes token by token.
+    """A schedule with a constant K.
 
     Args:
-        num_draft_tokens: K.
-        max_model_tokens: tokens of them that a model or head drafts at most. None for all.
-        begins_plain: whether the first round is a plain step, to measure plain decoding. Short calls
+        num_draft_tokens: K; 0 decodes token by token.
+        max_model_tokens: Maximum tokens of these drafted by a model or head. None for all.
+        begins_plain: Whether the first round is a plain step, to measure plain decoding. Short calls
             have none.
     """
 
@@ -37,11 +37,11 @@ class ConstantSchedule(Schedule):
 
 
 class HeuristicSchedule(ConstantSchedule):
-    """Add two tokens after a fully accepted draft and remove one after a rejection.
+    """transformers' heuristic rule for K.
 
-    A batch counts as fully accepted if at least half of its rows were. transformers carries the
-    number over to the next call under the name "heuristic"; here both of its names start every call
-    from the same number.
+    K grows by two after a fully accepted draft and shrinks by one after a rejection. A batch counts
+    as fully accepted if at least half of its rows were. With "heuristic", transformers keeps K for
+    the next call; here every call starts from the same K under both names.
     """
 
     def update(self, outcome: RoundOutcome) -> None:

@@ -1,35 +1,37 @@
-"""The draft length of a model or head: the K that ends the rest of the call soonest."""
+"""Draft length of a model or head: choose the best K for ending the call soon."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 
 class RoundCosts(NamedTuple):
-    """Seconds of the rounds to come."""
+    """Expected seconds of the next rounds."""
 
     step_s: float  # a plain step of all rows
     rounds_s: Sequence[float]  # [K_max + 1] a round of all rows by K
-    read_s: float  # reading what the source has not seen
+    read_s: float  # reading unread tokens with the source
 
 
 def best_length(
     probabilities: Sequence[float], num_left: int, costs: RoundCosts, lengths: Container[int]
 ) -> tuple[int, float]:
-    """Return the best K >= 1, and plain seconds over seconds of the rest of the call with it.
+    """Return the best K >= 1 and its gain; 0 and 0.0 if there is no K to choose from.
+
+    The gain is the ratio of plain seconds to speculative seconds for the rest of the call.
 
     Args:
-        probabilities: [K_max] of each token that it is accepted with all before it.
-        num_left: tokens that the longest row may still emit.
-        costs: seconds of the rounds to come.
-        lengths: the K to choose from.
+        probabilities: [K_max] of accepting each token and all before it.
+        num_left: Tokens the longest row may still emit.
+        costs: Expected seconds of the next rounds.
+        lengths: Allowed K.
     """
-    mean, best, best_gain = 1.0, 0, 0.0  # mean tokens of a round
-    for num, probability in enumerate(probabilities, 1):
-        mean += probability
-        if num not in lengths:
+    mean_tokens, best, best_gain = 1.0, 0, 0.0
+    for draft_len, probability in enumerate(probabilities, 1):
+        mean_tokens += probability
+        if draft_len not in lengths:
             continue
-        num_rounds = max(num_left / mean, 1.0)
-        gain = num_left * costs.step_s / (num_rounds * costs.rounds_s[num] + costs.read_s)
+        num_rounds = max(num_left / mean_tokens, 1.0)
+        gain = num_left * costs.step_s / (num_rounds * costs.rounds_s[draft_len] + costs.read_s)
         if gain > best_gain:
-            best, best_gain = num, gain
+            best, best_gain = draft_len, gain
     return best, best_gain

@@ -1,4 +1,4 @@
-"""The cost model: seconds of verifications, draft steps and the reading of prompts, from measured rounds."""
+"""Cost model: estimate seconds of verifications, draft steps and prompt reads from past rounds."""
 
 import math
 from bisect import bisect_left
@@ -12,58 +12,63 @@ from hf_speculate.schedule.base import DraftPrior
 
 @dataclass(frozen=True)
 class Tuning:
-    """Weights of the cost model, chosen by the table of means of tests/schedule/laboratory."""
+    """Weights of the cost model.
 
-    num_samples: int = 30  # newest rounds of a size whose median counts
+    Chosen by the table of means of tests/schedule/laboratory.
+    """
+
+    num_samples: int = 30  # newest rounds of a size in the median
     slope: float = 0.03  # plain steps per draft token of a verification, before a measurement
     unknown_slope: float = 0.3  # the same if the target's weights are quantised
-    line_weight: float = 3.0  # samples that the fitted line counts as
-    untried: float = 0.99  # factor of the seconds of a size that was never measured
-    stale: int = 150  # drafted rounds after which plain steps are measured again
-    max_factor: float = 2.0  # bound of a round's seconds over those expected
-    changed: float = 0.02  # change of a median, as a share, after which estimates are made anew
+    line_weight: float = 3.0  # weight of the fitted line, in samples
+    untried: float = 0.99  # factor of the seconds of an unmeasured size
+    stale: int = 150  # drafted rounds before plain steps are measured again
+    max_factor: float = 2.0  # upper bound of a round's seconds, relative to the expected ones
+    changed: float = 0.02  # relative change of a median before estimates are updated
 
 
 TUNING = Tuning()
-_FEW_SAMPLES = 3  # plain steps below which a verification may show that they were slow
-_LONG_READ = 16  # tokens from which reading them takes noticeable time
+_FEW_SAMPLES = 3  # with fewer plain steps, a faster verification shows that they were slow
+_LONG_READ = 16  # minimum tokens with a noticeable reading time
 
 
 class Costs:
-    """Seconds of rounds by rows B and draft length K, from medians that are shrunk towards a line.
+    """Estimated seconds of rounds by B and K.
+
+    B is the number of rows, K the draft length. The estimates are medians, shrunk towards a line.
 
     Args:
-        prior: costs before any drafted round.
+        prior: Costs before any drafted round.
         max_draft_tokens: K_max, >= 1.
-        sizes: the draft lengths that forwards are compiled or captured for, ascending; others run as
-            the next larger one. None if all lengths run as they are.
+        sizes: Ascending draft lengths of compiled or captured forwards; other lengths run as the next
+            larger one. None if all lengths run as they are.
     """
 
     def __init__(self, prior: DraftPrior, max_draft_tokens: int, sizes: Sequence[int] | None = None) -> None:
         self.prior, self.max_draft_tokens = prior, max_draft_tokens
         self.sizes = sizes
         self.num_since_plain = 0  # drafted rounds since the last plain step
-        self.start_s = 0.0  # seconds that the first forward of a new size took beyond later ones
+        self.start_s = 0.0  # extra seconds of the first forward of a new size
         self._samples: dict[tuple[int, int], deque[float]] = {}  # seconds of verifications, by B and K
         self._medians: dict[tuple[int, int], float] = {}  # medians in use, by B and K
         self._plain: dict[int, float | None] = {}  # results of `plain_s`, by B
         self._first_s: dict[tuple[int, int], float] = {}  # first seconds of each size, without a bound
         self._steps: dict[int, deque[float]] = {}  # seconds of a draft step, by B
         self._step_medians: dict[int, float] = {}  # medians in use, by B
-        self._reads: deque[float] = deque(maxlen=3)  # seconds in which the draft reads a token
-        self._prefill_token_s = 0.0  # seconds in which the target's prefill reads a token of each row
+        self._reads: deque[float] = deque(maxlen=3)  # seconds per token read by the draft
+        self._prefill_token_s = 0.0  # seconds per token of each row in the target's prefill
         self._verifications: dict[int, list[float]] = {}  # results of `verifications_s`, by B
 
     def begin(self, prefill_s: float, num_tokens: int) -> None:
         """Record the seconds of the target's prefill of `num_tokens` tokens of each row."""
-        if num_tokens < _LONG_READ:  # a passed cache, or an encoder that reads the text
+        if num_tokens < _LONG_READ:  # the cache was passed, or an encoder reads the text
             return
         token_s = prefill_s / num_tokens
         known_s = self._prefill_token_s
         self._prefill_token_s = min(token_s, known_s) if known_s else token_s
 
     def size_of(self, num_draft_tokens: int) -> int:
-        """Return the draft length as which a forward of K drafted tokens runs."""
+        """Return the compiled or captured draft length for K drafted tokens."""
         if self.sizes is None or not num_draft_tokens:
             return num_draft_tokens
         return self.sizes[min(bisect_left(self.sizes, num_draft_tokens), len(self.sizes) - 1)]
@@ -75,12 +80,12 @@ class Costs:
     @property
     def is_plain_due(self) -> bool:
         """Whether plain steps were never measured, only while they were compiled, or long ago."""
-        num_known = sum(len(samples) for (_, num), samples in self._samples.items() if num == 0)
-        least = 1 if self.sizes is None else 2
-        return num_known < least or self.num_since_plain >= TUNING.stale
+        num_known = sum(len(samples) for (_, draft_len), samples in self._samples.items() if draft_len == 0)
+        min_known = 1 if self.sizes is None else 2
+        return num_known < min_known or self.num_since_plain >= TUNING.stale
 
     def add_verification(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
-        """Add the seconds of a verification, or of a plain step; a pause counts as what is likely."""
+        """Add the seconds of a verification or a plain step; clip pauses to a likely value."""
         key = num_rows, self.size_of(num_draft_tokens)
         samples = self._samples.get(key)
         if self.plain_s(num_rows) is None:
@@ -93,7 +98,7 @@ class Costs:
             samples = self._samples[key] = deque(maxlen=TUNING.num_samples)
             self._first_s[key] = seconds
         if not num_draft_tokens and self.num_since_plain >= TUNING.stale:
-            for _ in range(len(samples) - 2):  # earlier steps say little of the machine's speed
+            for _ in range(len(samples) - 2):  # the machine's speed may have changed since
                 samples.popleft()
         samples.append(min(seconds, max_s))
         self.num_since_plain = self.num_since_plain + 1 if num_draft_tokens else 0
@@ -108,13 +113,13 @@ class Costs:
             self._plain.clear()
 
     def add_draft(self, num_rows: int, num_draft_tokens: int, num_fed: int, seconds: float) -> None:
-        """Add the seconds of a draft whose source read `num_fed` tokens of each row first."""
+        """Add the seconds of a draft, with `num_fed` tokens of each row read before it."""
         num_steps = 1 if self.prior.is_parallel else num_draft_tokens
         if num_fed < _LONG_READ:
-            # a source that lags behind by a few tokens reads them with its first step
+            # A source reads a few missing tokens with its first step.
             steps = self._steps.setdefault(num_rows, deque(maxlen=TUNING.num_samples))
             known_s = self._step_medians.get(num_rows)
-            expected_s = self.step_s(num_rows) or math.inf  # a new number of rows takes the nearest one's
+            expected_s = self.step_s(num_rows) or math.inf  # of the nearest number of rows if this one is new
             steps.append(min(seconds / num_steps, TUNING.max_factor * expected_s))
             median_s = median_low(steps)
             if known_s is None or abs(median_s - known_s) > TUNING.changed * known_s:
@@ -128,14 +133,14 @@ class Costs:
         self._reads.append(read_s / (num_rows * num_fed))
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Return the seconds of a plain step of B rows; None before any."""
+        """Return the seconds of a plain step of B rows; None before any measurement."""
         if num_rows not in self._plain:
             self._plain[num_rows] = self._between(num_rows)
         return self._plain[num_rows]
 
     def _between(self, num_rows: int) -> float | None:
-        """Return the seconds of a plain step of B rows, on the line between the nearest measured ones."""
-        known = sorted(rows for rows, num in self._medians if num == 0)
+        """Interpolate the seconds of a plain step of B rows between the nearest measured ones."""
+        known = sorted(rows for rows, draft_len in self._medians if draft_len == 0)
         if not known:
             return None
         if num_rows <= known[0] or num_rows >= known[-1]:
@@ -149,14 +154,14 @@ class Costs:
         return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
 
     def _plain_s(self, num_rows: int) -> float:
-        """Return the median of a measured number of rows; no more than longer forwards take."""
+        """Return the median of a measured number of rows, limited by those of longer forwards."""
         plain_s = self._medians[num_rows, 0]
         if len(self._samples[num_rows, 0]) >= _FEW_SAMPLES:
             return plain_s
         longer = [
             seconds
-            for (rows, num), seconds in self._medians.items()
-            if num and rows >= num_rows and len(self._samples[rows, num]) > 1
+            for (rows, draft_len), seconds in self._medians.items()
+            if draft_len and rows >= num_rows and len(self._samples[rows, draft_len]) > 1
         ]
         return min([plain_s, *longer])
 
@@ -168,12 +173,12 @@ class Costs:
         return self._step_medians[nearest]
 
     def drafts_s(self, num_rows: int) -> list[float]:
-        """Return [K_max + 1] seconds of a draft by K, without reading a prompt."""
+        """Return the seconds [K_max + 1] of a draft by K, without reading a prompt."""
         step_s, lens = self.step_s(num_rows), range(self.max_draft_tokens + 1)
-        return [step_s * (min(num, 1) if self.prior.is_parallel else num) for num in lens]
+        return [step_s * (min(draft_len, 1) if self.prior.is_parallel else draft_len) for draft_len in lens]
 
     def read_s(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds in which the draft reads `num_tokens` tokens of each row."""
+        """Return the draft's seconds for reading `num_tokens` tokens of each row."""
         if num_tokens < _LONG_READ:
             return 0.0
         if self._reads:
@@ -183,42 +188,42 @@ class Costs:
         return max(num_tokens * token_s, self.step_s(num_rows))
 
     def verifications_s(self, num_rows: int) -> list[float]:
-        """Return [K_max + 1] seconds of a verification by K; in plain steps before any round."""
+        """Return seconds [K_max + 1] of a verification by K; before any round in plain steps."""
         known = self._verifications.get(num_rows)
         if known is None:
             known = self._verifications[num_rows] = self._fit(num_rows)
         return known
 
     def _fit(self, num_rows: int) -> list[float]:
-        """Return [K_max + 1] seconds of a verification: least squares over the medians by K.
+        """Fit the seconds [K_max + 1] of a verification: least squares over the medians by K.
 
-        The plain step and a prior slope count as two samples each. Rounds of another number of rows
-        serve, scaled by their plain steps, where this number of rows was hardly measured.
+        The plain step and a prior slope count as two samples each. With few samples of this number of
+        rows, the fit uses the nearest measured number of rows, scaled by the plain steps.
         """
         plain_s = self.plain_s(num_rows) or 1.0
         counts: dict[int, int] = {}
-        for (rows, num), samples in self._samples.items():
-            counts[rows] = counts.get(rows, 0) + (len(samples) if num else 0)
-        least = min(4, max(counts.values(), default=0))
-        enough = [rows for rows, count in counts.items() if count >= least]
+        for (rows, draft_len), samples in self._samples.items():
+            counts[rows] = counts.get(rows, 0) + (len(samples) if draft_len else 0)
+        min_count = min(4, max(counts.values(), default=0))
+        enough = [rows for rows, count in counts.items() if count >= min_count]
         near = min(enough, key=lambda rows: abs(math.log(rows / num_rows)), default=num_rows)
         scale = plain_s / (self.plain_s(near) or plain_s)
-        points = {num: scale * s for (rows, num), s in self._medians.items() if rows == near and num}
-        weights = {num: float(len(self._samples[near, num])) for num in points} | {0: 2.0}
+        points = {size: scale * s for (rows, size), s in self._medians.items() if rows == near and size}
+        weights = {size: float(len(self._samples[near, size])) for size in points} | {0: 2.0}
         points[0] = plain_s
         total = sum(weights.values())
-        mean_num = sum(weight * num for num, weight in weights.items()) / total
-        mean_s = sum(weight * points[num] for num, weight in weights.items()) / total
+        mean_size = sum(weight * size for size, weight in weights.items()) / total
+        mean_s = sum(weight * points[size] for size, weight in weights.items()) / total
         slope = TUNING.slope if self.prior.is_verification_known else TUNING.unknown_slope
-        square = sum(weight * (num - mean_num) ** 2 for num, weight in weights.items()) + 2.0
+        square = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items()) + 2.0
         product = 2.0 * slope * plain_s + sum(
-            weight * (num - mean_num) * (points[num] - mean_s) for num, weight in weights.items()
+            weight * (size - mean_size) * (points[size] - mean_s) for size, weight in weights.items()
         )
         slope_s = max(product / square, 0.0)
         seconds = [plain_s]
-        for num in range(1, self.max_draft_tokens + 1):
-            size = self.size_of(num)
-            line_s = mean_s + slope_s * (size - mean_num)
+        for draft_len in range(1, self.max_draft_tokens + 1):
+            size = self.size_of(draft_len)
+            line_s = mean_s + slope_s * (size - mean_size)
             if size in points:
                 weight, line_weight = weights[size], TUNING.line_weight
                 line_s = (weight * points[size] + line_weight * line_s) / (weight + line_weight)

@@ -1,4 +1,4 @@
-"""The width of free proposals: the tokens of a lookup that are worth their verification."""
+"""Width of free proposals: keep the tokens worth their verification."""
 
 import math
 from collections.abc import Container, Mapping, Sequence
@@ -9,18 +9,18 @@ FIRST_PACE = 1.2  # tokens per round of a row before its first round
 
 
 def row_worths(rows: Sequence[RowAhead], paces: Mapping[int, float]) -> list[float]:
-    """Return [N] plain steps that one more token of each row saves.
+    """Return the plain steps [N] saved by one more token of each row.
 
-    A token of the row that ends last saves a whole step. Which row ends last is not certain, so all
-    rows have a share of it, by how far their expected ends lie apart.
+    A token of the last row to end saves a whole step. The last row is uncertain, so each row gets a
+    share, by the distance of its expected end from the latest one.
 
     Args:
-        rows: the live rows.
-        paces: tokens per round of each row, by row id.
+        rows: Live rows.
+        paces: Tokens per round of each row, by row id.
     """
     rounds = [row.num_left / paces.get(row.row_id, FIRST_PACE) for row in rows]
     last = max(rounds)
-    lateness = [math.exp((num - last) / max(last, 1.0) ** 0.5) for num in rounds]
+    lateness = [math.exp((num_rounds - last) / max(last, 1.0) ** 0.5) for num_rounds in rounds]
     return [late / sum(lateness) for late in lateness]
 
 
@@ -31,14 +31,14 @@ def best_width(
     verifications_s: Sequence[float],
     lengths: Container[int],
 ) -> tuple[int, float]:
-    """Return the width of the round with the most worth, and the seconds that it saves.
+    """Return the best width of the round, and the seconds it saves; 0 and 0.0 if none saves any.
 
     Args:
-        rows: the live rows with the probabilities of their proposals.
-        worths: [N] plain steps that a token of each row saves.
-        step_s: seconds that a plain step is worth.
+        rows: Live rows with the probabilities of their proposals.
+        worths: [N] plain steps saved by a token of each row.
+        step_s: Value of a plain step in seconds.
         verifications_s: [K_max + 1] seconds of a verification by width.
-        lengths: the widths to choose from.
+        lengths: Allowed widths.
     """
     longest = max((len(row.proposed) for row in rows), default=0)
     best, best_s, saved_s = 0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Memory of a schedule: what the calls of one type leave for later calls with the same target."""
+"""Memory of a schedule: estimates kept for later calls of one type with the same target."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -12,17 +12,19 @@ from hf_speculate.schedule.acceptance import Acceptance
 from hf_speculate.schedule.base import DraftPrior
 from hf_speculate.schedule.costs import Costs
 
-_MAX_CALL_TYPES = 64  # kept per draft source; each takes a few hundred numbers
+_MAX_CALL_TYPES = 64  # maximum per draft source; each takes a few hundred numbers
 FIRST_WAIT = 4  # plain steps before the first trial
 
 
 class ScheduleMemory:
-    """Costs, acceptance and the account of all calls of one type; threads may share it.
+    """Costs, acceptance and account of a call type.
+
+    Threads may share it; the schedule holds `lock` while it reads or writes.
 
     Args:
-        prior: costs of the draft source before any round.
+        prior: Costs of the draft source before any round.
         max_draft_tokens: K_max, >= 1.
-        sizes: see `Costs`.
+        sizes: See `Costs`.
     """
 
     def __init__(
@@ -34,16 +36,19 @@ class ScheduleMemory:
         self.lock = threading.Lock()
         self.costs = Costs(prior or DraftPrior(), max_draft_tokens, sizes)
         self.acceptance = Acceptance(max_draft_tokens)
-        self.account = 0.0  # plain steps that drafting has gained so far, and its income
-        self.pace = 1.0  # plain steps replaced in the seconds of one, lately
+        self.account = 0.0  # balance of drafting in plain steps: past gains, and the allowed share of loss
+        self.pace = 1.0  # recent number of plain steps replaced in the seconds of one
         self.wait = FIRST_WAIT  # plain steps between trials
         self.num_plain = FIRST_WAIT  # plain steps since the last trial
         self.missed_s: dict[tuple[int, int], float] = {}
-        """Seconds that sizes would have saved that are not compiled yet, by B and K."""
+        """Savings missed in seconds, because a size is not compiled yet; by B and K."""
 
 
 class MemoryStore:
-    """Memories of one target's calls, by drafter (held weakly) and type of call."""
+    """Memories of one target's calls.
+
+    The keys are the drafter, held weakly, and the call type.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,14 +60,14 @@ class MemoryStore:
         return model_state(model).get(cls, cls)
 
     def get(self, draft: object | None, call_type: Hashable, make: Callable[[], ScheduleMemory]) -> ScheduleMemory:
-        """Return the memory of a type of call, made if it is new.
+        """Return the memory of a call type; make it on first use.
 
-        Beyond 64 types of calls with a drafter, the one that was used longest ago is dropped.
+        Beyond 64 call types with a drafter, the least recently used one is dropped.
 
         Args:
-            draft: the drafter, held weakly. None if no object stays for the source.
-            call_type: what a round's seconds depend on besides rows and K, such as the cache.
-            make: makes a new memory.
+            draft: The drafter, held weakly. None if the source keeps no object between calls.
+            call_type: Key of further influences on a round's seconds besides rows and K, such as the cache.
+            make: Makes a new memory.
         """
         with self._lock:
             by_type = self._by_draft.setdefault(self if draft is None else draft, {})

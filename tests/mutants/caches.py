@@ -66,7 +66,7 @@ MUTANTS = mutants_of(
             "even rows are written too early": Fault(
                 "start = self.lens[0] if self.lens else 0", "start = self.lens[0] - 1 if self.lens else 0"
             ),
-            "all tokens count": Fault("self.row_lens.add_counts(counts)", "self.row_lens.add(num)"),
+            "all tokens count": Fault("self.row_lens.add_counts(counts)", "self.row_lens.add(num_tokens)"),
         },
         ("hf_speculate/processors/stopping_criteria.py", "processors/test_stopping_criteria.py"): {
             "one token after the maximal length": Fault(
@@ -128,7 +128,7 @@ MUTANTS = mutants_of(
         ("hf_speculate/models/wrapper_probe.py", "models/test_wrapper_probe.py"): {
             "any mask is ours": Fault("is_same = all(any(leaf is mask", "is_same = all(any(True"),
             "positions always arrive": Fault(
-                "HandedOn(is_same, _names_positions(twin) or received", "HandedOn(is_same, True or received"
+                "HandedOn(is_same, _names_positions(meta_model) or received", "HandedOn(is_same, True or received"
             ),
         },
         ("hf_speculate/generation/inputs.py", "generation/test_prompt_arguments.py"): {

@@ -127,7 +127,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/schedule/adaptive.py", "schedule"): {
             "the account is not asked": Fault(
-                "return self.memory.account - most_s / step_s >= -MAX_LOSS", "return True"
+                "return self.memory.account - max_s / step_s >= -MAX_LOSS", "return True"
             ),
             "the account may lose more": Fault("MAX_LOSS = 24.0", "MAX_LOSS = 60.0"),
             "a trial is never made": Fault("return (best, gain, True) if gain >", "return (0, 1.0, False) if gain >"),
@@ -139,7 +139,7 @@ MUTANTS = mutants_of(
         },
         ("hf_speculate/schedule/free.py", "schedule"): {
             "tokens of all rows are worth the same": Fault(
-                "math.exp((num - last) / max(last, 1.0) ** 0.5)", "math.exp(0.0 * num)"
+                "math.exp((num_rounds - last) / max(last, 1.0) ** 0.5)", "math.exp(0.0 * num_rounds)"
             ),
             "a longer verification costs nothing": Fault("- (verifications_s[width] - verifications_s[0])", ""),
         },

@@ -9,7 +9,7 @@ CONTEXT = "draft/test_context.py reliability/test_draft_faults.py"
 MUTANTS = mutants_of(
     {
         ("hf_speculate/rows/per_row.py", "test_per_row.py"): {
-            "lists are not compacted": Fault("[values[row] for row in kept]", "values[: len(kept)]"),
+            "lists are not compacted": Fault("[values[row] for row in row_indices]", "values[: len(row_indices)]"),
             "tensors are not compacted": Fault(
                 "tensor.index_select(dim, self.on(tensor.device))", "tensor.narrow(dim, 0, len(self))"
             ),
@@ -17,7 +17,7 @@ MUTANTS = mutants_of(
                 "if name in first.values()]", "if getattr(self, name) is not None]"
             ),
             "what was derived of other rows stays": Fault(
-                "getattr(self, name).rows(kept)\n        self.forget()", "getattr(self, name).rows(kept)"
+                "getattr(self, name).rows(row_indices)\n        self.forget()", "getattr(self, name).rows(row_indices)"
             ),
         },
         ("hf_speculate/engine/batch.py", "engine/test_batch.py"): {
@@ -25,7 +25,7 @@ MUTANTS = mutants_of(
                 "positions = self._key_offsets + (", "positions = 0 * self._key_offsets + ("
             ),
             "the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
-            "one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
+            "one token of room too many": Fault("[max_len - length for", "[max_len - length + 1 for"),
             "a row that joins counts the rounds before it": Fault(
                 "[self.num_rounds - other.num_rounds]", "[0]", "options/refill/test_continuous.py"
             ),
@@ -102,8 +102,8 @@ MUTANTS = mutants_of(
             ),
             "dropped rows stay in the draft cache": Fault('("drafter", "kv_cache",', '("drafter",'),
             "rows draft past their end": Fault(
-                "most = [max(min(left - 1, limit), 0)",
-                "most = [max(min(left + 9, limit), 0)",
+                "max_lens = [max(min(left - 1, limit), 0)",
+                "max_lens = [max(min(left + 9, limit), 0)",
                 "generation/test_distribution.py generation/test_coupled.py test_stats.py "
                 "draft/test_custom.py generation/test_schedules.py",
             ),
@@ -111,8 +111,8 @@ MUTANTS = mutants_of(
                 "row.num_seen += num_skipped", "row.num_seen += 0", "draft/test_context.py"
             ),
             "a rejected token stays in the cache": Fault(
-                "kept = self.length - num_query",
-                "kept = self.length - num_query + 1",
+                "num_columns = self.length - num_query",
+                "num_columns = self.length - num_query + 1",
                 "options/draft_state/test_draft_state.py",
             ),
             "a row drafts one token past the context": Fault(
@@ -123,7 +123,9 @@ MUTANTS = mutants_of(
                 "if room[row.index] >= num_draft_tokens]", "if True]", CONTEXT
             ),
             "a dead drafter is asked again": Fault(
-                "if not self.faults.is_pending:  # then it is raised in all processes", "if False:", CONTEXT
+                "if not self.faults.is_pending:  # a pending error is raised in all processes later",
+                "if False:",
+                CONTEXT,
             ),
             "the cache of a dead drafter keeps its hooks": Fault(
                 "                session.kv_cache.release()\n", "                pass\n", CONTEXT
@@ -135,7 +137,9 @@ MUTANTS = mutants_of(
                 ">= _FIRST_LOOK and row.num_missed.bit_count()", "< 0 and row.num_missed.bit_count()", CONTEXT
             ),
             "a full row counts for the schedule": Fault(
-                "self.is_served = [num > 0 for num in room]", "self.is_served = [True for num in room]", CONTEXT
+                "self.is_served = [max_tokens > 0 for max_tokens in room]",
+                "self.is_served = [True for _ in room]",
+                CONTEXT,
             ),
         },
         ("hf_speculate/engine/draft_faults.py", "reliability/test_draft_faults.py"): {
@@ -146,7 +150,7 @@ MUTANTS = mutants_of(
             "an error that is deferred by the device is not waited for": Fault('if device.type != "cuda":', "if True:"),
         },
         ("hf_speculate/engine/stop_tracker.py", "generation/test_options.py generation/test_matrix.py"): {
-            "a row stops one token late": Fault("self.num_new[row] + num\n", "self.num_new[row] + num + 1\n"),
+            "a row stops one token late": Fault("self.num_new[row] + count\n", "self.num_new[row] + count + 1\n"),
             "a finished row emits on": Fault("if batch.is_finished[row] and not self.is_lock_step:", "if False:"),
             "rows without padding end at their own stop": Fault(
                 "end = min(self.max_new_tokens, self.end) if", "end = min(self.max_new_tokens, *self.stop_lens) if"
@@ -161,7 +165,9 @@ MUTANTS = mutants_of(
             "flags are lost": Fault(
                 "reduce(or_, (flags[row] for row in live), 0)", "0", "reliability/test_bad_logits.py"
             ),
-            "one token too few": Fault("[row[: num + 1] for", "[row[: max(num, 1)] for", "generation/test_options.py"),
+            "one token too few": Fault(
+                "[row[: count + 1] for", "[row[: max(count, 1)] for", "generation/test_options.py"
+            ),
             "NaN is not looked for": Fault(
                 "if flags[row] & BAD_LOGITS] if checks_logits", "if False] if checks_logits", NAN
             ),
@@ -177,8 +183,8 @@ MUTANTS = mutants_of(
                 "self.processors.rollback([num_positions] * batch.num_rows)", "pass", NAN
             ),
             "processors are not rolled back": Fault(
-                "[num_positions - num for num in trimmed.num_emitted]",
-                "[0 for num in trimmed.num_emitted]",
+                "[num_positions - count for count in trimmed.num_emitted]",
+                "[0 for _ in trimmed.num_emitted]",
                 "generation/test_rollback.py processors",
             ),
             "criteria are asked once a round": Fault(
@@ -206,7 +212,9 @@ MUTANTS = mutants_of(
             ),
         },
         ("hf_speculate/engine/outputs.py", "generation/test_options.py generation/test_matrix.py"): {
-            "scores of the wrong rows": Fault("record.verified.scores[row, :num]", "record.verified.scores[0, :num]"),
+            "scores of the wrong rows": Fault(
+                "record.verified.scores[row, :num_emitted]", "record.verified.scores[0, :num_emitted]"
+            ),
             "ended rows hold no score at the padding": Fault(
                 "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0", "engine/test_batch.py"
             ),
