@@ -16,6 +16,7 @@ from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.response_template import ResponseReader
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
 from hf_speculate.tools.server.text_request import DecodeResult, Piece, Pieces, TextRequest
+from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.tool_calls import Said, ToolCallReader
 
@@ -23,6 +24,7 @@ from hf_speculate.tools.server.tool_calls import Said, ToolCallReader
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 _NOTHING = Said()
+_NO_PIECE = Piece("", [])
 _NUM_CHARS_IN_THREAD = 8_192  # characters that are split beside the event loop: 32,000 brackets take 0.6 s
 _NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
 
@@ -118,9 +120,11 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
     for index, parts in enumerate(texts):
         tokens = [token for part in parts for token in part.logprobs]
         reader = asked.reader(index)
-        text = "".join(part.text for part in parts)
-        read = partial(_read, reader, text, is_end=True)
-        said = read() if len(text) < _NUM_CHARS_IN_THREAD else await asyncio.to_thread(read)
+        text, marked = "".join(part.text for part in parts), [part.marked for part in parts]
+        whole = Piece(text, [], marked=MarkedText.join(marked))
+        read = partial(_read, reader, whole, is_end=True)
+        is_short = max(len(text), len(whole.marked)) < _NUM_CHARS_IN_THREAD
+        said = read() if is_short else await asyncio.to_thread(read)
         reason, calls = results[index].finish_reason, reader.calls if reader else ()
         choices.append(asked.choice(index, said, reason, await _logprobs(asked, index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
@@ -146,7 +150,7 @@ async def events(
                 if isinstance(piece, DecodeResult):
                     results.append(piece)
                     reader = readers[index]
-                    for said in _deltas(_read(reader, "", is_end=True)):
+                    for said in _deltas(_read(reader, _NO_PIECE, is_end=True)):
                         yield event(asked.choice(index, said))
                     calls = reader.calls if reader else ()
                     more = {} if piece.totals is None else {"speculation": piece.totals.as_dict()}
@@ -155,7 +159,7 @@ async def events(
                     logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
                     tokens = [token._asdict() for token in piece.tokens]
                     more = {"speculation": {"tokens": tokens}} if tokens else {}
-                    deltas = _deltas(_read(readers[index], piece.text))
+                    deltas = _deltas(_read(readers[index], piece))
                     for said in deltas or ([_NOTHING] if logprobs or tokens else []):
                         yield event(asked.choice(index, said, logprobs=logprobs), **more)
                         logprobs, more = None, {}
@@ -171,8 +175,10 @@ async def events(
         yield "data: [DONE]\n\n"
 
 
-def _read(reader: ResponseReader | ToolCallReader | None, text: str, is_end: bool = False) -> Said:
-    return Said(text) if reader is None else reader.read(text, is_end)
+def _read(reader: ResponseReader | ToolCallReader | None, piece: Piece, is_end: bool = False) -> Said:
+    if isinstance(reader, ResponseReader):
+        return reader.read(piece.marked, is_end)
+    return Said(piece.text) if reader is None else reader.read(piece.text, is_end)
 
 
 def _deltas(said: Said) -> list[Said]:

@@ -29,7 +29,7 @@ from hf_speculate.tools.server.merged import merged
 from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
 from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
-from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.text_stream import MarkedText, TextStream
 from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.token_origins import TokenPiece, TokenTexts
 from hf_speculate.types import RoundReport
@@ -157,11 +157,8 @@ class Engine:
         self, answer: Answer, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[Piece | DecodeResult, None]:
         arguments, echoed, num_sent = answer.prompt.arguments, answer.request.echoed, 0
-        text = TextStream(
-            self.tokenizer,
-            [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops],
-            answer.request.shows_special,
-        )
+        stops = [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops]
+        text = TextStream(self.tokenizer, stops, answer.request.shows_special)
         texts, num_given = TokenTexts(text) if answer.request.has_origins else None, 0
         has_begun = not answer.request.continues
         while not await is_gone():
@@ -180,14 +177,17 @@ class Engine:
             token_ids = new.token_ids if isinstance(new, RowResult) else new
             logprobs, tokens = answer.logprobs[num_sent : len(token_ids)], list[TokenPiece]()
             if texts is None:
-                piece = text.read(token_ids, is_end)
+                marked = text.read_marked(token_ids, is_end)
             else:
-                tokens = answer.pieces(texts.read(token_ids, is_end), num_given)
-                piece, num_given = "".join(token.text for token in tokens), num_given + len(tokens)
+                read = texts.read(token_ids, is_end)
+                tokens = answer.pieces([each.shown for each in read], num_given)
+                marked = MarkedText.join(read)
+                num_given += len(tokens)
+            marked, piece = marked if answer.request.shows_special else MarkedText(), marked.shown
             if piece and not has_begun:
                 piece, has_begun = self._lost_space(token_ids) + piece, True
-            if piece or tokens or (is_end and logprobs):
-                yield Piece(piece, logprobs, tokens)
+            if piece or tokens or len(marked) or (is_end and logprobs):
+                yield Piece(piece, logprobs, tokens, marked)
                 num_sent += len(logprobs)
             if isinstance(new, RowResult):
                 has_ended = text.is_cut or token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.tools.server.errors import LOGGER
-from hf_speculate.tools.server.text_stream import TAGS
+from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.tool_calls import Said, call_of
 
 _CONTENT, _CALLS = "content", "tool_calls"
@@ -26,9 +26,6 @@ class ResponseTemplate:
         others = {name: field for name, field in template["fields"].items() if name != _CALLS}
         self._tokenizer: Any = tokenizer
         self._by_tools = {True: template, False: {**template, "fields": others}}
-        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)}
-        self._special = re.compile("|".join(map(re.escape, sorted(special - TAGS, key=len, reverse=True))) or "(?!)")
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ResponseTemplate | None":
@@ -58,7 +55,8 @@ class ResponseTemplate:
             parser = make_parser(prefix=prompt, tools=tools)
         except Exception:  # noqa: BLE001  # earlier messages, or descriptions of tools, in another form
             parser = make_parser(prefix="")
-        return ResponseReader(parser, partial(make_parser, prefix="", tools=tools), template["fields"], self._special)
+        make_next = partial(make_parser, prefix="", tools=tools)
+        return ResponseReader(parser, make_next, template["fields"])
 
 
 class ResponseReader:
@@ -68,23 +66,22 @@ class ResponseReader:
     answer in which it finds nothing. Fields of other names are left out.
     """
 
-    def __init__(
-        self, parser: Any, make_parser: Callable[[], Any], fields: Mapping[str, Any], special: re.Pattern[str]
-    ):
+    def __init__(self, parser: Any, make_parser: Callable[[], Any], fields: Mapping[str, Any]):
         self.calls: list[dict[str, Any]] = []  # in OpenAI's form
         self._parser, self._make_parser = parser, make_parser
-        self._special = special  # texts of special tokens, which no answer shows
         self._joins = {name: field.get("join") for name, field in fields.items()}
         is_stripped = {name: field.get("content_args", {}).get("strip", True) for name, field in fields.items()}
         reasoning = next((name for name in _REASONING if name in fields), "")
         self._content, self._reasoning = (_FieldText(is_stripped.get(name, True)) for name in (_CONTENT, reasoning))
         self._texts = {_CONTENT: self._content, reasoning: self._reasoning}
-        self._raw = ""  # text since the newest part of a field that is given away
+        self._raw = MarkedText()  # text since the newest part of a field that is given away
+        self._num_closed = 0  # characters of it up to the end of a field that has closed since
 
-    def read(self, text: str, is_end: bool = False) -> Said:
+    def read(self, text: MarkedText, is_end: bool = False) -> Said:
         """Return what is final; at the end all of the rest."""
-        for part in filter(None, _MARK.split(text)):
-            self._raw += part
+        begin = 0
+        for part in filter(None, _MARK.split(text.text)):
+            self._raw, begin = self._raw + text[begin : begin + len(part)], begin + len(part)
             self._take(partial(self._parser.feed, part))
         if is_end:
             self._take(lambda: self._parser.finalize()[1])
@@ -107,24 +104,24 @@ class ResponseReader:
             if event["field"] != _CALLS:
                 self._take_event(event["type"], event["field"], event)
         if closed and events[-1] is closed[-1]:
-            self._raw = ""
+            self._num_closed = len(self._raw)  # the parser may hold spaces of it for a later part
 
     def _take_event(self, kind: str, field: str, event: Mapping[str, Any]) -> None:
         if kind == "region_chunk":
-            _, found, tail = self._raw.rpartition(event["text"])
-            self._raw = tail if found else self._raw
+            begin = self._raw.text.rfind(event["text"])
+            end = begin + len(event["text"])
+            part = MarkedText.of(event["text"]) if begin < 0 else self._raw[begin:end]
+            if begin >= 0:
+                self._raw, self._num_closed = self._raw[end:], max(self._num_closed - end, 0)
             if field in self._texts:
-                self._texts[field].add(self._shown(event["text"]))
+                self._texts[field].add(part.shown)
         elif kind == "region_open" and field in self._texts and self._joins[field] is not None:
             self._texts[field].join(self._joins[field])
 
     def _give_raw(self) -> None:
         """Give text as content that no field has."""
-        self._content.add(self._shown(self._raw))
-        self._raw = ""
-
-    def _shown(self, text: str) -> str:
-        return self._special.sub("", text)
+        self._content.add(self._raw[self._num_closed :].shown)
+        self._raw, self._num_closed = MarkedText(), 0
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowRound
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.logprobs import TokenLogprob, token_logprobs
+from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.token_origins import TARGET, SpeculationTotals, TokenPiece
 
 
@@ -31,6 +32,7 @@ class Piece(NamedTuple):
     text: str
     logprobs: list[TokenLogprob]
     tokens: Sequence[TokenPiece] = ()  # the text's, if origins are asked for
+    marked: MarkedText = MarkedText()  # with special tokens, if a response template reads the text
 
 
 class DecodeResult(NamedTuple):

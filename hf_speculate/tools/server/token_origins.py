@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.text_stream import MarkedText, TextStream
 
 TARGET = "target"
 
@@ -24,32 +24,32 @@ class TokenTexts:
 
     def __init__(self, stream: TextStream):
         self._stream = stream
-        self._text = ""  # final text that belongs to no given token yet
+        self._text = MarkedText()  # final text that belongs to no given token yet
         # characters of the text up to the first token that is not given, then up to each later one
         self._ends: list[int] = [0]
         self._num_final = 0  # characters of the final text
         self._num_read = 0  # tokens of the row
 
-    def read(self, token_ids: Sequence[int], is_end: bool = False) -> list[str]:
+    def read(self, token_ids: Sequence[int], is_end: bool = False) -> list[MarkedText]:
         """Return texts that are final with these tokens, all so far; at the end all of the rest."""
         for num in range(self._num_read + 1, len(token_ids) + 1):
-            self._add(self._stream.read(token_ids[:num]))
+            self._add(self._stream.read_marked(token_ids[:num]))
             self._ends.append(self._num_final + self._stream.num_pending)
         self._num_read = max(self._num_read, len(token_ids))
         num_decoded = len(self._ends) - 1 - self._stream.num_undecoded
         num_given = min(sum(end <= self._num_final for end in self._ends) - 1, num_decoded)
         if is_end:
-            self._add(self._stream.read(token_ids, is_end=True))
+            self._add(self._stream.read_marked(token_ids, is_end=True))
             num_given = len(self._ends) - 1
             self._ends = [*(min(end, self._num_final) for end in self._ends[:-1]), self._num_final]
-        begin, texts = self._ends[0], []
+        begin, texts = self._ends[0], list[MarkedText]()
         for first, last in pairwise(self._ends[: num_given + 1]):
             texts.append(self._text[first - begin : last - begin])
         self._ends = self._ends[num_given:]
         self._text = self._text[self._ends[0] - begin :]
         return texts
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: MarkedText) -> None:
         self._text += text
         self._num_final += len(text)
 
