@@ -8,15 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_speculate.draft.source import DraftSource, make_source, source_key
 from hf_speculate.errors import SpeculateError
+from hf_speculate.generation.request import check_source, find_source_of
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.models.text_decoder import unwrapped
@@ -96,15 +96,18 @@ class Engine:
     @property
     def num_target_forwards(self) -> int:
         """Forwards of the target after prompts, so far."""
-        return self._num_other_forwards + self._decoder.stats.num_target_forwards
+        with self._lock:
+            return self._num_other_forwards + self._decoder.stats.num_target_forwards
 
     @property
     def draft_source(self) -> str:
-        """What drafts for all requests; "none" if nothing does."""
-        saved = {"prompt_lookup_num_tokens": self.target.generation_config.prompt_lookup_num_tokens}
-        values = self.options if source_key(self.options) else {**self.options, **saved}
-        key = source_key(values)
-        source: DraftSource | None = make_source(key, self.target, values) if key else None
+        """What drafts for all requests; "none" if nothing does, or nothing can."""
+        arguments, generate = dict(self.options), cast(Callable[..., Any], self.target.generate)
+        try:
+            source = find_source_of(self.target, generate, arguments, {}).source
+            source = source and check_source(self.target, source, arguments)
+        except SpeculateError:  # requests then fail, or decode plainly
+            source = None
         return "none" if source is None else source.description
 
     def observe_rows(self, observer: Callable[[RowResult], object]) -> None:
@@ -358,8 +361,9 @@ class Engine:
         error = done.exception()
         if error is not None:
             with self._lock:
-                self._num_other_forwards = self.num_target_forwards
-                self._decoder, self._is_decoding = self._make_decoder(), False
+                decoder = self._make_decoder()
+                self._num_other_forwards, self._decoder = self.num_target_forwards, decoder
+                self._is_decoding = False
                 self._begun.clear()
                 self._echoing.clear()
                 self._end_all(request_error(error))
