@@ -95,6 +95,7 @@ def load_drafter(
     aux_layers: Sequence[int] | None = None,
     context_len: int | None = None,
     subfolder: str = "",
+    revision: str | None = None,
     merged_embeddings: bool | None = None,
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
@@ -115,6 +116,7 @@ def load_drafter(
             `max_position_embeddings` of the config, beyond which the acceptance rate falls.
         subfolder: of the folder or repository, with "/" between its parts; empty for none. Of a repository, the weights
             in the subfolder alone are downloaded.
+        revision: branch, tag or commit of the head's repository; None for its main branch.
         merged_embeddings: whether an EAGLE-3 or MTP head reads what the target's encoder makes of pictures and sounds,
             or the embeddings of the tokens that stand for them. If None, MTP layers read the former, and EAGLE-3 heads,
             most of which were trained so, the latter.
@@ -128,7 +130,7 @@ def load_drafter(
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     target = unwrapped(target, "target")
-    folder, shape = HeadFolder(head, subfolder), shape_of(target.config)
+    folder, shape = HeadFolder(head, subfolder, revision), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
     spec, loader = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
@@ -161,8 +163,16 @@ def _merges_media(spec: HeadSpec, wanted: bool) -> bool:
     return wanted
 
 
-def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfolder: str = "") -> HeadFit:
+def check_head(
+    head: str | Path,
+    target: str | Path | PreTrainedConfig,
+    *,
+    subfolder: str = "",
+    revision: str | None = None,
+) -> HeadFit:
     """Whether a head fits a target, from configs alone: both by folder or id, or the target's config itself.
+
+    `subfolder` and `revision` are the head's, as for `load_drafter`.
 
     Raises:
         ConfigError: the head has no config.json.
@@ -173,7 +183,7 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfo
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
-    fit = _read(HeadFolder(head, subfolder), shape, name)[0]
+    fit = _read(HeadFolder(head, subfolder, revision), shape, name)[0]
     longest, of_target = fit.spec.max_position_embeddings, context_len_of(config)
     if longest is None or (of_target is not None and of_target <= longest):
         return fit

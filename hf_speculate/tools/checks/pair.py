@@ -133,6 +133,7 @@ def check_pair(
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str | None = None,
+    draft_revision: str | None = None,
     **options: Any,
 ) -> PairReport:
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
@@ -146,6 +147,7 @@ def check_pair(
         target_tokenizer: the target's; None to read the one beside its config.
         draft_tokenizer: the same of the draft.
         dtype: "float32", for example, into which weights will be loaded; None for that of the configs.
+        draft_revision: branch, tag or commit of the draft on the Hub; None for its main branch.
         **options: of `from_pretrained`: `local_files_only`, `revision` (of the target), `trust_remote_code`.
 
     Returns:
@@ -157,6 +159,8 @@ def check_pair(
     """
     of_target = describe("target", target, target_tokenizer, dtype, options)
     draft_options = {name: value for name, value in options.items() if name != "revision"}
+    if draft_revision is not None:
+        draft_options["revision"] = draft_revision
     of_draft = describe("draft", draft, draft_tokenizer, dtype, draft_options)
     reads_target = variant_of(of_draft.model) is not None  # its states and its tokens
     if reads_target:
