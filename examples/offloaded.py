@@ -3,7 +3,7 @@
     python examples/offloaded.py
     python examples/offloaded.py --tiny    # the bundled 7 M pair, which needs no download
 
-A forward loads all weights, so that reading eleven tokens takes hardly longer than reading one. Bytes are those of the
+A forward loads all weights, so that reading eleven tokens takes about as long as reading one. Bytes are those of the
 weights that forwards of the target loaded; where the disk's cache holds them, only copying is timed.
 """
 

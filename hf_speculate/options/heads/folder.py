@@ -27,8 +27,9 @@ class HeadFolder:
         ConfigError: there is no config.json, or the subfolder is no path below the folder.
     """
 
-    def __init__(self, source: str | Path, subfolder: str = ""):
+    def __init__(self, source: str | Path, subfolder: str = "", revision: str | None = None):
         self._root, self._subfolder = str(source), PurePosixPath(subfolder)
+        self._revision = revision  # branch, tag or commit of a repository; None for its main branch
         if self._subfolder.is_absolute() or ".." in self._subfolder.parts:
             raise ConfigError(
                 f"subfolder must be a path below the folder of the head, got {subfolder!r}; leave it out for the "
@@ -38,7 +39,9 @@ class HeadFolder:
         self.config: dict[str, Any] = {}
         reason = None
         try:
-            self.config, _ = PreTrainedConfig.get_config_dict(source, subfolder="/".join(self._subfolder.parts))
+            options = {} if revision is None else {"revision": revision}
+            parts = "/".join(self._subfolder.parts)
+            self.config, _ = PreTrainedConfig.get_config_dict(source, subfolder=parts, **options)
         except (OSError, TypeError, ValueError) as error:  # the Hub, the network or the id is at fault
             reason = error
         if not self.config or not isinstance(self.config, dict):
@@ -82,7 +85,8 @@ class HeadFolder:
         try:
             if not root.is_dir():
                 patterns = [str(self._subfolder / pattern) for pattern in PATTERNS]
-                root = Path(snapshot_download(self._root, allow_patterns=patterns))
+                options: dict[str, Any] = {"revision": self._revision, "allow_patterns": patterns}
+                root = Path(snapshot_download(self._root, **options))
             return root / self._subfolder
         except (OSError, ValueError) as error:  # errors of the Hub or the network
             raise ConfigError(

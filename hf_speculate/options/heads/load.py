@@ -95,6 +95,7 @@ def load_drafter(
     aux_layers: Sequence[int] | None = None,
     context_len: int | None = None,
     subfolder: str = "",
+    revision: str | None = None,
     merged_embeddings: bool | None = None,
 ) -> DraftHead:
     """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
@@ -118,6 +119,7 @@ def load_drafter(
             the `max_position_embeddings` of the config: beyond it, the acceptance rate falls.
         subfolder: of the folder or repository, with "/" between its parts; empty for none. From a
             repository, only the subfolder's weights are downloaded.
+        revision: branch, tag or commit of the head's repository. If None, its main branch.
         merged_embeddings: for EAGLE-3 and MTP heads, True to read the output of the target's
             encoder for pictures and sounds, False for the embeddings of their placeholder tokens.
             If None, True for MTP layers, and False for EAGLE-3 heads, since most were trained so.
@@ -132,7 +134,7 @@ def load_drafter(
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     target = unwrapped(target, "target")
-    folder, shape = HeadFolder(head, subfolder), shape_of(target.config)
+    folder, shape = HeadFolder(head, subfolder, revision), shape_of(target.config)
     fit, options = _read(folder, shape, shape.name, aux_layers)
     spec, loader = fit.spec, _KINDS[fit.spec.kind]
     if fit.problems:
@@ -165,10 +167,18 @@ def _merges_media(spec: HeadSpec, wanted: bool) -> bool:
     return wanted
 
 
-def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfolder: str = "") -> HeadFit:
+def check_head(
+    head: str | Path,
+    target: str | Path | PreTrainedConfig,
+    *,
+    subfolder: str = "",
+    revision: str | None = None,
+) -> HeadFit:
     """Check from configs alone whether a head fits a target.
 
     Both are given by folder or id; the target may also be its config.
+
+    `subfolder` and `revision` are the head's, as for `load_drafter`.
 
     Raises:
         ConfigError: the head has no config.json.
@@ -179,7 +189,7 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig, *, subfo
     shape, name = shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
         shape, name = shape._replace(name=known_name(str(target))), str(target)
-    fit = _read(HeadFolder(head, subfolder), shape, name)[0]
+    fit = _read(HeadFolder(head, subfolder, revision), shape, name)[0]
     head_len, target_len = fit.spec.max_position_embeddings, context_len_of(config)
     if head_len is None or (target_len is not None and target_len <= head_len):
         return fit

@@ -133,6 +133,7 @@ def check_pair(
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str | None = None,
+    draft_revision: str | None = None,
     **options: Any,
 ) -> PairReport:
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
@@ -148,6 +149,8 @@ def check_pair(
         draft_tokenizer: the same for the draft.
         dtype: dtype of the weights after loading, for example "float32".
             None takes the dtype in each config.
+        draft_revision: branch, tag or commit of the draft on the Hub.
+            None takes its main branch.
         **options: options of `from_pretrained`: `local_files_only`, `revision` (of the target), `trust_remote_code`.
 
     Returns:
@@ -159,6 +162,8 @@ def check_pair(
     """
     of_target = describe("target", target, target_tokenizer, dtype, options)
     draft_options = {name: value for name, value in options.items() if name != "revision"}
+    if draft_revision is not None:
+        draft_options["revision"] = draft_revision
     of_draft = describe("draft", draft, draft_tokenizer, dtype, draft_options)
     reads_target = variant_of(of_draft.model) is not None  # the draft uses the target's KV states and tokenizer
     if reads_target:

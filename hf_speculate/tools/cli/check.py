@@ -9,7 +9,7 @@ from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.checks.sources import read_config
 from hf_speculate.tools.checks.target import TargetReport, check_target
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
-from hf_speculate.tools.cli.loading import names_head, with_named_target
+from hf_speculate.tools.cli.loading import draft_revision, names_head, with_named_target
 from hf_speculate.tools.cli.options import Check
 
 
@@ -26,9 +26,11 @@ def run(options: Check) -> int:
         if draft is None:
             report = check_target(target, dtype=dtype, **load_options)
         elif names_head(options):
-            report = check_head(draft, read_config("target", target, load_options))
+            target_config = read_config("target", target, load_options)
+            report = check_head(draft, target_config, revision=draft_revision(options))
         else:
-            report = check_pair(target, draft, dtype=dtype, **load_options)
+            revision = options.draft_revision
+            report = check_pair(target, draft, dtype=dtype, draft_revision=revision, **load_options)
         ok, text, result = report.ok, str(report), report.as_dict()
     except UnsupportedModelError as error:  # the model or head is not supported in any pair
         ok, text = False, f"not supported: {pair}\n  not supported: {error}"

@@ -47,11 +47,13 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
         if models.draft is not None:
             status.update(f"loading {models.draft}")
             if names_head(models):
-                arguments["assistant_model"] = load_drafter(models.draft, target)
+                revision = draft_revision(models)
+                arguments["assistant_model"] = load_drafter(models.draft, target, revision=revision)
             else:
-                arguments["assistant_model"] = draft = _load(models, models.draft)
+                revision = models.draft_revision
+                arguments["assistant_model"] = draft = _load(models, models.draft, revision)
                 if variant_of(draft) is None:  # variants use their target's tokenizer
-                    draft_tokenizer = _read(AutoTokenizer, models, models.draft)
+                    draft_tokenizer = _read(AutoTokenizer, models, models.draft, revision=revision)
                     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
                         arguments["assistant_tokenizer"] = draft_tokenizer
     return Pair(target, tokenizer, arguments)
@@ -60,28 +62,60 @@ def load_pair(models: Models, is_quiet: bool = False) -> Pair:
 def with_named_target(models: AnyModels) -> AnyModels:
     """Replace a draft head as TARGET by the target in its config.
 
-    The head then drafts for this target. Options with a model as TARGET are returned unchanged.
+    The head then drafts for this target. Its revision and trust in remote code do not apply to the
+    target, which the head's author has chosen. Options with a model as TARGET are returned unchanged.
     """
-    head = models.target
-    try:
-        config = HeadFolder(head).config
-    except ConfigError:
-        return models  # loading the model raises an error later
-    if not is_head(config):
+    head, config = models.target, _head_config(models)
+    if config is None:
         return models
     target, remedy = named_target(config), f"pass the target as TARGET, and --draft {head}"
     if models.draft is not None or not target:
         why = "which needs no --draft" if target else "whose config names no target"
         raise ConfigError(f"TARGET must be a model, got the draft head {head}, {why}; {remedy}")
     try:
-        PreTrainedConfig.get_config_dict(target, **({"revision": models.revision} if models.revision else {}))
+        PreTrainedConfig.get_config_dict(target)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the target that the draft head {head} names must be in a folder, or on the Hub, got {target!r} "
             f"({_reason(error)}); {remedy}"
         ) from error
-    note(f"{head} is a draft head for {target}, which is loaded")
-    return replace(models, target=target, draft=head)
+    untrusted = f", but none of its code; to run that, {remedy}" if models.trust_remote_code else ""
+    note(f"{head} is a draft head for {target}, which is loaded{untrusted}")
+    return replace(
+        models,
+        target=target,
+        revision=None,
+        draft=head,
+        draft_revision=models.revision or models.draft_revision,
+        trust_remote_code=False,  # heads have no code that runs
+    )
+
+
+def _head_config(models: Models) -> dict[str, Any] | None:
+    """Return the config of TARGET if that is a draft head.
+
+    Other models that the cache holds cost no look-up at the Hub.
+    """
+    options: dict[str, Any] = {"local_files_only": True}
+    if models.revision is not None:
+        options["revision"] = models.revision
+    try:
+        cached, _ = PreTrainedConfig.get_config_dict(models.target, **options)
+        if cached and not is_head(cached):
+            return None
+    except (OSError, TypeError, ValueError):
+        pass  # not cached, or damaged
+    try:
+        config = HeadFolder(models.target, revision=models.revision).config
+    except ConfigError:
+        return None  # loading a model then says what is wrong
+    return config if is_head(config) else None
+
+
+def draft_revision(models: Models) -> str | None:
+    """Return the revision of the draft; that of the target if its own MTP layers draft."""
+    is_same = models.draft == models.target and models.draft_revision is None
+    return models.revision if is_same else models.draft_revision
 
 
 def names_head(models: Models) -> bool:
@@ -89,7 +123,7 @@ def names_head(models: Models) -> bool:
     if models.draft is None:
         return False
     try:
-        folder = HeadFolder(models.draft)
+        folder = HeadFolder(models.draft, revision=draft_revision(models))
     except ConfigError:
         return False  # loading the model raises an error later
     if models.draft == models.target:

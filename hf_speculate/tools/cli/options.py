@@ -76,7 +76,8 @@ class Models:
     draft: Annotated[
         str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
     ] = None
-    revision: Annotated[str | None, _models(help="Branch, tag or commit of the target on the Hub.")] = None
+    revision: Annotated[str | None, _models(help="Branch, tag or commit of TARGET on the Hub.")] = None
+    draft_revision: Annotated[str | None, _models(help="Branch, tag or commit of the draft on the Hub.")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32", "float64"],
         _models(help="auto (the checkpoint's), bfloat16, float16, float32 or float64."),

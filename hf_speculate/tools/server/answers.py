@@ -16,31 +16,33 @@ from hf_speculate.tools.server.prompts import text_requests
 from hf_speculate.tools.server.response_template import ResponseReader
 from hf_speculate.tools.server.schemas import ChatRequest, CompletionRequest
 from hf_speculate.tools.server.text_request import DecodeResult, Piece, Pieces, TextRequest
+from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.tool_calls import Said, ToolCallReader
 
-# Prefix of an answer's id, object of a whole answer, object of a streamed chunk.
+# Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
 _CHAT_NAMES = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 _COMPLETION_NAMES = ("cmpl", "text_completion", "text_completion")
 _NOTHING = Said()
-_NUM_CHARS_IN_THREAD = 8_192  # longer texts are split outside the event loop: 32,000 brackets take 0.6 s
-_NUM_IN_THREAD = 512  # log probabilities of more tokens are formatted outside the event loop
+_NO_PIECE = Piece("", [])
+_NUM_CHARS_IN_THREAD = 8_192  # characters that are split beside the event loop: 32,000 brackets take 0.6 s
+_NUM_IN_THREAD = 512  # tokens whose log probabilities are formatted beside the event loop
 
 
 class Asked(NamedTuple):
-    """Requested texts, and the format of the answer."""
+    """What a request asks for: texts, and the format of the answer."""
 
     texts: list[TextRequest]
     num_choices: int  # texts of each prompt
     is_chat: bool
     is_streamed: bool
-    has_usage: bool  # whether a stream ends with the usage; a whole answer always has it
+    has_usage: bool  # whether a stream has it; a whole answer always does
     has_tools: bool
     token_bytes: TokenBytes
-    readers: Sequence[ResponseReader] = ()  # one per text, for tokenizers with a response template
+    readers: Sequence[ResponseReader] = ()  # one for each text of a tokenizer with a response template
 
     def head(self, model: str) -> dict[str, Any]:
-        """Return the common fields of all parts of an answer."""
+        """The fields that all parts of an answer share."""
         prefix, whole, chunk = _CHAT_NAMES if self.is_chat else _COMPLETION_NAMES
         head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": chunk if self.is_streamed else whole}
         return {**head, "created": int(time.time()), "model": model}
@@ -67,22 +69,13 @@ class Asked(NamedTuple):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def reader(self, index: int) -> ResponseReader | ToolCallReader | None:
-        """Return the reader that splits a text; call it once per text.
-
-        None for a text without reasoning or tool calls.
-        """
+        """Return what splits a text; None for a text that is content alone. To be called once for each."""
         if self.readers:
             return self.readers[index]
         return ToolCallReader() if self.has_tools else None
 
     def logprobs(self, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
-        """Format the log probabilities of a text's tokens; None if they are not requested.
-
-        Args:
-            index: index of the text.
-            tokens: consecutive tokens of the text.
-            offset: number of characters before them.
-        """
+        """Log probabilities of a text's tokens, after so many characters; None if they are not asked for."""
         if self.texts[index].num_top is None:
             return None
         is_begin = self._is_begin(index, offset)
@@ -91,39 +84,29 @@ class Asked(NamedTuple):
         return completion_format(tokens, self.token_bytes, offset, is_begin)
 
     def num_chars(self, index: int, tokens: list[TokenLogprob], offset: int) -> int:
-        """Count the characters of a text's tokens after `offset` characters."""
+        """Number of characters of the tokens that follow so many characters of a text."""
         return num_chars(tokens, self.token_bytes, self._is_begin(index, offset))
 
     def _is_begin(self, index: int, offset: int) -> bool:
-        """Return whether a text begins here; a completion without echo continues its prompt."""
+        """Whether a text begins here: a completion without its prompt goes on with that."""
         return offset == 0 and (self.is_chat or bool(self.texts[index].echoed))
 
 
 def asked_of(request: ChatRequest | CompletionRequest, engine: Engine, grammar: Any = None) -> Asked:
-    """Translate a request.
-
-    Args:
-        request: a request of either endpoint.
-        engine: the engine for its texts.
-        grammar: compiled grammar of the answer, as for `text_requests`.
-
-    Raises:
-        RequestError: the request is not supported.
-    """
+    """Translate a request, or raise `RequestError` if it is not supported; `grammar` as for `text_requests`."""
     texts, options = text_requests(request, engine, grammar), request.stream_options
     has_usage = options is not None and options.include_usage
     is_chat, has_tools = isinstance(request, ChatRequest), isinstance(request, ChatRequest) and request.has_tools
     asked = Asked(texts, request.n, is_chat, request.stream, has_usage, has_tools, engine.token_bytes)
     if engine.response_template is None or not texts[0].shows_special or not isinstance(request, ChatRequest):
         return asked
-    # All texts of a chat have the same prompt and tools.
-    token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")
+    token_ids, tools = list(texts[0].prompt.token_ids), request.template_options.get("tools")  # of all texts of a chat
     prompt = str(engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
     return asked._replace(readers=[engine.response_template.reader(prompt, tools) for _ in texts])
 
 
 async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> dict[str, Any] | None:
-    """Collect the answer with all texts; None if the client disconnects."""
+    """The answer with all texts; None if the client has left before."""
     texts: list[list[Piece]] = [[] for _ in asked.texts]
     results: dict[int, DecodeResult] = {}
     async for index, piece in pieces:
@@ -134,12 +117,14 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
     if len(results) < len(texts):
         return None
     choices = []
-    for index, text_pieces in enumerate(texts):
-        tokens = [token for piece in text_pieces for token in piece.logprobs]
+    for index, parts in enumerate(texts):
+        tokens = [token for part in parts for token in part.logprobs]
         reader = asked.reader(index)
-        text = "".join(piece.text for piece in text_pieces)
-        read = partial(_read, reader, text, is_end=True)
-        said = read() if len(text) < _NUM_CHARS_IN_THREAD else await asyncio.to_thread(read)
+        text, marked = "".join(part.text for part in parts), [part.marked for part in parts]
+        whole = Piece(text, [], marked=MarkedText.join(marked))
+        read = partial(_read, reader, whole, is_end=True)
+        is_short = max(len(text), len(whole.marked)) < _NUM_CHARS_IN_THREAD
+        said = read() if is_short else await asyncio.to_thread(read)
         reason, calls = results[index].finish_reason, reader.calls if reader else ()
         choices.append(asked.choice(index, said, reason, await _logprobs(asked, index, tokens), calls))
     return {**head, "choices": choices, "usage": _usage(asked, list(results.values()))}
@@ -148,7 +133,7 @@ async def whole_answer(asked: Asked, pieces: Pieces, head: dict[str, Any]) -> di
 async def events(
     asked: Asked, pieces: Pieces, first: tuple[int, Piece | DecodeResult], head: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """Yield an answer as server-sent events, beginning with its first piece."""
+    """Server-sent events of an answer whose first piece is known."""
 
     def event(*choices: dict[str, Any], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
@@ -165,7 +150,7 @@ async def events(
                 if isinstance(piece, DecodeResult):
                     results.append(piece)
                     reader = readers[index]
-                    for said in _deltas(_read(reader, "", is_end=True)):
+                    for said in _deltas(_read(reader, _NO_PIECE, is_end=True)):
                         yield event(asked.choice(index, said))
                     calls = reader.calls if reader else ()
                     more = {} if piece.totals is None else {"speculation": piece.totals.as_dict()}
@@ -174,7 +159,7 @@ async def events(
                     logprobs = await _logprobs(asked, index, piece.logprobs, offsets[index])
                     tokens = [token._asdict() for token in piece.tokens]
                     more = {"speculation": {"tokens": tokens}} if tokens else {}
-                    deltas = _deltas(_read(readers[index], piece.text))
+                    deltas = _deltas(_read(readers[index], piece))
                     for said in deltas or ([_NOTHING] if logprobs or tokens else []):
                         yield event(asked.choice(index, said, logprobs=logprobs), **more)
                         logprobs, more = None, {}
@@ -185,29 +170,31 @@ async def events(
             if asked.has_usage:
                 yield event(usage=_usage(asked, results))
         except Exception as error:  # noqa: BLE001  # the status is sent, and the client waits for an end
-            shown_error = error if isinstance(error, RequestError) else request_error(error)
-            yield f"data: {json.dumps(error_body(shown_error))}\n\n"
+            told = error if isinstance(error, RequestError) else request_error(error)
+            yield f"data: {json.dumps(error_body(told))}\n\n"
         yield "data: [DONE]\n\n"
 
 
-def _read(reader: ResponseReader | ToolCallReader | None, text: str, is_end: bool = False) -> Said:
-    return Said(text) if reader is None else reader.read(text, is_end)
+def _read(reader: ResponseReader | ToolCallReader | None, piece: Piece, is_end: bool = False) -> Said:
+    if isinstance(reader, ResponseReader):
+        return reader.read(piece.marked, is_end)
+    return Said(piece.text) if reader is None else reader.read(piece.text, is_end)
 
 
 def _deltas(said: Said) -> list[Said]:
-    """Split into reasoning and content; many clients expect an event for each."""
-    return [delta for delta in (Said(reasoning=said.reasoning), Said(said.content)) if any(delta)]
+    """Split what is said into reasoning and content, which many clients expect in events of their own."""
+    return [part for part in (Said(reasoning=said.reasoning), Said(said.content)) if any(part)]
 
 
 async def _logprobs(asked: Asked, index: int, tokens: list[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
-    """Format log probabilities, of many tokens in a thread: 20,000 tokens may take a second."""
+    """Format log probabilities, those of a whole prompt in a thread: 20,000 tokens may take a second."""
     if len(tokens) < _NUM_IN_THREAD:
         return asked.logprobs(index, tokens, offset)
     return await asyncio.to_thread(asked.logprobs, index, tokens, offset)
 
 
 def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
-    """Add up OpenAI's counts over all texts, each prompt once, with speculative statistics."""
+    """OpenAI's counts of all texts, a prompt counted once, and statistics of speculative decoding."""
     rows = [result.row for result in results]
     num_prompt = sum(len(text.prompt.token_ids) for text in asked.texts[:: asked.num_choices])
     num_new, num_rounds = sum(len(row.token_ids) for row in rows), sum(row.num_rounds for row in rows)
@@ -215,7 +202,7 @@ def _usage(asked: Asked, results: Sequence[DecodeResult]) -> dict[str, Any]:
     speculation = {
         "rounds": num_rounds,
         "acceptance_rate": round(num_accepted / max(num_drafted, 1), 4),
-        # The first token of a row comes from the prompt's forward, not from a round.
+        # The first token follows the prompt.
         "mean_acceptance_length": round((num_new - len(rows)) / max(num_rounds, 1), 4),
     }
     counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}

@@ -9,15 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_speculate.draft.source import DraftSource, make_source, source_key
 from hf_speculate.errors import SpeculateError
+from hf_speculate.generation.request import check_source, find_source_of
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.recurrent_layers import recurrent_cache
 from hf_speculate.models.text_decoder import unwrapped
@@ -30,7 +30,7 @@ from hf_speculate.tools.server.merged import merged
 from hf_speculate.tools.server.response_format import GrammarCompiler, GrammarLimits, GrammarProcessor
 from hf_speculate.tools.server.response_template import ResponseTemplate
 from hf_speculate.tools.server.text_request import Answer, DecodeResult, Piece, TextRequest
-from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.text_stream import MarkedText, TextStream
 from hf_speculate.tools.server.token_bytes import TokenBytes
 from hf_speculate.tools.server.token_origins import TokenPiece, TokenTexts
 from hf_speculate.types import RoundReport
@@ -97,15 +97,18 @@ class Engine:
     @property
     def num_target_forwards(self) -> int:
         """Forwards of the target after prompts, so far."""
-        return self._num_other_forwards + self._decoder.stats.num_target_forwards
+        with self._lock:
+            return self._num_other_forwards + self._decoder.stats.num_target_forwards
 
     @property
     def draft_source(self) -> str:
-        """What drafts for all requests; "none" if nothing does."""
-        saved = {"prompt_lookup_num_tokens": self.target.generation_config.prompt_lookup_num_tokens}
-        values = self.options if source_key(self.options) else {**self.options, **saved}
-        key = source_key(values)
-        source: DraftSource | None = make_source(key, self.target, values) if key else None
+        """What drafts for all requests; "none" if nothing does, or nothing can."""
+        arguments, generate = dict(self.options), cast(Callable[..., Any], self.target.generate)
+        try:
+            source = find_source_of(self.target, generate, arguments, {}).source
+            source = source and check_source(self.target, source, arguments)
+        except SpeculateError:  # requests then fail, or decode plainly
+            source = None
         return "none" if source is None else source.description
 
     def observe_rows(self, observer: Callable[[RowResult], object]) -> None:
@@ -158,11 +161,8 @@ class Engine:
         self, answer: Answer, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[Piece | DecodeResult, None]:
         arguments, echoed, num_sent = answer.prompt.arguments, answer.request.echoed, 0
-        text = TextStream(
-            self.tokenizer,
-            [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops],
-            answer.request.shows_special,
-        )
+        stops = [stop for each in arguments.get("stopping_criteria", ()) for stop in each.stops]
+        text = TextStream(self.tokenizer, stops, answer.request.shows_special)
         texts, num_given = TokenTexts(text) if answer.request.has_origins else None, 0
         has_begun = not answer.request.continues
         while not await is_gone():
@@ -181,14 +181,17 @@ class Engine:
             token_ids = new.token_ids if isinstance(new, RowResult) else new
             logprobs, tokens = answer.logprobs[num_sent : len(token_ids)], list[TokenPiece]()
             if texts is None:
-                piece = text.read(token_ids, is_end)
+                marked = text.read_marked(token_ids, is_end)
             else:
-                tokens = answer.pieces(texts.read(token_ids, is_end), num_given)
-                piece, num_given = "".join(token.text for token in tokens), num_given + len(tokens)
+                read = texts.read(token_ids, is_end)
+                tokens = answer.pieces([each.shown for each in read], num_given)
+                marked = MarkedText.join(read)
+                num_given += len(tokens)
+            marked, piece = marked if answer.request.shows_special else MarkedText(), marked.shown
             if piece and not has_begun:
                 piece, has_begun = self._lost_space(token_ids) + piece, True
-            if piece or tokens or (is_end and logprobs):
-                yield Piece(piece, logprobs, tokens)
+            if piece or tokens or len(marked) or (is_end and logprobs):
+                yield Piece(piece, logprobs, tokens, marked)
                 num_sent += len(logprobs)
             if isinstance(new, RowResult):
                 has_ended = text.is_cut or token_ids[-1] in arguments.get("eos_token_id", self.eos_token_ids)
@@ -367,8 +370,9 @@ class Engine:
         error = done.exception()
         if error is not None:
             with self._lock:
-                self._num_other_forwards = self.num_target_forwards
-                self._decoder, self._is_decoding = self._make_decoder(), False
+                decoder = self._make_decoder()
+                self._num_other_forwards, self._decoder = self.num_target_forwards, decoder
+                self._is_decoding = False
                 self._begun.clear()
                 self._echoing.clear()
                 self._end_all(request_error(error))

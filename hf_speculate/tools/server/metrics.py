@@ -85,7 +85,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        num_forwards = self._engine.num_target_forwards
+        # counters never fall
+        num_forwards = max(self._engine.num_target_forwards, self._num_forwards)
         self._forwards.inc(num_forwards - self._num_forwards)
         self._num_forwards = num_forwards
         return bytes(self._client.generate_latest(self._registry))

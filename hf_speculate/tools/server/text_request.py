@@ -1,4 +1,4 @@
-"""Requested texts, and their way from the decoder's thread to the event loop."""
+"""A text that a request asks for, and what the decoder's thread hands to the event loop for it."""
 
 import asyncio
 import time
@@ -11,44 +11,45 @@ from torch import Tensor
 from hf_speculate.options.refill.row_prompts import RowPrompt, RowResult, RowRound
 from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.logprobs import TokenLogprob, token_logprobs
+from hf_speculate.tools.server.text_stream import MarkedText
 from hf_speculate.tools.server.token_origins import TARGET, SpeculationTotals, TokenPiece
 
 
 class TextRequest(NamedTuple):
-    """One text of a request."""
+    """One of the texts that a request asks for."""
 
     prompt: RowPrompt
-    echoed: str = ""  # the prompt's text if the request has `echo`
-    num_top: int | None = None  # number of most likely tokens per position; None without log probabilities
-    continues: bool = False  # whether the text continues its prompt's text, as a completion does
-    shows_special: bool = False  # whether pieces keep special tokens, for a response template
-    has_origins: bool = False  # whether origins of its tokens are requested
+    echoed: str = ""  # what the text begins with: the prompt if that is asked for
+    num_top: int | None = None  # most likely tokens of every position; None without log probabilities
+    continues: bool = False  # whether the text goes on with its prompt's, as completions do
+    shows_special: bool = False  # whether pieces have the special tokens, which a response template reads
+    has_origins: bool = False  # whether the origins of its tokens are asked for
 
 
 class Piece(NamedTuple):
-    """A piece of a text with its tokens."""
+    """A piece of a text, with the tokens that were decoded for it if log probabilities are asked for."""
 
     text: str
-    logprobs: list[TokenLogprob]  # empty unless log probabilities are requested
-    tokens: Sequence[TokenPiece] = ()  # empty unless origins are requested
+    logprobs: list[TokenLogprob]
+    tokens: Sequence[TokenPiece] = ()  # the text's, if origins are asked for
+    marked: MarkedText = MarkedText()  # with special tokens, if a response template reads the text
 
 
 class DecodeResult(NamedTuple):
-    """Result of a finished text."""
+    """Why a text ended, and the row with its tokens and counts of its rounds."""
 
     finish_reason: Literal["stop", "length"]
-    row: RowResult  # tokens, and counts of the rounds
-    totals: SpeculationTotals | None = None  # None unless origins are requested
+    row: RowResult
+    totals: SpeculationTotals | None = None  # None unless origins are asked for
 
 
-Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # (index of the text in its request, piece)
+Pieces = AsyncGenerator[tuple[int, Piece | DecodeResult], None]  # by index of the text in its request
 
 
 class Answer:
-    """Channel from decoder thread to event loop.
+    """What the decoder's thread hands to the event loop for one text: tokens, then a result or an error.
 
-    It passes the tokens of one text, then a result or an error. Each item has all tokens so far, and only the newest is
-    stored: a client that does not read costs no memory.
+    Only the newest is kept, which has all tokens so far, so that a client that does not read costs no memory.
     """
 
     def __init__(self, request: TextRequest):
@@ -57,47 +58,44 @@ class Answer:
         self.prompt = replace(request.prompt, key=self, on_logits=on_logits, on_round=on_round)
         self.is_wanted = True
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.logprobs: list[TokenLogprob] = []  # one per token so far; stays if the row is decoded again
-        self.origins: list[str] = []  # one per token so far; changes if the row is decoded again
-        self.speedup: float | None = None  # estimated after the end of the text
-        self._times_s: list[float] = []  # times of the first and the latest token
+        self.logprobs: list[TokenLogprob] = []  # those of all tokens so far; stays if the row is decoded again
+        self.origins: list[str] = []  # of all tokens so far; changes if the row is decoded again
+        self.speedup: float | None = None  # estimated once the text has ended
+        self._times_s: list[float] = []  # of the first and the latest token
         self._loop = asyncio.get_running_loop()
         self._newest: Sequence[int] | RowResult | RequestError = ()
         self._is_new = asyncio.Event()
 
     @property
     def max_tokens(self) -> int:
-        """Maximum length of the row, prompt included."""
+        """Tokens that the row may get, prompt included."""
         return len(self.prompt.token_ids) + int(self.prompt.arguments["max_new_tokens"])
 
     def pieces(self, texts: Sequence[str], num_before: int) -> list[TokenPiece]:
-        """Pair the texts of tokens after `num_before` others with their origins.
-
-        Tokens outside of rounds come from the target.
-        """
+        """Tokens with their origins, after `num_before` others; those of no round are the target's."""
         origins = self.origins[num_before : num_before + len(texts)]
         return [*map(TokenPiece, texts, origins + [TARGET] * (len(texts) - len(origins)))]
 
     def totals(self, row: RowResult) -> SpeculationTotals:
-        """Return the totals of the finished row."""
+        """The totals of the finished row."""
         seconds, counts = self._times_s[-1] - self._times_s[0], (row.num_drafted, row.num_accepted)
         return SpeculationTotals(*counts, row.num_rounds, seconds, self.speedup)
 
     async def get(self) -> Sequence[int] | RowResult | RequestError:
-        """Wait for a new item."""
+        """Wait for something new."""
         await self._is_new.wait()
         self._is_new.clear()
         return self._newest
 
     def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        """Put an item; it is dropped if `is_wanted` is False."""
+        """Put an item, unless nobody waits for it."""
         if item:
             self._times_s[1:] = [time.perf_counter()]
         if self.is_wanted:
             self._loop.call_soon_threadsafe(self._set, item)
 
     def _set(self, item: Sequence[int] | RowResult | RequestError) -> None:
-        # A result or error is final: later errors of other requests, and later tokens, are ignored.
+        # an error of others comes too late after a result, as do tokens of the decoder's thread after an error
         if not isinstance(self._newest, RowResult | RequestError):
             self._newest = item
         self._is_new.set()

@@ -1,51 +1,85 @@
-"""Stream the text of a generation in final pieces: later tokens never change them."""
+"""Streams the text of a generation in pieces that no later token changes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
-_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # decode() returns it for an incomplete character
-_MAX_HELD = 3  # tokens of an incomplete character, which has at most four bytes
-# Special tokens needed by clients: they mark tool calls and reasoning, and most tokenizers list them as text.
+_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
+_MAX_HELD = 3  # tokens that a later one may still complete: a character has four bytes at most
+# Special tokens that clients need as text: they mark tool calls and reasoning, and most tokenizers list them as text.
 TAGS = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"}
 
 
-class TextStream:
-    """Stream of final text.
+@dataclass(frozen=True)
+class MarkedText:
+    """Text with its special tokens, and marks of the characters that answers show."""
 
-    Final text has whole characters, and its end begins no stop string. Stop strings are searched for in the text with
-    its special tokens, like in `StopStringCriteria`. Special tokens are left out of the pieces, except for `TAGS`, or
-    with `shows_special`.
+    text: str = ""
+    marks: bytes = b""  # one for each character: 1 if it is shown, 0 for those of special tokens
+
+    @classmethod
+    def of(cls, text: str, is_shown: bool = True) -> "MarkedText":
+        return cls(text, bytes([is_shown]) * len(text))
+
+    @classmethod
+    def join(cls, parts: Sequence["MarkedText"]) -> "MarkedText":
+        return cls("".join(part.text for part in parts), b"".join(part.marks for part in parts))
+
+    @property
+    def shown(self) -> str:
+        """The text without special tokens."""
+        return self.text if 0 not in self.marks else "".join(compress(self.text, self.marks))
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __add__(self, other: "MarkedText") -> "MarkedText":
+        return MarkedText(self.text + other.text, self.marks + other.marks)
+
+    def __getitem__(self, part: slice) -> "MarkedText":
+        return MarkedText(self.text[part], self.marks[part])
+
+
+class TextStream:
+    """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
+
+    Stop strings are searched for in the text with its special tokens, as `StopStringCriteria` does.
+    Special tokens are not shown, but for tags of tool calls and of reasoning. They are given whole or
+    not at all: a text whose stop string begins inside one ends before it. Tags are cut as other text,
+    unless a response template reads them (`is_parsed`).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], shows_special: bool = False):
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self._shows_special = shows_special
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], is_parsed: bool = False):
+        self.tokenizer, self.stop_strings, self._is_parsed = tokenizer, stop_strings, is_parsed
         self.is_cut = False  # whether the text ended before a stop string
         self._num_read = 0  # tokens of the row
-        self._special_texts: dict[int, str] = {}  # token id -> text; empty for ordinary tokens
-        self._is_empty = True  # whether no ordinary token was read
+        self._special_texts: dict[int, str] = {}  # by token id; empty for ordinary tokens
+        self._is_empty = True  # whether no ordinary token has come
         self._ids: list[int] = []  # the latest ordinary tokens
-        # The first of these tokens are decoded already. They stay, because decoding drops a first token's space.
-        self._num_decoded = 0
-        self._pending = ""  # text to return later, with special tokens
-        self._hidden: list[tuple[int, int]] = []  # begin and end of hidden spans in the pending text
+        # those of them whose text is known; they are decoded again, as a first token loses its space
+        self._num_given = 0
+        self._pending = MarkedText()  # text that is not given
+        # begin and end in the pending text of tokens that are never cut
+        self._whole: list[tuple[int, int]] = []
+        # index in the pending text of a space that only stop strings see
+        self._lost_space: int | None = None
 
     def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
-        """Return the text that became final; at the end all remaining text.
+        """Return shown text that is final with these tokens, all so far; at the end all of the rest."""
+        return self.read_marked(token_ids, is_end).shown
 
-        Args:
-            token_ids: all tokens of the row so far.
-            is_end: whether the row has ended.
-        """
+    def read_marked(self, token_ids: Sequence[int], is_end: bool = False) -> MarkedText:
+        """Return what `read` does, with special tokens."""
         if len(token_ids) <= self._num_read and not is_end:
-            return ""  # the row is decoded again
+            return MarkedText()  # the row is decoded again
         for token_id in token_ids[self._num_read :]:
             if special_text := self._special_text(token_id):
                 self._decode_characters()
-                if special_text not in TAGS and not self._shows_special:
-                    self._hidden.append((len(self._pending), len(self._pending) + len(special_text)))
-                self._pending += special_text
+                if self._is_parsed or special_text not in TAGS:
+                    self._whole.append((len(self._pending), len(self._pending) + len(special_text)))
+                self._pending += MarkedText.of(special_text, special_text in TAGS)
             else:
                 if self._is_empty:
                     self._add_lost_space(token_id)
@@ -53,68 +87,64 @@ class TextStream:
         self._num_read = max(self._num_read, len(token_ids))
         self._decode_characters(is_end)
         if self.is_cut:
-            return ""
-        ends = [index for stop in self.stop_strings if (index := self._pending.find(stop)) >= 0]
+            return MarkedText()
+        ends = [at for stop in self.stop_strings if (at := self._pending.text.find(stop)) >= 0]
         self.is_cut = bool(ends)
-        return self._take(min(ends) if ends else len(self._pending) - (0 if is_end else self._num_held()))
+        end = min(ends) if ends else len(self._pending) - (0 if is_end else self._num_held())
+        return self._take(next((begin for begin, last in self._whole if begin < end < last), end))
 
     @property
     def num_pending(self) -> int:
-        """Number of characters to return later, without hidden ones."""
-        return len(self._pending) - sum(end - begin for begin, end in self._hidden)
+        """Number of characters that were read and not given, with special tokens."""
+        return len(self._pending) - (self._lost_space is not None)
 
     @property
     def num_undecoded(self) -> int:
-        """Number of last tokens in an incomplete character."""
-        return len(self._ids) - self._num_decoded
+        """Number of last tokens that are no whole character yet."""
+        return len(self._ids) - self._num_given
 
     def _decode_characters(self, is_end: bool = False) -> None:
-        """Move whole characters to the pending text; with `is_end` an incomplete one too."""
-        num_ids = len(self._ids)
-        first = num_ids if is_end else max(num_ids - _MAX_HELD, self._num_decoded)
+        """Add the text of the tokens so far to the pending text, up to the last whole character unless `is_end`."""
+        num = len(self._ids)
+        first = num if is_end else max(num - _MAX_HELD, self._num_given)
         text = ""
-        for end in range(num_ids, first - 1, -1):
+        for end in range(num, first - 1, -1):
             text = self._decode(self._ids[:end])
             if is_end or not text.endswith(_PARTIAL_CHARACTER):
                 break
         else:
             end = first  # no later token completes these bytes
-        if end <= self._num_decoded:
+        if end <= self._num_given:
             return
-        self._pending += text[len(self._decode(self._ids[: self._num_decoded])) :]
-        self._ids, self._num_decoded = self._ids[self._num_decoded :], end - self._num_decoded
+        self._pending += MarkedText.of(text[len(self._decode(self._ids[: self._num_given])) :])
+        self._ids, self._num_given = self._ids[self._num_given :], end - self._num_given
 
     def _add_lost_space(self, first_id: int) -> None:
-        """Add the first token's space if decoding drops it: a stop string may begin with it.
-
-        The space is hidden from the returned text.
-        """
+        """Add the space that decoding takes from a first token: a stop string may begin with it."""
         self._is_empty = False
         text = self._decode([first_id])
         if self._decode([first_id, first_id])[len(text) :] == f" {text}":
-            self._hidden.append((len(self._pending), len(self._pending) + 1))
-            self._pending += " "
+            self._lost_space = len(self._pending)
+            self._pending += MarkedText.of(" ")
 
-    def _take(self, end: int) -> str:
-        """Cut the pending text at `end`, and return its first part without hidden spans."""
-        pieces, begin = [], 0
-        for hidden_begin, hidden_end in self._hidden:
-            pieces.append(self._pending[begin : min(hidden_begin, end)])
-            begin = min(hidden_end, end)
-        pieces.append(self._pending[begin:end])
-        self._pending = self._pending[end:]
-        self._hidden = [(max(first - end, 0), last - end) for first, last in self._hidden if last > end]
-        return "".join(pieces)
+    def _take(self, end: int) -> MarkedText:
+        """Cut the pending text there; return the text before, without a lost space."""
+        taken, self._pending = self._pending[:end], self._pending[end:]
+        self._whole = [(first - end, last - end) for first, last in self._whole if last > end]
+        if self._lost_space is not None:
+            at, is_taken = self._lost_space, self._lost_space < end
+            taken, self._lost_space = taken[:at] + taken[at + 1 :], None if is_taken else at - end
+        return taken
 
     def _num_held(self) -> int:
-        """Count the last characters that may begin a stop string."""
-        max_len = max(map(len, self.stop_strings), default=1) - 1
-        lens = range(min(max_len, len(self._pending)), 0, -1)
-        pending = self._pending
-        return next((length for length in lens if any(s.startswith(pending[-length:]) for s in self.stop_strings)), 0)
+        """Number of last characters that a stop string may begin with."""
+        longest = max(map(len, self.stop_strings), default=1) - 1
+        nums = range(min(longest, len(self._pending)), 0, -1)
+        pending = self._pending.text
+        return next((num for num in nums if any(stop.startswith(pending[-num:]) for stop in self.stop_strings)), 0)
 
     def _special_text(self, token_id: int) -> str:
-        """Return the text of a special token, or an empty string for an ordinary token."""
+        """The text of a special token, which decoding can skip; empty for an ordinary token."""
         text = self._special_texts.get(token_id)
         if text is None:
             is_special = not self._decode([token_id])

@@ -1,75 +1,67 @@
-"""Origins of an answer's tokens: the draft source of each token, with its piece of the text."""
+"""Origins of an answer's tokens: what drafted each of them, with its piece of the text."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.text_stream import MarkedText, TextStream
 
 TARGET = "target"
 
 
 class TokenPiece(NamedTuple):
-    """Text and origin of one token.
-
-    If several tokens spell one character, the last token has it.
-    """
+    """The text of one token; of several tokens that spell one character, the last one has it."""
 
     text: str
     origin: str  # TARGET, or the draft source of an accepted token as in `stats.plan`
 
 
 class TokenTexts:
-    """Splitter of a stream into its tokens' texts.
+    """Splits the text of a stream into its tokens' texts, which join to it.
 
-    The texts join to the stream's text. A token is returned once all of its text is final.
+    A token is given once all of its text is final, so that none is given in parts.
     """
 
     def __init__(self, stream: TextStream):
         self._stream = stream
-        self._text = ""  # final text of tokens to return later
-        # Characters before the first token to return later, then up to the end of each such token.
+        self._text = MarkedText()  # final text that belongs to no given token yet
+        # characters of the text up to the first token that is not given, then up to each later one
         self._ends: list[int] = [0]
         self._num_final = 0  # characters of the final text
         self._num_read = 0  # tokens of the row
 
-    def read(self, token_ids: Sequence[int], is_end: bool = False) -> list[str]:
-        """Return the token texts that became final; at the end all remaining ones.
-
-        Args:
-            token_ids: all tokens of the row so far.
-            is_end: whether the row has ended.
-        """
-        for num_tokens in range(self._num_read + 1, len(token_ids) + 1):
-            self._add(self._stream.read(token_ids[:num_tokens]))
+    def read(self, token_ids: Sequence[int], is_end: bool = False) -> list[MarkedText]:
+        """Return texts that are final with these tokens, all so far; at the end all of the rest."""
+        for num in range(self._num_read + 1, len(token_ids) + 1):
+            self._add(self._stream.read_marked(token_ids[:num]))
             self._ends.append(self._num_final + self._stream.num_pending)
         self._num_read = max(self._num_read, len(token_ids))
         num_decoded = len(self._ends) - 1 - self._stream.num_undecoded
-        num_returned = min(sum(end <= self._num_final for end in self._ends) - 1, num_decoded)
+        num_given = min(sum(end <= self._num_final for end in self._ends) - 1, num_decoded)
         if is_end:
-            self._add(self._stream.read(token_ids, is_end=True))
-            num_returned = len(self._ends) - 1
+            self._add(self._stream.read_marked(token_ids, is_end=True))
+            num_given = len(self._ends) - 1
             self._ends = [*(min(end, self._num_final) for end in self._ends[:-1]), self._num_final]
-        begin, texts = self._ends[0], []
-        for first, last in pairwise(self._ends[: num_returned + 1]):
+        begin, texts = self._ends[0], list[MarkedText]()
+        for first, last in pairwise(self._ends[: num_given + 1]):
             texts.append(self._text[first - begin : last - begin])
-        self._ends = self._ends[num_returned:]
+        self._ends = self._ends[num_given:]
         self._text = self._text[self._ends[0] - begin :]
         return texts
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: MarkedText) -> None:
         self._text += text
         self._num_final += len(text)
 
 
 class SpeculationTotals(NamedTuple):
-    """Totals of an answer's rounds, and its speed-up."""
+    """Totals of an answer's rounds, and the estimated speed-up over plain decoding."""
 
     num_drafted: int
     num_accepted: int
     num_rounds: int
-    seconds: float  # time from the first token to the last
-    speedup: float | None  # estimate over plain decoding; None without a measured plain step
+    seconds: float  # from the first token to the last
+    speedup: float | None  # None where no plain step was measured
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationMixin, pipeline
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, pipeline
 
 from hf_speculate.tools.cli.arguments import arguments_of
-from hf_speculate.tools.cli.loading import names_head
+from hf_speculate.tools.cli.loading import names_head, with_named_target
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.options import Models, Speculation
 from tests.support.tiny import make_model
@@ -118,6 +119,60 @@ def test_named_target_of_a_head_is_loaded(plain_texts, monkeypatch, capsys):
     assert "accepted" in err and f"{HEAD} is a draft head for examples/pair/target, which is loaded" in err
     assert main(["check", HEAD]) == 0
     assert "warning: eagle3 as a draft head for examples/pair/target" in capsys.readouterr().out
+
+
+def cached(cache: Path, name: str, revisions: dict[str, Path]) -> None:
+    """Write a repository into a cache of the Hub, with a folder for each revision."""
+    root = cache / f"models--{name.replace('/', '--')}"
+    (root / "refs").mkdir(parents=True)
+    for number, (revision, folder) in enumerate(revisions.items()):
+        commit = 40 * str(number)
+        shutil.copytree(folder, root / "snapshots" / commit)
+        (root / "refs" / revision).write_text(commit)
+
+
+def test_revision_and_trust_are_not_a_named_targets(plain_texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "config.json").write_text('{"speculators_model_type": "medusa"}')
+    shutil.copytree(HEAD, tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = TARGET
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    cached(tmp_path / "hub", "org/head", {"main": tmp_path / "main", "old": tmp_path / "old"})
+    load, loaded = AutoModelForCausalLM.from_pretrained, []
+
+    def noted(name, **options):
+        loaded.append(options)
+        return load(name, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    words = ["org/head", "--revision", "old", "--trust-remote-code"]
+    assert main(["generate", *words, PROMPTS[0], "-k", "3", *COMMON]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == plain_texts[0].strip()
+    assert "accepted" in err and "but none of its code" in err
+    assert not {"revision", "trust_remote_code"} & loaded[0].keys()
+    assert main(["check", *words]) == 0
+    assert "kind: eagle3, speculators format" in capsys.readouterr().out
+    cached(tmp_path / "hub", "org/draft", {"main": tmp_path / "main", "old": Path(DRAFT)})
+    for words in (["check", TARGET], ["generate", TARGET, PROMPTS[0], *COMMON]):
+        assert main([*words, "-d", "org/draft", "--draft-revision", "old"]) == 0
+
+
+def test_named_target_costs_a_cached_model_no_look_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached(tmp_path, "org/model", {"main": Path(TARGET)})
+    read, asked = PreTrainedConfig.get_config_dict, []
+
+    def noted(name, **options):
+        asked.append(options)
+        return read(name, **options)
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", noted)
+    models = Models(target="org/model")
+    assert with_named_target(models) is models
+    assert [options["local_files_only"] for options in asked] == [True]
 
 
 def test_a_head_is_timed_without_transformers_own_methods(tmp_path, monkeypatch):

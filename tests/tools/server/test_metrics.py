@@ -4,13 +4,19 @@ import asyncio
 import importlib
 import json
 import sys
+from concurrent.futures import Future
 
 import httpx
 import pytest
 
+import hf_speculate
+from hf_speculate.options.refill.row_prompts import RowPrompt
+from hf_speculate.tools.server.engine import Engine
 from hf_speculate.tools.server.errors import RequestError
-from hf_speculate.tools.server.metrics import RequestTimer
+from hf_speculate.tools.server.metrics import Metrics, RequestTimer
 from hf_speculate.tools.server.text_request import DecodeResult, Piece
+from tests.support.tiny import make_model
+from tests.support.tiny_tokenizers import letters_tokenizer
 from tests.tools.server.serving import NUM_NEW, PATH, body, wait_until
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
@@ -47,6 +53,48 @@ def test_scrape_counts_requests_tokens_and_times(client, engine):
     assert 0 < more["time_to_first_token_seconds_sum",] < more["request_seconds_sum",]
     assert (after["rows_running",], after["rows_waiting",]) == (0, 0)
     assert "somebody" not in client.get("/metrics").text
+
+
+def test_forwards_are_counted_once_when_a_decoder_is_replaced(engine, monkeypatch):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    metrics, scrapes, make = Metrics(engine), [], engine._make_decoder
+    prompt = RowPrompt([3, 4, 5], None, {"max_new_tokens": NUM_NEW, "do_sample": False})
+    list(engine._decoder.decode(iter([prompt, None, None, None]).__next__))
+
+    def scrape():
+        lines = metrics.text().decode().splitlines()
+        name = "hf_speculate_target_forwards_total "
+        scrapes.extend(float(line[len(name) :]) for line in lines if line.startswith(name))
+
+    def scraped_make():
+        scrape()
+        return make()
+
+    scrape()
+    monkeypatch.setattr(engine, "_make_decoder", scraped_make)
+    failed = Future()
+    failed.set_exception(RuntimeError("broken"))
+    engine._on_end(failed)
+    scrape()
+    assert scrapes[0] > 0 and scrapes == 3 * scrapes[:1]
+
+
+def test_draft_source_is_that_of_a_call():
+    tokenizer = letters_tokenizer([*"abcdefgh"])
+    target = make_model("llama", vocab_size=len(tokenizer))
+
+    def source_of(options):
+        return Engine(target, tokenizer, "tiny", options, num_rows=1).draft_source
+
+    hf_speculate.enable(target)
+    assert source_of({}) == "none"
+    assert source_of({"assistant_early_exit": 1}) == "model LlamaForCausalLM"
+    assert source_of({"assistant_early_exit": 99}) == "none"  # requests fail
+    target.generation_config.assistant_early_exit = 1
+    assert source_of({}) == "model LlamaForCausalLM"
+    target.generation_config.assistant_early_exit = None
+    hf_speculate.enable(target, prompt_lookup_num_tokens=3)
+    assert source_of({}) == "prompt lookup"
 
 
 def test_server_without_prometheus_client_names_the_extra(engine, monkeypatch):

@@ -133,7 +133,7 @@ def open_page(browser, client):
 @pytest.mark.parametrize(("scheme", "width"), [("light", PHONE), ("dark", DESKTOP)])
 def test_an_answer_shows_what_was_drafted(open_page, client, scheme, width):
     page = open_page(width, scheme)
-    page.get_by_label("Most tokens").fill(str(NUM_NEW))
+    page.get_by_label("Max tokens").fill(str(NUM_NEW))
     message = page.get_by_label("Message", exact=True)
     message.focus()
     page.keyboard.type("a word")
@@ -166,7 +166,7 @@ def test_an_answer_shows_what_was_drafted(open_page, client, scheme, width):
 @pytest.mark.browser
 def test_escape_stops_an_answer_and_clear_forgets_the_chat(open_page, engine, slow):
     page = open_page()
-    page.get_by_label("Most tokens").fill(str(MANY))
+    page.get_by_label("Max tokens").fill(str(MANY))
     page.get_by_label("Message", exact=True).fill("a word")
     page.keyboard.press("Enter")
     page.locator(".text .o1").first.wait_for()
@@ -201,3 +201,44 @@ def test_a_text_of_html_stays_text(open_page):
     assert question.text_content() == answer.text_content() == HOSTILE
     assert page.locator("img").count() == 0
     assert page.title() == "org/tiny - hf-speculate"
+
+
+@pytest.mark.browser
+def test_reasoning_stands_apart_and_keeps_its_question(open_page):
+    page, bodies = open_page(), []
+    first = [
+        ({}, [("<think>", "target"), ("Is", "draft")]),  # its text is held
+        ({"reasoning_content": "Is it"}, [(" it", "draft")]),
+    ]
+    second = [
+        ({"reasoning_content": "ok"}, [("<think>ok</think>\n", "draft"), ("so", "target")]),
+        ({"content": "so "}, [(" ye", "draft")]),
+        ({"content": "yes"}, [("s", "target"), ("", "target")]),
+    ]
+
+    def answer(route):
+        bodies.append(route.request.post_data_json)
+        lines = []
+        for delta, tokens in (first, second)[len(bodies) - 1]:
+            news = {"tokens": [{"text": text, "origin": origin} for text, origin in tokens]}
+            lines.append(json.dumps({"choices": [{"delta": delta}], "speculation": news}))
+        body = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route(f"**{PATH}", answer)
+    for number, question in enumerate(("why", "and then")):
+        page.get_by_label("Message", exact=True).fill(question)
+        page.keyboard.press("Enter")
+        page.locator("article").nth(2 * number + 1).locator("dt").first.wait_for()
+        page.get_by_role("status").filter(has_text="Answer:").wait_for(state="attached")
+    reasoning, texts = page.locator("article .reasoning .text"), page.locator("article > .text")
+    assert reasoning.all_text_contents() == ["Is it", "ok"]
+    assert [texts.nth(place).text_content() for place in (1, 3)] == ["", "so yes"]
+    assert reasoning.nth(0).locator(".o1").all_text_contents() == ["Is", " it"]
+    kinds = [token.get_attribute("class") for token in texts.nth(3).locator(".token").all()]
+    assert kinds == ["token o0", "token o1", "token o1", "token o0"]
+    assert page.evaluate(LOOK) == []
+    roles = [message["role"] for message in bodies[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    earlier = {"role": "assistant", "content": "", "reasoning_content": "Is it"}
+    assert bodies[1]["messages"][1] == earlier

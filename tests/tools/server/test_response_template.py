@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hf_speculate.tools.server.response_template import ResponseTemplate
-from hf_speculate.tools.server.text_stream import TextStream
+from hf_speculate.tools.server.text_stream import MarkedText, TextStream
 from tests.support.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.server.serving import NUM_NEW, PATH, body
 
@@ -38,12 +38,14 @@ def tokenizer():
     return tokenizer
 
 
-def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE):
+def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE, stops=()):
     """The choice of a whole answer, and those of the events of a streamed one."""
     answers = importlib.import_module("hf_speculate.tools.server.answers")
     records = importlib.import_module("hf_speculate.tools.server.text_request")
     tokenizer.response_template = template
-    row = records.RowResult(records.RowPrompt([1]), tokenizer(text)["input_ids"], 1, 0, 0)
+    texts = [text] if isinstance(text, str) else text  # tokenised one by one
+    ids = [token_id for part in texts for token_id in tokenizer(part)["input_ids"]]
+    row = records.RowResult(records.RowPrompt([1]), ids, 1, 0, 0)
 
     def asked(is_streamed):
         reader = ResponseTemplate.of(tokenizer).reader(f"hi{END}{ANCHOR}{begun}", tools)
@@ -51,10 +53,11 @@ def read(tokenizer, text, begun="", tools=TOOLS, template=TEMPLATE):
         return answers.Asked(texts, 1, True, is_streamed, False, tools is not None, None, [reader])
 
     async def pieces():
-        stream = TextStream(tokenizer, [], shows_special=True)
+        stream = TextStream(tokenizer, stops, is_parsed=True)
         for end in range(1, len(row.token_ids) + 1):
-            if piece := stream.read(row.token_ids[:end], is_end=end == len(row.token_ids)):
-                yield 0, records.Piece(piece, [])
+            piece = stream.read_marked(row.token_ids[:end], is_end=end == len(row.token_ids))
+            if len(piece):
+                yield 0, records.Piece(piece.shown, [], marked=piece)
         yield 0, records.DecodeResult("stop", row)
 
     async def run():
@@ -80,8 +83,20 @@ def parts(message):
         (f"{CALL} Done.{END}", {}, ("", "Done.", [CALLED])),
         (f"a {CALL}{END}", {"tools": None}, ("", f"a {CALL}", [])),
         ("<think>cut sho", {}, ("cut sho", "", [])),
+        # a stop string that begins in a special token leaves nothing of it
+        (f"<think>why</think>Hello{END}", {"stops": [">"]}, ("", "", [])),
+        (f"<think>why</think>Hello{END}", {"stops": ["|"]}, ("why", "Hello", [])),
+        (f"hello{END}", {"stops": ["_end"]}, ("", "hello", [])),
+        ("hello<|im_start|>x", {"stops": ["|>y"]}, ("", "hellox", [])),
+        # text that looks like a special token is text
+        (["so <|im_st", "art|>", " it is", END], {}, ("", "so <|im_start|> it is", [])),
         # what the template cannot read is content
         (f"<think>a</think><tool_call>{{no}}</tool_call>{CALL}", {}, ("a", "<tool_call>{no}</tool_call>", [CALLED])),
+        (
+            f"<think>a</think>\n\n[1] <tool_call>{{no}}</tool_call>{END}",
+            {},
+            ("a", "[1] <tool_call>{no}</tool_call>", []),
+        ),
         (f'<tool_call>{{"x": 1}}</tool_call> b{END}', {}, ("", '<tool_call>{"x": 1}</tool_call> b', [])),
         ('<tool_call>{"name": "f"', {}, ("", '<tool_call>{"name": "f"', [])),
         (
@@ -117,7 +132,8 @@ def test_reasoning_content_and_calls_come_apart(text, options, expected, tokeniz
 
 def test_reasoning_is_streamed_before_it_ends(tokenizer):
     reader = ResponseTemplate.of(tokenizer).reader(ANCHOR, None)
-    assert [reader.read(piece) for piece in ("<think>", "I ", "see")] == [("", ""), ("", "I"), ("", " see")]
+    pieces = map(MarkedText.of, ("<think>", "I ", "see"))
+    assert [reader.read(piece) for piece in pieces] == [("", ""), ("", "I"), ("", " see")]
 
 
 def test_template_that_cannot_be_read_is_left_out(tokenizer, caplog):

@@ -128,6 +128,27 @@ def test_requests_that_are_decoded_one_by_one_have_origins():
     engine.close()
 
 
+def test_special_tokens_for_a_template_have_no_text():
+    tokenizer = byte_level_tokenizer([], eos_token="<|end|>")
+    target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
+    engine = Engine(target, tokenizer, "tiny", {}, num_rows=1)
+    always = {(tokenizer.eos_token_id,): 100.0}
+    options = {"max_new_tokens": 2, "do_sample": False, "sequence_bias": always}
+    prompt = RowPrompt([3, 4, 5], None, options)
+
+    async def run():
+        async def is_gone():
+            return False
+
+        request = TextRequest(prompt, shows_special=True, has_origins=True)
+        return [piece async for _, piece in engine.stream([request], is_gone)][:-1]
+
+    pieces = asyncio.run(run())
+    engine.close()
+    assert {(piece.text, *(token.text for token in piece.tokens)) for piece in pieces} == {("", "")}
+    assert "".join(piece.marked.text for piece in pieces) == 2 * "<|end|>"
+
+
 def test_tokens_of_tool_calls_are_shown():
     answers, row = importlib.import_module("hf_speculate.tools.server.answers"), RowPrompt([1])
     asked = answers.Asked([TextRequest(row, has_origins=True)], 1, True, True, False, True, None)
@@ -166,9 +187,9 @@ def test_texts_of_tokens_join_to_the_text_however_they_come(stop):
         texts, found, num = TokenTexts(TextStream(tokenizer, [stop])), [], 0
         while num < len(ids):
             num = min(num + draw.randint(1, 5), len(ids))
-            found += texts.read(ids[:num])
+            found += [text.shown for text in texts.read(ids[:num])]
             assert expected.startswith("".join(found))
-        found += texts.read(ids, is_end=True)
+        found += [text.shown for text in texts.read(ids, is_end=True)]
         assert "".join(found) == expected
         assert len(found) == len(ids)
     if "日" in expected:
