@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from hf_speculate.cache.base import KVCache, LayerView, ShortLayer, checked_drops, gathered, leading
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.lookahead import Lookahead
-from hf_speculate.cache.masks import hidden
+from hf_speculate.cache.masks import hidden, marked_as_spans
 from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_layout import RowLayout
@@ -33,8 +33,11 @@ class MaskSpec(NamedTuple):
     is_mask_per_row: bool = False  # whether each row needs a mask of its own, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """The model's attention mask, made by `make` from its window; masks by name if it takes several."""
-        masks = {name: make(window) for name, window in self.mask_windows.items()}
+        """The model's attention mask, made by `make` from its window; masks by name if it takes several.
+
+        `make` returns additive masks in which each query sees a span of columns.
+        """
+        masks = {name: marked_as_spans(make(window)) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 

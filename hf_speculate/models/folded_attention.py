@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_speculate.cache.masks import shows_spans
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
@@ -47,13 +48,14 @@ _HONOURED = ("position_bias", "cache", "softcap")
 _MOST_QUERY_TOKENS = 64
 
 _MOST_MASKS = 4  # kept in a forward: one for each type of layer
+_SPANS = 0  # in place of a number of groups: the spans of columns that a mask shows
 
 _LOCK = threading.Lock()
 _HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for whose sake it holds our name
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
-"""Masks, each with a number of groups and the mask that was converted for it."""
+"""Masks, each with a number of groups and the mask that was converted for it, or with `_SPANS` and its spans."""
 
 _masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_speculate_masks", default=None)
 
@@ -123,6 +125,8 @@ def _attend(
     num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
+    if is_ours and masks is not None:
+        backends.prepare(query, key)
     if mask is None and num_query > 1:  # a prompt, causal without a mask
         if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
@@ -130,6 +134,11 @@ def _attend(
         return prompt.transpose(1, 2).contiguous()
     if mask is not None and not _covers(mask, query, key):
         return None
+    is_span_mask = is_ours and masks is not None and mask is not None and shows_spans(mask)
+    if is_span_mask and backends.serves_few(query, key, value, scaling):
+        spans = _converted_once(backends.spans_of, mask, _SPANS, masks)
+        few: Tensor = backends.attend_few(query, key, value, spans, scaling)
+        return few
     folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
     if not is_ours and not folds:
         return None

@@ -1,5 +1,7 @@
 """Attention backends on CUDA in half precision: flash attention without a mask, memory-efficient with one.
 
+Few queries under a mask of our caches go to a kernel of our own where it was seen to be right and faster.
+
 torch may choose cuDNN, which builds a plan for every new set of sizes and strides. The number of keys grows with every
 forward, so nearly every forward would build one: tens of milliseconds, when the forward itself takes a few.
 """
@@ -8,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from hf_speculate.options.cuda import split_attention
 
 _DEVICE_TYPE = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -66,6 +70,37 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scali
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     outputs: Sequence[Tensor] = efficient(query, key, value, mask.expand(shape), False, 0.0, False, scale=scaling)
     return outputs[0]
+
+
+def prepare(query: Tensor, key: Tensor) -> None:
+    """Find out in a prompt's forward what serves the few queries of later forwards."""
+    if query.shape[2] == key.shape[2]:
+        split_attention.run_trial(query, key, _attend_efficiently)
+
+
+def serves_few(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> bool:
+    """Whether few queries are left to `attend_few`, which takes the spans of columns that they see."""
+    return split_attention.serves(query, key, value, scaling)
+
+
+def spans_of(mask: Tensor, _: int) -> Tensor:
+    """The columns [B or 1, Q, 2] int32 that queries see, of a mask that shows spans."""
+    return split_attention.key_spans(mask)
+
+
+def attend_few(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+    """Attention [B, Q, g*H, D], contiguous, of [B, g*H, Q, D] to [B, H, T, D]."""
+    return split_attention.attend(query, key, value, spans, scaling)
+
+
+def _attend_efficiently(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention [B, Q, g*H, D] as forwards compute it without our kernel: heads of a group are folded."""
+    batch_size, num_query_heads, num_query, width = query.shape
+    groups = num_query_heads // key.shape[1]
+    folded = query.reshape(batch_size, -1, groups * num_query, width)
+    output = attend_masked(folded, key, value, additive_mask(mask, groups, query.dtype), None)
+    output = output.unflatten(2, (groups, num_query)).permute(0, 3, 1, 2, 4)  # [B, Q, H, g, D]
+    return output.reshape(batch_size, num_query, num_query_heads, width)
 
 
 def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

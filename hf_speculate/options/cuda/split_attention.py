@@ -1,0 +1,161 @@
+"""Split attention: our own kernel for few queries, used where a trial in this process finds it right and faster.
+
+The trial runs once for each device, dtype, group and width of the heads, in the forward of a prompt: no graph is being
+captured there. It compares the kernel with memory-efficient attention, and times both in turn.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.kernels._inputs import Attention
+from hf_speculate.kernels.attention import MAX_QUERY, obstacle_of
+from hf_speculate.kernels.backends import is_interpreting, operations, runs_kernels
+
+_LOGGER = logging.getLogger("hf_speculate")
+
+# Of outputs between -3 and 3. Both round their weights and results, a few steps apart.
+TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
+QUERY_LENS = (1, 6, MAX_QUERY)  # one for each tile of the kernel if the group has 4 heads
+TIMED_QUERY_LEN = 6
+BATCH_SIZE, NUM_KEYS = 2, 2048
+NUM_TIMED, NUM_CALLS = 3, 10  # times that each is timed, and calls in one of them
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Attention [B, Q, g*H, D] of query, key and value under a mask [B, 1, Q, T] with the entries 0 and -inf."""
+
+
+class Build(NamedTuple):
+    """The kernels of one kind of layer on one device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    groups: int  # query heads of a KV head
+    num_heads: int  # KV heads
+    width: int  # D
+
+
+verdicts: dict[Build, str] = {}
+"""Why a build is not used, by build; empty if it is. A build without a verdict is not used either."""
+
+
+def build_of(query: Tensor, key: Tensor) -> Build:
+    """The build that serves query [B, g*H, Q, D] and key [B, H, T, D]."""
+    num_heads = key.shape[1]
+    return Build(query.device, query.dtype, query.shape[1] // num_heads, num_heads, query.shape[3])
+
+
+def serves(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> bool:
+    """Return whether the kernel computes this attention."""
+    if query.shape[2] > MAX_QUERY or verdicts.get(build_of(query, key), "no trial"):
+        return False
+    if key.shape != value.shape or not query.dtype == key.dtype == value.dtype or isinstance(scaling, Tensor):
+        return False
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        return False
+    return not obstacle_of(query, key, value)
+
+
+def key_spans(mask: Tensor) -> Tensor:
+    """Return the columns that each query sees, [B or 1, Q, 2] int32, of a mask [B or 1, 1, Q, T] that shows spans."""
+    spans: Tensor = _kernels(mask.device).key_spans(mask if mask.stride(0) else mask[:1])
+    return spans
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+    """Compute attention [B, Q, g*H, D], contiguous, to the columns `spans`."""
+    output: Tensor = _kernels(query.device).attend(Attention(query, key, value, spans, scaling))
+    return output
+
+
+def run_trial(query: Tensor, key: Tensor, efficient: Attend) -> None:
+    """Decide whether layers of this kind use the kernel, once in a process, beside `efficient` attention."""
+    build = build_of(query, key)
+    if build in verdicts:
+        return
+    verdicts[build] = "its trial is running"
+    verdicts[build] = reason = _trial(build, efficient)
+    if reason:
+        _LOGGER.info("attention for few queries is left to torch: %s", reason)
+
+
+def _trial(build: Build, efficient: Attend) -> str:
+    """Return why the kernel is not to be used; empty if it is."""
+    if not runs_kernels("auto", build.device) or is_interpreting():
+        return "Triton does not compile kernels here"
+    try:
+        with torch.no_grad():
+            gaps = [_gap(build, num_query, efficient) for num_query in QUERY_LENS]
+            if not all(gap <= TOLERANCES[build.dtype] for gap in gaps):  # nor NaN
+                words = f"the kernel's results differ by {', '.join(f'{gap:.3g}' for gap in gaps)}"
+                _LOGGER.warning("attention for few queries is wrong on %s: %s", build.device, words)
+                return words
+            ours_s, efficient_s = _seconds(build, efficient)
+    except Exception as error:  # noqa: BLE001  # of a compiler, a driver or the memory: no call may end by a trial
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return "" if ours_s < efficient_s else f"{1e6 * ours_s:.3g} us against {1e6 * efficient_s:.3g} us"
+
+
+def _gap(build: Build, num_query: int, efficient: Attend) -> float:
+    """Largest difference to `efficient` attention; NaN if anything is NaN."""
+    query, key, value, mask = _inputs(build, num_query)
+    expected = efficient(query, key, value, mask)
+    is_unseen = mask.amax(2).isneginf()[:, 0, :, None][:, None]  # [B, 1, T, 1]
+    key, value = (states.masked_fill(is_unseen, torch.nan) for states in (key, value))
+    gap = (_attend_masked(query, key, value, mask).float() - expected.float()).abs().amax()
+    return float(gap)
+
+
+def _seconds(build: Build, efficient: Attend) -> tuple[float, float]:
+    """Median seconds of one call of the kernel and of `efficient` attention, timed in turn."""
+    inputs = _inputs(build, TIMED_QUERY_LEN)
+    spans = key_spans(inputs[3])
+    calls = {
+        "ours": lambda: attend(*inputs[:3], spans, None),
+        "efficient": lambda: efficient(*inputs),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(NUM_TIMED + 1):
+        for name, call in calls.items():
+            torch.cuda.synchronize(build.device)
+            begin = time.perf_counter()
+            for _ in range(NUM_CALLS):
+                call()
+            torch.cuda.synchronize(build.device)
+            if number:  # the first calls warm up
+                seconds[name].append((time.perf_counter() - begin) / NUM_CALLS)
+    return median(seconds["ours"]), median(seconds["efficient"])
+
+
+def _attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return attend(query, key, value, key_spans(mask), None)
+
+
+def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and mask of a trial: rows of different lengths and paddings, over the first columns of buffers.
+
+    No generator is used, as the state of a user's must not change.
+    """
+
+    def states(num_heads: int, num_tokens: int, seed: int) -> Tensor:
+        shape = BATCH_SIZE, num_heads, num_tokens, build.width
+        num = BATCH_SIZE * num_heads * num_tokens * build.width
+        mixed = (torch.arange(num, device=build.device) + 7919 * seed) * 2654435761 % 65521
+        return (mixed.view(shape).float() / 10920 - 3).to(build.dtype)  # between -3 and 3
+
+    query = states(build.groups * build.num_heads, num_query, 1)
+    key, value = (states(build.num_heads, NUM_KEYS + 8, seed)[:, :, :NUM_KEYS] for seed in (2, 3))
+    columns, rows = torch.arange(NUM_KEYS, device=build.device), torch.arange(BATCH_SIZE, device=build.device)
+    last = NUM_KEYS - num_query - 300 * rows[:, None] + torch.arange(num_query, device=build.device)  # [B, Q]
+    is_hidden = (columns > last[..., None]) | (columns < 5 * rows[:, None, None])  # [B, Q, T]
+    mask = torch.zeros(is_hidden.shape, dtype=build.dtype, device=build.device).masked_fill_(is_hidden, -torch.inf)
+    return query, key, value, mask[:, None]
+
+
+def _kernels(device: torch.device) -> Any:
+    return operations("auto", device)
