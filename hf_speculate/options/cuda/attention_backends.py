@@ -7,6 +7,7 @@ forward, so nearly every forward would build one: tens of milliseconds, when the
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +76,9 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scali
 def prepare(query: Tensor, key: Tensor) -> None:
     """Find out in a prompt's forward what serves the few queries of later forwards."""
     if query.shape[2] == key.shape[2]:
-        split_attention.run_trial(query, key, _attend_efficiently)
+        groups = query.shape[1] // key.shape[1]
+        convert = partial(additive_mask, groups=groups, dtype=query.dtype)
+        split_attention.run_trial(query, key, split_attention.Contender(convert, _attend_folded))
 
 
 def serves_few(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> bool:
@@ -93,14 +96,12 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling
     return split_attention.attend(query, key, value, spans, scaling)
 
 
-def _attend_efficiently(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention [B, Q, g*H, D] as forwards compute it without our kernel: heads of a group are folded."""
+def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention [B, Q, g*H, D] as forwards compute it without our kernel, with the heads of a group folded."""
     batch_size, num_query_heads, num_query, width = query.shape
-    groups = num_query_heads // key.shape[1]
-    folded = query.reshape(batch_size, -1, groups * num_query, width)
-    output = attend_masked(folded, key, value, additive_mask(mask, groups, query.dtype), None)
-    output = output.unflatten(2, (groups, num_query)).permute(0, 3, 1, 2, 4)  # [B, Q, H, g, D]
-    return output.reshape(batch_size, num_query, num_query_heads, width)
+    folded = query.reshape(batch_size, key.shape[1], -1, width)  # [B, H, g*Q, D]
+    output = attend_masked(folded, key, value, mask, scaling).unflatten(2, (-1, num_query))
+    return output.permute(0, 3, 1, 2, 4).reshape(batch_size, num_query, num_query_heads, width)
 
 
 def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -25,9 +25,14 @@ QUERY_LENS = (1, 6, MAX_QUERY)  # one for each tile of the kernel if the group h
 TIMED_QUERY_LEN = 6
 BATCH_SIZE, NUM_KEYS = 2, 2048
 NUM_TIMED, NUM_CALLS = 3, 10  # times that each is timed, and calls in one of them
+_PRIME = 65521
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Attention [B, Q, g*H, D] of query, key and value under a mask [B, 1, Q, T] with the entries 0 and -inf."""
+
+class Contender(NamedTuple):
+    """An implementation of attention in a trial."""
+
+    convert: Callable[[Tensor], Tensor]  # a mask [B, 1, Q, T] with the entries 0 and -inf, once for all layers
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]  # [B, Q, g*H, D]; with what it made
 
 
 class Build(NamedTuple):
@@ -73,67 +78,72 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: fl
     return output
 
 
-def run_trial(query: Tensor, key: Tensor, efficient: Attend) -> None:
+def run_trial(query: Tensor, key: Tensor, efficient: Contender) -> None:
     """Decide whether layers of this kind use the kernel, once in a process, beside `efficient` attention."""
     build = build_of(query, key)
     if build in verdicts:
         return
     verdicts[build] = "its trial is running"
-    verdicts[build] = reason = _trial(build, efficient)
+    verdicts[build] = reason = _reason(build, efficient)
     if reason:
-        _LOGGER.info("attention for few queries is left to torch: %s", reason)
+        _LOGGER.info("attention for few queries is left to torch on %s: %s", build.device, reason)
 
 
-def _trial(build: Build, efficient: Attend) -> str:
-    """Return why the kernel is not to be used; empty if it is."""
+def _reason(build: Build, efficient: Contender) -> str:
     if not runs_kernels("auto", build.device) or is_interpreting():
         return "Triton does not compile kernels here"
     try:
         with torch.no_grad():
-            gaps = [_gap(build, num_query, efficient) for num_query in QUERY_LENS]
-            if not all(gap <= TOLERANCES[build.dtype] for gap in gaps):  # nor NaN
-                words = f"the kernel's results differ by {', '.join(f'{gap:.3g}' for gap in gaps)}"
-                _LOGGER.warning("attention for few queries is wrong on %s: %s", build.device, words)
-                return words
-            ours_s, efficient_s = _seconds(build, efficient)
+            return examine(build, Contender(key_spans, attend), efficient, time.perf_counter)
     except Exception as error:  # noqa: BLE001  # of a compiler, a driver or the memory: no call may end by a trial
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]) -> str:
+    """Return why `efficient` attention is to be preferred: ours is wrong or not faster; empty if it is right and faster.
+
+    `clock` gives seconds.
+    """
+    for num_query in QUERY_LENS:
+        gap = _gap(build, num_query, ours, efficient)
+        if not gap <= TOLERANCES[build.dtype]:  # nor NaN
+            words = f"results differ by {gap:.3g} with {num_query} query tokens"
+            _LOGGER.warning("the kernel of attention for few queries is wrong on %s: %s", build.device, words)
+            return words
+    ours_s, efficient_s = _seconds(build, ours, efficient, clock)
     return "" if ours_s < efficient_s else f"{1e6 * ours_s:.3g} us against {1e6 * efficient_s:.3g} us"
 
 
-def _gap(build: Build, num_query: int, efficient: Attend) -> float:
-    """Largest difference to `efficient` attention; NaN if anything is NaN."""
+def _gap(build: Build, num_query: int, ours: Contender, efficient: Contender) -> float:
+    """Largest difference of two results, one of which is given NaN where no query looks."""
     query, key, value, mask = _inputs(build, num_query)
-    expected = efficient(query, key, value, mask)
-    is_unseen = mask.amax(2).isneginf()[:, 0, :, None][:, None]  # [B, 1, T, 1]
+    expected = efficient.attend(query, key, value, efficient.convert(mask), None)
+    is_unseen = mask.amax(2).isneginf()[..., None]  # [B, 1, T, 1]
     key, value = (states.masked_fill(is_unseen, torch.nan) for states in (key, value))
-    gap = (_attend_masked(query, key, value, mask).float() - expected.float()).abs().amax()
-    return float(gap)
+    output = ours.attend(query, key, value, ours.convert(mask), None)
+    return float((output.float() - expected.float()).abs().amax())
 
 
-def _seconds(build: Build, efficient: Attend) -> tuple[float, float]:
-    """Median seconds of one call of the kernel and of `efficient` attention, timed in turn."""
-    inputs = _inputs(build, TIMED_QUERY_LEN)
-    spans = key_spans(inputs[3])
-    calls = {
-        "ours": lambda: attend(*inputs[:3], spans, None),
-        "efficient": lambda: efficient(*inputs),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def _seconds(build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]) -> tuple[float, float]:
+    """Median seconds of a call of each, timed in turn."""
+    query, key, value, mask = _inputs(build, TIMED_QUERY_LEN)
+    contenders = [(contender, contender.convert(mask)) for contender in (ours, efficient)]
+    seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(NUM_TIMED + 1):
-        for name, call in calls.items():
-            torch.cuda.synchronize(build.device)
-            begin = time.perf_counter()
+        for (contender, converted), times in zip(contenders, seconds, strict=True):
+            _synchronize(build.device)
+            begin = clock()
             for _ in range(NUM_CALLS):
-                call()
-            torch.cuda.synchronize(build.device)
+                contender.attend(query, key, value, converted, None)
+            _synchronize(build.device)
             if number:  # the first calls warm up
-                seconds[name].append((time.perf_counter() - begin) / NUM_CALLS)
-    return median(seconds["ours"]), median(seconds["efficient"])
+                times.append((clock() - begin) / NUM_CALLS)
+    return median(seconds[0]), median(seconds[1])
 
 
-def _attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    return attend(query, key, value, key_spans(mask), None)
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,8 +155,9 @@ def _inputs(build: Build, num_query: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     def states(num_heads: int, num_tokens: int, seed: int) -> Tensor:
         shape = BATCH_SIZE, num_heads, num_tokens, build.width
         num = BATCH_SIZE * num_heads * num_tokens * build.width
-        mixed = (torch.arange(num, device=build.device) + 7919 * seed) * 2654435761 % 65521
-        return (mixed.view(shape).float() / 10920 - 3).to(build.dtype)  # between -3 and 3
+        mixed = (torch.arange(num, device=build.device) + 7919 * seed) * 40503 % _PRIME
+        mixed = mixed * mixed % _PRIME
+        return (mixed.view(shape) * (6 / _PRIME) - 3).to(build.dtype)  # between -3 and 3
 
     query = states(build.groups * build.num_heads, num_query, 1)
     key, value = (states(build.num_heads, NUM_KEYS + 8, seed)[:, :, :NUM_KEYS] for seed in (2, 3))
