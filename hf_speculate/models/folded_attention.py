@@ -125,8 +125,8 @@ def _attend(
     num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
-    if is_ours and masks is not None:
-        backends.prepare(query, key)
+    if is_ours and is_causal and masks is not None:
+        backends.prepare(query, key, value)
     if mask is None and num_query > 1:  # a prompt, causal without a mask
         if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
@@ -134,9 +134,9 @@ def _attend(
         return prompt.transpose(1, 2).contiguous()
     if mask is not None and not _covers(mask, query, key):
         return None
-    is_span_mask = is_ours and masks is not None and mask is not None and shows_spans(mask)
-    if is_span_mask and backends.serves_few(query, key, value, scaling):
-        spans = _converted_once(backends.spans_of, mask, _SPANS, masks)
+    span_mask = mask if is_ours and masks is not None and mask is not None and shows_spans(mask) else None
+    if span_mask is not None and backends.serves_few(query, key, value, scaling):
+        spans = _converted_once(backends.spans_of, span_mask, _SPANS, masks)
         few: Tensor = backends.attend_few(query, key, value, spans, scaling)
         return few
     folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)

@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 def tile_of(num_rows: int, width: int, dtype: torch.dtype) -> Tile:
     """The tile for so many query rows of a KV head and heads of a width."""
     if dtype == torch.float32:
-        return Tile(ROWS[0], 32, 8 if width > 128 else 4)
+        return Tile(ROWS[0], *((32, 8) if width > 128 else (16, 4)))
     rows = next((rows for rows in ROWS if rows >= num_rows), ROWS[-1])
     if width > 128:
         return Tile(min(rows, 32), 32, 4 if rows == ROWS[0] else 8)
@@ -56,7 +56,7 @@ def key_spans(mask: Tensor) -> Tensor:
     strides = {"mask_stride_b": mask.stride(0), "mask_stride_q": mask.stride(2)}
     sizes = {"num_query": num_query, "num_keys": num_keys, "lowest": torch.finfo(mask.dtype).min}
     arguments: dict[str, Any] = {"mask_ptr": mask, "spans_ptr": spans, **strides, **sizes}
-    _run(mask.device, key_spans_kernel, (batch_size, num_query), arguments, num_warps=4)
+    launched(mask.device, key_spans_kernel, (batch_size, num_query), arguments, num_warps=4)
     return spans
 
 
@@ -89,8 +89,8 @@ def attend(inputs: Attention, num_parts: int | None = None) -> Tensor:
         "ROWS": tile.num_rows, "COLUMNS": tile.num_columns,
     }  # fmt: skip
     grid = (batch_size * num_heads, num_row_tiles, num_parts)
-    _run(device, attend_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=2)
-    _run(device, merge_kernel, (num_rows,), arguments, num_warps=1)
+    launched(device, attend_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=2)
+    launched(device, merge_kernel, (num_rows,), arguments, num_warps=1)
     return out
 
 
@@ -98,7 +98,8 @@ def _strides(name: str, tensor: Tensor, dims: str) -> dict[str, int]:
     return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=False)}
 
 
-def _run(device: torch.device, kernel: Any, grid: tuple[int, ...], by_name: dict[str, Any], **options: int) -> None:
+def launched(device: torch.device, kernel: Any, grid: tuple[int, ...], by_name: dict[str, Any], **options: int) -> None:
+    """Launch a kernel with the arguments that it names."""
     arguments = [by_name[name] for name in _arg_names(kernel)]
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **options)

@@ -73,9 +73,9 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scali
     return outputs[0]
 
 
-def prepare(query: Tensor, key: Tensor) -> None:
+def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Find out in a prompt's forward what serves the few queries of later forwards."""
-    if query.shape[2] == key.shape[2]:
+    if query.shape[2] == key.shape[2] and key.shape == value.shape:
         groups = query.shape[1] // key.shape[1]
         convert = partial(additive_mask, groups=groups, dtype=query.dtype)
         split_attention.run_trial(query, key, split_attention.Contender(convert, _attend_folded))
@@ -101,7 +101,8 @@ def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     batch_size, num_query_heads, num_query, width = query.shape
     folded = query.reshape(batch_size, key.shape[1], -1, width)  # [B, H, g*Q, D]
     output = attend_masked(folded, key, value, mask, scaling).unflatten(2, (-1, num_query))
-    return output.permute(0, 3, 1, 2, 4).reshape(batch_size, num_query, num_query_heads, width)
+    joined: Tensor = output.permute(0, 3, 1, 2, 4).reshape(batch_size, num_query, num_query_heads, width)
+    return joined
 
 
 def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.kernels._inputs import Attention
-from hf_speculate.kernels.attention import MAX_QUERY, obstacle_of
+from hf_speculate.kernels.attention import MAX_QUERY, MAX_WIDTH, obstacle_of
 from hf_speculate.kernels.backends import is_interpreting, operations, runs_kernels
 
 _LOGGER = logging.getLogger("hf_speculate")
@@ -92,6 +92,8 @@ def run_trial(query: Tensor, key: Tensor, efficient: Contender) -> None:
 def _reason(build: Build, efficient: Contender) -> str:
     if not runs_kernels("auto", build.device) or is_interpreting():
         return "Triton does not compile kernels here"
+    if build.width > MAX_WIDTH:
+        return f"heads are wider than {MAX_WIDTH}"
     try:
         with torch.no_grad():
             return examine(build, Contender(key_spans, attend), efficient, time.perf_counter)
@@ -100,7 +102,7 @@ def _reason(build: Build, efficient: Contender) -> str:
 
 
 def examine(build: Build, ours: Contender, efficient: Contender, clock: Callable[[], float]) -> str:
-    """Return why `efficient` attention is to be preferred: ours is wrong or not faster; empty if it is right and faster.
+    """Return in which way `ours` is wrong or not faster than `efficient` attention; empty if it is right and faster.
 
     `clock` gives seconds.
     """

@@ -131,6 +131,7 @@ def test_without_a_compiler_of_kernels_calls_go_on_without_them() -> None:
 def test_on_a_device_the_trial_finds_the_kernel_right(dtype: torch.dtype, width: int) -> None:
     query = torch.zeros(1, 32, 5, width, dtype=dtype, device="cuda:0")
     attention_backends.find_devices()
-    attention_backends.prepare(query, query[:, :8])
+    key = query[:, :8]
+    attention_backends.prepare(query, key, key)
     (reason,) = split_attention.verdicts.values()
     assert not reason or " us against " in reason, reason
