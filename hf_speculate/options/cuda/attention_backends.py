@@ -81,9 +81,9 @@ def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
         split_attention.run_trial(query, key, split_attention.Contender(convert, _attend_folded))
 
 
-def serves_few(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> bool:
+def serves_few(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool) -> bool:
     """Whether few queries are left to `attend_few`, which takes the spans of columns that they see."""
-    return split_attention.serves(query, key, value, scaling)
+    return split_attention.serves(query, key, value, scaling, is_captured)
 
 
 def spans_of(mask: Tensor, _: int) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.masks import marked_as_spans, shows_spans
 from hf_speculate.kernels import attention
 from hf_speculate.options.cuda import attention_backends, split_attention
 from hf_speculate.options.cuda.split_attention import Build, Contender, examine
@@ -53,6 +54,7 @@ def test_verifications_use_the_kernel_and_give_the_ids_of_plain(
     options = {"num_assistant_tokens": K, "verifier_backend": "torch", "speculation_graphs": "off"}
     options["num_assistant_tokens_schedule"] = "constant"
     monkeypatch.setattr(split_attention, "verdicts", AllUsed())
+    monkeypatch.setattr(split_attention, "MIN_EAGER_KEYS", 0)
     with FakeCuda() as gpu:
         for model in (target, draft):
             model.to("cuda:0")
@@ -65,6 +67,41 @@ def test_verifications_use_the_kernel_and_give_the_ids_of_plain(
     assert num_attend == num_merge == target.config.num_hidden_layers * num_spans
     # Not the prompt, nor a single token at the end, which needs no mask of ours.
     assert num_spans == launches["embedding"] - 2
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """Arguments of `serves`, some of them changed."""
+    query, key = torch.zeros(1, 4, 6, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16)
+    states = {"query": query, "key": key, "value": key}
+    states = {name: changes.get(name, torch.clone)(tensor) for name, tensor in states.items()}
+    return {**states, "scaling": None, "is_captured": changes.get("is_captured", True)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_served"),
+    [
+        (changed(), True),
+        (changed(is_captured=False), False),  # 40 keys
+        (changed(is_captured=False, **dict.fromkeys(("key", "value"), lambda key: key.repeat(1, 1, 103, 1))), True),
+        (changed(query=lambda query: query.repeat(1, 1, 6, 1)), False),  # 36 tokens
+        (changed(query=lambda query: query.clone().requires_grad_()), False),
+        (changed(value=lambda value: value[..., :8]), False),
+        (changed(key=lambda key: key.half()), False),
+        (changed(key=lambda key: key.transpose(2, 3).contiguous().transpose(2, 3)), False),
+    ],
+)
+def test_other_attention_is_left_to_torch(
+    arguments: dict[str, Any], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_attention, "verdicts", AllUsed())
+    assert split_attention.serves(**arguments) == is_served
+
+
+def test_a_mask_that_a_model_has_changed_is_not_taken_for_spans() -> None:
+    with FakeCuda():
+        mask = marked_as_spans(torch.zeros(1, 1, 2, 8, device=DEVICE))
+        assert shows_spans(mask)
+        assert not shows_spans(mask[..., :4]) and not shows_spans(mask + 1)
 
 
 BUILD = Build(DEVICE, torch.bfloat16, groups=2, num_heads=1, width=16)
