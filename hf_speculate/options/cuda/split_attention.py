@@ -22,7 +22,7 @@ _LOGGER = logging.getLogger("hf_speculate")
 
 # Of outputs between -3 and 3. Both round their weights and results, a few steps apart.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
-QUERY_LENS = (1, 6, MAX_QUERY)  # one for each tile of the kernel if the group has 4 heads
+QUERY_LENS = (1, 2, 4, 6, 12, MAX_QUERY)  # groups of 1 to 16 heads meet all tiles of the kernel that they ever use
 TIMED_QUERY_LEN = 6
 # So many keys take memory-efficient attention 0.3 ms on an H200: longer than the host takes to launch two kernels.
 BATCH_SIZE, NUM_KEYS = 2, 4096
