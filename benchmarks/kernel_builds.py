@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there, and counts registers, spills and shared memory.
 
-Fails on a spill for cuda 90, and on shared memory over a target's limit. A complete run also writes a table of all
-kernels into docs/kernels.md.
+Fails on a spill for cuda 90, on any spill of attention, and on shared memory over a target's limit. A complete run also
+writes a table of all kernels into docs/kernels.md.
 """
 
 import argparse
@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import ROOT, markdown, write_between, write_results
 from hf_speculate.kernels import NoiseKeys, Stream
-from hf_speculate.kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
-from hf_speculate.kernels.kernels import launch, operations
+from hf_speculate.kernels._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
+from hf_speculate.kernels.kernels import attention_launch, launch, operations
 
 
 class Target(NamedTuple):
@@ -39,6 +39,7 @@ class Target(NamedTuple):
     shared_limit_bytes: int  # of one block
     has_atomics: bool  # whether the variant that finishes in one launch is what runs there
     vocab_sizes: Sequence[int]
+    has_attention: bool = True  # whether attention for few queries runs there
 
 
 # Rows that all start at a multiple of 16 bytes; and, for one target of each compiler, rows that start anywhere.
@@ -49,10 +50,17 @@ ALL = (8192, SHIFTED_VOCAB_SIZE)
 TARGETS = {
     "cuda 80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, True, EVEN),
     "cuda 90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, True, ALL),
-    "cuda 100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, True, EVEN),
-    "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL),
+    "cuda 100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, True, EVEN, False),
+    "cuda 120": Target(GPUTarget("cuda", 120, 32), 99 * 1024, True, ()),  # attention alone
+    "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False, ALL, False),
 }
 NO_SPILLS = ("cuda 90",)
+# Attention: no spills anywhere. Width of heads, and tokens of groups of 4 heads: each width, and each tile of rows.
+ATTENTION = "attention"  # begins the names of its calls
+ATTENTION_SHAPES = {
+    torch.bfloat16: ((64, 16), (80, 16), (96, 16), (128, 1), (128, 6), (128, 16), (256, 6)),
+    torch.float32: ((96, 6), (256, 6)),
+}
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 TYPE_NAMES = {
     torch.bfloat16: "*bf16",
@@ -72,7 +80,8 @@ class Build(NamedTuple):
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
-    num_warps: int
+    options: dict[str, int]  # of the compiler
+    aligned: tuple[str, ...]  # arguments that are multiples of 16
 
     @property
     def name(self) -> str:
@@ -82,8 +91,8 @@ class Build(NamedTuple):
         return " ".join([self.kernel.__name__, *flags, *(["without", *left_out] if left_out else [])])
 
 
-def build_of(case: str, kernel: Any, arguments: dict[str, Any], num_warps: int) -> Build:
-    """The build that a launch with arguments `given`, some of which may be another kernel's, needs."""
+def build_of(case: str, kernel: Any, arguments: dict[str, Any], **options: int) -> Build:
+    """The build that a launch with `arguments`, some of which may be another kernel's, needs."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
         value = arguments[name]
@@ -93,12 +102,19 @@ def build_of(case: str, kernel: Any, arguments: dict[str, Any], num_warps: int) 
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-    return Build(case, kernel, signature, constants, num_warps)
+    # Triton asks this of the integers that a kernel does not exclude.
+    strides = [
+        name for name in signature if name.startswith(("key_stride", "value_stride")) and not arguments[name] % 16
+    ]
+    pointers = [name for name, dtype in signature.items() if dtype.startswith("*")]
+    return Build(case, kernel, signature, constants, options, (*pointers, *strides))
 
 
 def builds(dtype: torch.dtype, target: Target) -> Iterator[Build]:
     """Every build that a launch needs, once."""
     recorded = [launches(dtype, target.has_atomics, vocab_size) for vocab_size in target.vocab_sizes]
+    if target.has_attention:
+        recorded.append(attention_launches(dtype))
     seen = set()
     for build in chain.from_iterable(recorded):
         key = (build.name, *build.signature.values())
@@ -114,7 +130,7 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
     suffix = SHIFTED if vocab_size == SHIFTED_VOCAB_SIZE else ""
 
     def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
-        recorded.append(build_of(case + suffix, kernel, self.shared | own, launch.NUM_WARPS))
+        recorded.append(build_of(case + suffix, kernel, self.shared | own, num_warps=launch.NUM_WARPS))
 
     batch_size, num_draft_tokens = 2, 3
     target = torch.zeros(batch_size, num_draft_tokens + 1, vocab_size, dtype=dtype)
@@ -157,17 +173,46 @@ def launches(dtype: torch.dtype, has_atomics: bool, vocab_size: int) -> list[Bui
     return recorded
 
 
+def attention_launches(dtype: torch.dtype) -> list[Build]:
+    """Launches of attention for few queries, recorded in place of being run; of its small kernels those in bfloat16."""
+    recorded: list[Build] = []
+    case = ""
+
+    def record(device: torch.device, kernel: Any, grid: Any, arguments: dict[str, Any], **options: int) -> None:
+        if kernel is attention_launch.attend_kernel or "widest" in case:
+            recorded.append(build_of(case, kernel, arguments, **options))
+
+    def attend(width: int, num_query: int, **own: Any) -> None:
+        query = torch.zeros(1, 8, num_query, width, dtype=dtype)
+        key = torch.zeros(1, 2, 64, width, dtype=dtype)
+        spans = attention_launch.key_spans(query.new_zeros(1, 1, num_query, 64))
+        attention_launch.attend(Attention(query, key, key, spans, **own))
+
+    run = attention_launch.launched
+    try:
+        attention_launch.launched = record
+        for width, num_query in ATTENTION_SHAPES[dtype]:
+            case = f"{ATTENTION}, {num_query} tokens, heads of {width}"
+            attend(width, num_query)
+        if dtype == torch.bfloat16:
+            case = f"{ATTENTION}, widest heads"
+            attend(256, 6)
+            case = f"{ATTENTION}, widest heads, capped, with sinks"
+            attend(256, 6, softcap=50.0, sinks=torch.zeros(8))
+    finally:
+        attention_launch.launched = run
+    return recorded
+
+
 def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     """Compile launch number `job[2]` of dtype `job[1]` for target `job[0]`."""
     target_name, dtype_name, number = job
     target = TARGETS[target_name]
     build = list(builds(DTYPES[dtype_name], target))[number]
     indices = {name: index for index, name in enumerate(build.kernel.arg_names)}
-    aligned = {
-        (indices[name],): [["tt.divisibility", 16]] for name, dtype in build.signature.items() if dtype.startswith("*")
-    }
+    aligned = {(indices[name],): [["tt.divisibility", 16]] for name in build.aligned}
     source = ASTSource(build.kernel, build.signature, build.constants, aligned)
-    compiled = triton.compile(source, target=target.gpu, options={"num_warps": build.num_warps})
+    compiled = triton.compile(source, target=target.gpu, options=build.options)
     is_cuda = target.gpu.backend == "cuda"
     used = cuda_usage(compiled.asm["ptx"], target.gpu.arch) if is_cuda else hip_usage(compiled.asm["amdgcn"])
     return {
@@ -178,7 +223,7 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
         **used,
         "shared_bytes": compiled.metadata.shared,
         "shared_limit_bytes": target.shared_limit_bytes,
-        "num_warps": build.num_warps,
+        "num_warps": build.options["num_warps"],
     }
 
 
@@ -220,7 +265,7 @@ def hip_usage(assembly: str) -> dict[str, Any]:
 def problems(row: dict[str, Any]) -> Iterator[str]:
     """What is wrong with one build."""
     where = f"{row['kernel']} ({row['dtype']}, {row['target']})"
-    if row["target"] in NO_SPILLS and row["spills"]:
+    if row["spills"] and (row["target"] in NO_SPILLS or row["case"].startswith(ATTENTION)):
         yield f"{where}: {row['spills']} bytes of registers spilled"
     if row["shared_bytes"] > row["shared_limit_bytes"]:
         yield f"{where}: {row['shared_bytes']} bytes of shared memory, the limit is {row['shared_limit_bytes']}"

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from hf_speculate.cache.base import KVCache, LayerView, ShortLayer, checked_drops, gathered, leading
 from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.lookahead import Lookahead
-from hf_speculate.cache.masks import hidden
+from hf_speculate.cache.masks import hidden, marked_as_spans
 from hf_speculate.cache.pooled_buffers import BufferShape, Pool, PooledBuffers
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_layout import RowLayout
@@ -35,9 +35,10 @@ class MaskSpec(NamedTuple):
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """Make the model's attention mask by `make` from its window.
 
-        A model with several masks gets a dict by name.
+        `make` returns additive masks in which each query sees a span of columns. A model with several
+        masks gets a dict by name.
         """
-        masks = {name: make(window) for name, window in self.mask_windows.items()}
+        masks = {name: marked_as_spans(make(window)) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 

@@ -48,6 +48,18 @@ class Proposal(NamedTuple):
     logsumexp: Tensor | None  # [B, K] float32; None if not computed yet
 
 
+class Attention(NamedTuple):
+    """Inputs of attention for few queries; see `attention.attend`."""
+
+    query: Tensor  # [B, g*H, Q, D]
+    key: Tensor  # [B, H, T, D]
+    value: Tensor  # [B, H, T, D]
+    spans: Tensor  # [B or 1, Q, 2] int32, the columns that a query sees: the first, and one past the last
+    scaling: float | None = None  # factor of the scores; None: 1 / sqrt(D)
+    softcap: float | None = None  # limit of the scores; None: no limit
+    sinks: Tensor | None = None  # [g*H], a score of each head without a value
+
+
 @dataclass(frozen=True)
 class TypicalRule:
     """Parameters of typical acceptance: p(x) > min(threshold, alpha * exp(-entropy)).

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_speculate.cache.masks import shows_spans
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.models.module_walk import modules_of, parameters_of
 from hf_speculate.models.quirks import may_compare_attention
@@ -47,25 +48,38 @@ _HONOURED = ("position_bias", "cache", "softcap")
 _MOST_QUERY_TOKENS = 64
 
 _MOST_MASKS = 4  # kept in a forward: one for each type of layer
+_SPANS = 0  # in place of a number of groups: the spans of columns that a mask shows
 
 _LOCK = threading.Lock()
 _HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for whose sake it holds our name
 
 
 _Masks = deque[tuple[Tensor, int, Tensor]]
-"""Masks, each with a number of groups and the mask that was converted for it."""
+"""Masks, each with a number of groups and the mask that was converted for it, or with `_SPANS` and its spans."""
 
-_masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_speculate_masks", default=None)
+
+class _Forward(NamedTuple):
+    """The forward that is running."""
+
+    masks: _Masks
+    is_captured: bool
+
+
+_forward: contextvars.ContextVar[_Forward | None] = contextvars.ContextVar("hf_speculate_forward", default=None)
 
 
 @contextmanager
-def folding() -> Iterator[None]:
-    """Let `folded_attention` fold in this thread or task during one forward; elsewhere it passes on."""
-    token = _masks.set(deque(maxlen=_MOST_MASKS))
+def folding(is_captured: bool = True) -> Iterator[None]:
+    """Let `folded_attention` fold in this thread or task during one forward; elsewhere it passes on.
+
+    Args:
+        is_captured: whether the forward is one that graphs replay, or is compared with a replay.
+    """
+    token = _forward.set(_Forward(deque(maxlen=_MOST_MASKS), is_captured))
     try:
         yield
     finally:
-        _masks.reset(token)
+        _forward.reset(token)
 
 
 def folded_attention(
@@ -85,12 +99,12 @@ def folded_attention(
     compute it passes on to what is registered as "sdpa". Returns [B, Q, g*H, D'] contiguous, and None for the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]
-    masks = None if torch.compiler.is_compiling() else _masks.get()
-    is_ours = torch.compiler.is_compiling() or masks is not None
+    forward = None if torch.compiler.is_compiling() else _forward.get()
+    is_ours = torch.compiler.is_compiling() or forward is not None
     can_attend = not dropout and not any(kwargs.get(name) is not None for name in _HONOURED)
     if is_ours and can_attend and passed_on is sdpa_attention_forward:
         is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        output = _attend(module, query, key, value, attention_mask, scaling, is_causal_layer, masks)
+        output = _attend(module, query, key, value, attention_mask, scaling, is_causal_layer, forward)
         if output is not None:
             return output, None
     result: tuple[Tensor, None] = passed_on(
@@ -115,7 +129,7 @@ def _attend(
     mask: Tensor | None,
     scaling: float | None,
     is_causal: bool,
-    masks: _Masks | None,
+    forward: _Forward | None,
 ) -> Tensor | None:
     """Attention output [B, Q, g*H, D'], contiguous; None if transformers' own function must compute it."""
     groups: Any = getattr(module, "num_key_value_groups", 1)
@@ -123,6 +137,9 @@ def _attend(
     num_query, is_ours = query.shape[2], backends is not None and backends.chooses_backend(query, value)
     if not is_ours and (groups <= 1 or query.device.type not in _DEVICES):
         return None
+    masks = None if forward is None else forward.masks
+    if is_ours and is_causal and forward is not None:
+        backends.prepare(query, key, value)
     if mask is None and num_query > 1:  # a prompt, causal without a mask
         if not is_ours or (is_causal and num_query != key.shape[2]):
             return None
@@ -130,6 +147,10 @@ def _attend(
         return prompt.transpose(1, 2).contiguous()
     if mask is not None and not _covers(mask, query, key):
         return None
+    if is_ours and forward is not None and mask is not None and shows_spans(mask):
+        few = _attend_few(backends, query, key, value, mask, scaling, forward)
+        if few is not None:
+            return few
     folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
     if not is_ours and not folds:
         return None
@@ -151,6 +172,17 @@ def _attend(
     output = output.unflatten(2, (groups, num_query)).permute(0, 3, 1, 2, 4)  # [B, Q, H, g, D']
     joined: Tensor = output.reshape(output.shape[0], num_query, -1, value.shape[3])
     return joined.contiguous()
+
+
+def _attend_few(
+    backends: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, forward: _Forward
+) -> Tensor | None:
+    """Attention output [B, Q, g*H, D], contiguous, by a kernel for few queries; None if none serves these."""
+    if not backends.serves_few(query, key, value, scaling, forward.is_captured):
+        return None
+    spans = _converted_once(backends.spans_of, mask, _SPANS, forward.masks)
+    output: Tensor = backends.attend_few(query, key, value, spans, scaling)
+    return output
 
 
 def register_folded_attention() -> None:

@@ -157,7 +157,7 @@ class LanguageModel(PerRow):
                 options["logits_to_keep"] = torch.arange(first, num_query, device=self.device)
             elif not (is_view and self._runs_all_tokens):
                 options["logits_to_keep"] = logits_to_keep
-        with self._mode(), folding(), self._context(), self.capture or nullcontext():
+        with self._mode(), folding(is_captured=False), self._context(), self.capture or nullcontext():
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
             captured = None if self.capture is None else self.capture.concatenated()

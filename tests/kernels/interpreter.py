@@ -1,7 +1,8 @@
-"""Makes Triton's interpreter fast enough for tests of whole operations."""
+"""Makes Triton's interpreter fast enough for tests of whole operations, and its matrix products right in bfloat16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 
@@ -40,7 +41,17 @@ def quick_interpreter() -> Iterator[None]:
 
     patch_once.is_quick = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once
+    multiply = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = partialmethod(_multiplied, multiply)
     try:
         yield
     finally:
         interpreter._patch_lang = patch_language
+        interpreter.InterpreterBuilder.create_dot = multiply
+
+
+def _multiplied(builder: Any, multiply: Any, left: Any, right: Any, *others: Any) -> Any:
+    """A matrix product; the interpreter multiplies the bits of bfloat16, which numpy does not know."""
+    if left.dtype.name == "bf16":
+        left, right = (builder.cast_impl(factor, builder.get_float_ty()) for factor in (left, right))
+    return multiply(builder, left, right, *others)

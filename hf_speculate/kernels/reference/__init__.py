@@ -6,6 +6,7 @@ float32 first. No epsilon is added to a probability, and comparisons avoid divis
 `draft_lens[b]` of the target is the bonus row of batch row b; later rows are ignored.
 """
 
+from .attention import attend, key_spans
 from .block import block
 from .coupled import coupled
 from .cut import cut
@@ -14,4 +15,15 @@ from .rejection import reject, reject_and_test
 from .sampling import sample
 from .typical import typical
 
-__all__ = ["block", "coupled", "cut", "greedy", "reject", "reject_and_test", "sample", "typical"]
+__all__ = [
+    "attend",
+    "block",
+    "coupled",
+    "cut",
+    "greedy",
+    "key_spans",
+    "reject",
+    "reject_and_test",
+    "sample",
+    "typical",
+]

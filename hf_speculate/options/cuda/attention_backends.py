@@ -1,13 +1,18 @@
 """Attention backends on CUDA in half precision: flash attention without a mask, memory-efficient with one.
 
+Few queries under a mask of our caches go to a kernel of our own where it was seen to be right and faster.
+
 torch may choose cuDNN, which builds a plan for every new set of sizes and strides. The number of keys grows with every
 forward, so nearly every forward would build one: tens of milliseconds, when the forward itself takes a few.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from hf_speculate.options.cuda import split_attention
 
 _DEVICE_TYPE = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -66,6 +71,38 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scali
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     outputs: Sequence[Tensor] = efficient(query, key, value, mask.expand(shape), False, 0.0, False, scale=scaling)
     return outputs[0]
+
+
+def prepare(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Find out in a prompt's forward what serves the few queries of later forwards."""
+    if query.shape[2] == key.shape[2] and key.shape == value.shape:
+        groups = query.shape[1] // key.shape[1]
+        convert = partial(additive_mask, groups=groups, dtype=query.dtype)
+        split_attention.run_trial(query, key, split_attention.Contender(convert, _attend_folded))
+
+
+def serves_few(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_captured: bool) -> bool:
+    """Whether few queries are left to `attend_few`, which takes the spans of columns that they see."""
+    return split_attention.serves(query, key, value, scaling, is_captured)
+
+
+def spans_of(mask: Tensor, _: int) -> Tensor:
+    """The columns [B or 1, Q, 2] int32 that queries see, of a mask that shows spans."""
+    return split_attention.key_spans(mask)
+
+
+def attend_few(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scaling: float | None) -> Tensor:
+    """Attention [B, Q, g*H, D], contiguous, of [B, g*H, Q, D] to [B, H, T, D]."""
+    return split_attention.attend(query, key, value, spans, scaling)
+
+
+def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention [B, Q, g*H, D] as forwards compute it without our kernel, with the heads of a group folded."""
+    batch_size, num_query_heads, num_query, width = query.shape
+    folded = query.reshape(batch_size, key.shape[1], -1, width)  # [B, H, g*Q, D]
+    output = attend_masked(folded, key, value, mask, scaling).unflatten(2, (-1, num_query))
+    joined: Tensor = output.permute(0, 3, 1, 2, 4).reshape(batch_size, num_query, num_query_heads, width)
+    return joined
 
 
 def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
