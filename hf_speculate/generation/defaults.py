@@ -15,7 +15,7 @@ from hf_speculate.models.text_decoder import unwrapped
 _COMPANIONS = ("draft_state", "suffix_store")
 SAVED_ASSISTANT = "speculation_assistant"  # key of generation configs, names a draft
 TOKENIZERS = ("tokenizer", "assistant_tokenizer")
-_ATTRIBUTE = "_hf_speculate_defaults"  # of an enabled model; no module, parameter or buffer
+_ATTRIBUTE = "_hf_speculate_defaults"  # attribute of enabled models; no module, parameter or buffer
 
 _plain_models: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hf_speculate_plain_models", default=())
 _is_nested: ContextVar[bool] = ContextVar("hf_speculate_is_nested", default=False)

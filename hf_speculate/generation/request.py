@@ -141,8 +141,8 @@ def find_source_of(
     fields = {name: defaults.pop(name) for name in FIELD_NAMES if name in defaults}
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     keywords = {name: value for name, value in keywords.items() if value is not None or name not in fields}
-    passed, own = fields_of(call.get("generation_config")), fields_of(model.generation_config)
-    stronger = [keywords, passed, fields, saved, own]
+    passed, model_fields = fields_of(call.get("generation_config")), fields_of(model.generation_config)
+    stronger = [keywords, passed, fields, saved, model_fields]
     is_default = any(name in sources and is_set(value) for name, value in {**fields, **defaults}.items())
     if not is_default:
         defaults.pop("assistant_tokenizer", None)

@@ -196,8 +196,8 @@ def check_extra_inputs(read: ExtraInputs, input_ids: Tensor, chunk_size: int | N
 
 def _check_cache(cache: Any, source: DraftSource) -> None:
     is_pair = isinstance(cache, EncoderDecoderCache)
-    parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
-    if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
+    caches = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+    if not is_static(cache) and any(type(single) is not DynamicCache or single.offloading for single in caches):
         raise UnsupportedGenerationError(
             "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
             f"{source.argument}, got {described(cache)}; pass a DynamicCache, or leave the cache and "

@@ -56,7 +56,7 @@ def _check_model(model: Any, source: DraftSource) -> None:
         raise refused(f"models must take a cache, got {name} without; ")
     if quirk := limit_reason(model, Limit.NOT_SUPPORTED):
         raise refused(f"models must read several tokens after a cached text, got {name}, whose layers {quirk}; ")
-    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise refused(
             f"models must keep their states, got {name} in training mode with gradient checkpointing, which drops "
             "them; call eval() or gradient_checkpointing_disable(), or "
@@ -83,7 +83,7 @@ def _check_model(model: Any, source: DraftSource) -> None:
 def check_weights(models: Sequence[PreTrainedModel], source: DraftSource) -> None:
     """Refuse models on the meta device, unless hooks (`_hf_hook`) load weights for each forward."""
     for model in models:
-        if model.device.type == "meta" and not any(hasattr(part, "_hf_hook") for part in model.modules()):
+        if model.device.type == "meta" and not any(hasattr(module, "_hf_hook") for module in model.modules()):
             raise UnsupportedModelError(
                 f"models must have weights, got {type(model).__name__} on the meta device; load it with "
                 f"from_pretrained(), or {source.hint}"

@@ -98,7 +98,8 @@ class ProcessorGroups:
             processors.rollback([num_calls[row] for row in rows])
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
-        self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
+        selected = _selected(self._groups, indices)
+        self._groups = [(processors.rows(group_rows), rows) for processors, group_rows, rows in selected]
         return self
 
     def join(self, other: "ProcessorGroups") -> None:
@@ -128,7 +129,7 @@ class StoppingGroups:
         return StopVerdict(num_emitted, is_done)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self._groups = [(criteria, rows) for criteria, _, rows in _kept(self._groups, indices)]
+        self._groups = [(criteria, rows) for criteria, _, rows in _selected(self._groups, indices)]
         self._max_lengths = [self._max_lengths[row] for row in indices]
 
     def join(self, other: Any) -> None:
@@ -151,7 +152,7 @@ def _some_of(tokens: TokenRows, rows: Sequence[int]) -> TokenRows:
     return _SomeRows(tokens.token_ids[index], [tokens.lens[row] for row in rows])
 
 
-def _kept(
+def _selected(
     groups: Iterable[_Group[Settings]], indices: Sequence[int]
 ) -> Iterator[tuple[Settings, list[int], list[int]]]:
     """Select the rows `indices` of groups.

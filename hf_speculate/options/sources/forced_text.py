@@ -88,7 +88,7 @@ class Continuation:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def tokens(self, tail: Sequence[int], text: str) -> tuple[list[int], bool]:
-        """Return the first tokens of `text` after the tokens `tail`, and whether they are all of it.
+        """Return the first tokens of `text` after the tokens `tail`, and whether these are all.
 
         The text is tokenised together with the tail, so words across the border are split as usual. If
         the result does not begin with the tail, `text` is split alone.
@@ -96,7 +96,7 @@ class Continuation:
         shown = text[: _CHARS_PER_TOKEN * self.max_tokens]
         token_ids = self._behind(tail, shown)
         num_known = next(
-            (at for at, token_id in enumerate(token_ids) if token_id >= self._vocab_size),
+            (index for index, token_id in enumerate(token_ids) if token_id >= self._vocab_size),
             len(token_ids),
         )
         num_returned = min(num_known, self.max_tokens)

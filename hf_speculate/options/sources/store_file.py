@@ -68,8 +68,8 @@ def read_outputs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StoredO
                 file.get_tensor(name) for name in ("token_ids", "lens", "keys", "key_names")
             )
         key_names = [_as_key(name) for name in json.loads(names.tobytes())]
-        parts = np.split(token_ids, np.cumsum(lens)[:-1]) if len(lens) else []
-        return [StoredOutput(key_names[key], part.tolist()) for key, part in zip(keys, parts, strict=True)]
+        outputs = np.split(token_ids, np.cumsum(lens)[:-1]) if len(lens) else []
+        return [StoredOutput(key_names[key], output.tolist()) for key, output in zip(keys, outputs, strict=True)]
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
